@@ -1,0 +1,96 @@
+"""State in, tensors and JSON out; and back. Types that JSON lacks are tagged, anything unknown is refused by path."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def pack(state: Any) -> tuple[Any, Tensors]:
+    """A JSON tree, and the tensors that it refers to by their path."""
+    tensors: Tensors = {}
+    return _pack(state, "", tensors), tensors
+
+
+def unpack(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state that `pack` was given."""
+    if isinstance(tree, list):
+        return [unpack(value, tensors) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        tag, body = next(iter(tree.items()))
+        if tag == "$tensor":
+            return tensors[body]
+        if tag == "$array":
+            return tensors[body].numpy()
+        if tag == "$bytes":
+            return base64.b64decode(body)
+        if tag == "$tuple":
+            return tuple(unpack(value, tensors) for value in body)
+        if tag in ("$map", "$counter"):
+            pairs = {unpack(key, tensors): unpack(value, tensors) for key, value in body}
+            return Counter(pairs) if tag == "$counter" else pairs
+    return {key: unpack(value, tensors) for key, value in tree.items()}
+
+
+def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names that stand for the very same tensor as an earlier name (tied weights): later name -> first name."""
+    first: dict[tuple[Any, ...], str] = {}
+    shared = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if place in first:
+            shared[name] = first[place]
+        else:
+            first[place] = name
+    return shared
+
+
+def _pack(value: Any, path: str, tensors: Tensors) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path}
+    if isinstance(value, np.ndarray):
+        tensors[path] = torch.from_numpy(value)
+        return {"$array": path}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list):
+        return [_pack(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [_pack(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, path, tensors)
+    raise CheckpointError(
+        f"{path or 'state'}: a value of type {type(value).__name__} cannot be saved: only tensors, numbers, text, "
+        f"bytes, lists, tuples and mappings can (got {value!r})"
+    )
+
+
+def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: Tensors) -> Any:
+    items = list(_below(value, path))
+    if isinstance(value, Counter) or not all(isinstance(key, str) and key[:1] != "$" for key in value):
+        tag = "$counter" if isinstance(value, Counter) else "$map"
+        return {tag: [[_pack(key, f"{below}#key", tensors), _pack(item, below, tensors)] for key, item, below in items]}
+    return {key: _pack(item, below, tensors) for key, item, below in items}
+
+
+def _below(value: Mapping[Any, Any], path: str) -> Iterator[tuple[Any, Any, str]]:
+    for key, item in value.items():
+        yield key, item, f"{path}.{key}" if path else str(key)

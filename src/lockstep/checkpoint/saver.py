@@ -1,0 +1,103 @@
+"""Takes a picture of the state and writes it, while training waits or while it goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import codec
+from lockstep.checkpoint.retention import to_delete
+from lockstep.checkpoint.store import Picture, Store, now
+from lockstep.config.schema import Keep
+from lockstep.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+# The longest that a save may hold up the next one, or the end of the run.
+WRITE_LIMIT_SECONDS = 1800.0
+
+
+class Saver:
+    """Writes checkpoints of one run, at most one at a time. Only rank 0 (or an owner of shards) has one."""
+
+    def __init__(self, store: Store, keep: Keep, asynchronous: bool) -> None:
+        self.store, self._keep, self._asynchronous = store, keep, asynchronous
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-checkpoint")
+        self._writing: concurrent.futures.Future[None] | None = None
+        self.last_step: int | None = None
+
+    def save(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> None:
+        """Take the picture now; write it here, or in the background where saving is asynchronous."""
+        self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
+        picture = self._take(step, model, state, about)
+        self.last_step = step
+        if self._asynchronous:
+            self._writing = self._thread.submit(self._write, picture)
+        else:
+            self._write(picture)
+
+    def check(self) -> None:
+        """Raise what a background write raised, as soon as it is known."""
+        if self._writing is not None and self._writing.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the write under way; raises what it raised."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result(timeout=WRITE_LIMIT_SECONDS)
+        except concurrent.futures.TimeoutError:
+            raise CheckpointError(
+                f"{self.store.folder}: writing a checkpoint has taken more than {WRITE_LIMIT_SECONDS:g} s; "
+                "the disk or the network file system does not answer"
+            ) from None
+
+    def close(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Picture:
+        shared = codec.shared_names(model)
+        tree, tensors = codec.pack(state)
+        copy = _copier(self._buffers)
+        picture = Picture(
+            step=step,
+            model={name: copy(f"model/{name}", each) for name, each in model.items() if name not in shared},
+            shared=shared,
+            tree=tree,
+            tensors={name: copy(f"state/{name}", each) for name, each in tensors.items()},
+            about={**about, "created": now()},
+        )
+        if any(each.is_cuda for each in [*model.values(), *tensors.values()]):
+            torch.cuda.synchronize()  # the copies were queued; training must not overwrite what they still read
+        return picture
+
+    def _write(self, picture: Picture) -> None:
+        began = time.monotonic()
+        path = self.store.write(picture)
+        for step in to_delete(self.store.saved(), self._keep.last, self._keep.best, self._keep.mode):
+            self.store.delete(step)
+        logger.info("saved %s (%.1f MB in %.2f s)", path.name, picture.bytes / 1e6, time.monotonic() - began)
+
+
+def _copier(buffers: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Copies tensors to host buffers that are kept from save to save: fresh memory costs more than the copy."""
+
+    def copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffers[name] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    return copy

@@ -1,0 +1,258 @@
+"""The command line. Nothing here imports torch before it is needed: help and a config error answer at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.errors import PREEMPTED_EXIT_CODE, LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+    from lockstep.launcher.local import Result
+    from lockstep.launcher.plan import LaunchPlan
+
+
+class _Commands(click.Group):
+    """Turns our errors into a message and an exit code: a user never sees a bare traceback for a mistake."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except LockstepError as error:
+            _say(str(error))
+            sys.exit(error.exit_code)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lockstep-train", prog_name="lockstep")
+def main() -> None:
+    """Train PyTorch models with every device in step."""
+
+
+_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Override a config value; VALUE is YAML."
+)
+_DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved config and the launch plan; start nothing.")
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@_SET
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+@_DRY_RUN
+def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) -> None:
+    """Train what CONFIG describes."""
+    from lockstep import runfolder
+    from lockstep.config.load import load
+    from lockstep.topology import launched
+
+    loaded = load(config, overrides)
+    loaded = loaded.model_copy(update={"name": loaded.name or config.stem})
+    if launched(os.environ):
+        sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
+    loaded = _resolved(loaded)
+    plan = _training_plan(loaded, "RUN_DIR" if dry_run else "")
+    if dry_run:
+        _print_plan(loaded, plan)
+        return
+    _warm_up(plan)
+    folder = runfolder.create(out, str(loaded.name))
+    runfolder.write_config(folder, loaded)
+    _train(folder, loaded)
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@_SET
+@_DRY_RUN
+def resume(run_dir: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+    """Go on with the run in RUN_DIR from its newest good checkpoint."""
+    from lockstep import runfolder
+    from lockstep.config.changes import changes, refuse_wrong_changes
+    from lockstep.config.load import load
+
+    before = runfolder.read_plain_config(run_dir)
+    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, overrides))
+    found = changes(before, loaded.plain())
+    refuse_wrong_changes(found)
+    plan = _training_plan(loaded, str(run_dir))
+    if dry_run:
+        _print_plan(loaded, plan)
+        return
+    for change in found:
+        _say(f"changed: {change}")
+    _warm_up(plan)
+    with runfolder.locked(run_dir):
+        runfolder.write_config(run_dir, loaded)
+    _train(run_dir, loaded)
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=None, help="Processes on this host (default: one per GPU, or 1)."
+)
+@click.option("--port", type=click.IntRange(1, 65535), default=None, help="Port to meet at (default: a free one).")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Restarts after a failure.")
+@click.option("--fresh", is_flag=True, help="Start new interpreters instead of forking a server that has torch loaded.")
+@_DRY_RUN
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    processes: int | None,
+    port: int | None,
+    max_restarts: int,
+    fresh: bool,
+    dry_run: bool,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Start SCRIPT with the variables that torchrun sets, so that a DDP script runs unchanged."""
+    from lockstep import runtime
+    from lockstep.errors import ConfigError
+    from lockstep.launcher import local
+    from lockstep.launcher.plan import local_plan
+
+    if not script.is_file():
+        raise ConfigError(f"{script}: there is no such script")
+    count = processes or runtime.resolve("auto", "auto")[1]
+    plan = local_plan([sys.executable, str(script), *args], count, port=port)
+    if dry_run:
+        click.echo(plan.render())
+        return
+    result = local.launch(plan, max_restarts=max_restarts, fresh=fresh)
+    if result.failure is not None:
+        _say(result.failure.render(count))
+    sys.exit(result.exit_code)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path())
+def init(folder: Path) -> None:
+    """Write a task and a config to start from into FOLDER."""
+    from lockstep.errors import ConfigError
+
+    templates = Path(__file__).parent / "templates"
+    files = {"task.py": templates / "task.py.txt", "config.yaml": templates / "config.yaml"}
+    present = [name for name in files if (folder / name).exists()]
+    if present:
+        raise ConfigError(f"{folder / present[0]} is there already; name another folder: lockstep init FOLDER")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, template in files.items():
+            (folder / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+    _say(f"wrote {folder / 'task.py'} and {folder / 'config.yaml'}; next: lockstep train {folder / 'config.yaml'}")
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON schema of the config, for editors."""
+    from lockstep.config.schema import RunConfig
+
+    click.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """With runtime and processes as they are here, checked against the batch size and the strategy."""
+    from lockstep import runtime
+    from lockstep.config.load import check_batch_size, check_strategy
+
+    family, processes = runtime.resolve(config.runtime, config.processes)
+    check_strategy(config.strategy.type, processes)
+    check_batch_size(config.train.batch_size, processes, config.train.accumulate)
+    return config.model_copy(update={"runtime": family, "processes": processes})
+
+
+def _training_plan(config: RunConfig, folder: str) -> LaunchPlan:
+    from lockstep.launcher.plan import local_plan
+
+    argv = [sys.executable, "-m", "lockstep.worker", folder]
+    return local_plan(argv, int(config.processes), threads=config.launch.threads, port=config.launch.port)
+
+
+def _print_plan(config: RunConfig, plan: LaunchPlan) -> None:
+    import yaml
+
+    click.echo(yaml.safe_dump(config.plain(), sort_keys=False))
+    click.echo(plan.render())
+
+
+def _warm_up(plan: LaunchPlan) -> None:
+    from lockstep.launcher import local
+
+    local.warm_up(plan.threads)
+
+
+def _new_folder(out: Path, config: RunConfig) -> Path:
+    from lockstep import runfolder
+
+    folder = runfolder.create(out, str(config.name))
+    runfolder.write_config(folder, config)
+    return folder
+
+
+def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
+    from lockstep import worker
+    from lockstep.topology import Topology
+
+    topology = Topology.from_env(os.environ)
+    return worker.train(config.model_copy(update={"processes": topology.local_world_size}), topology, make_folder)
+
+
+def _train(folder: Path, config: RunConfig) -> None:
+    from lockstep import runfolder
+    from lockstep.launcher import local
+
+    plan = _training_plan(config, str(folder))
+    count = len(plan.processes)
+    _say(
+        f"{count} process{'es' if count > 1 else ''} on {config.runtime}, {plan.threads} "
+        f"thread{'s' if plan.threads > 1 else ''} each; run folder {folder}"
+    )
+    with runfolder.locked(folder):
+        result = local.launch(plan, max_restarts=config.launch.max_restarts, grace=config.launch.grace)
+    if sys.stdout.isatty():
+        click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
+    _tell(folder, result, count)
+    sys.exit(result.exit_code)
+
+
+def _tell(folder: Path, result: Result, count: int) -> None:
+    from lockstep.runfolder import SUMMARY_FILE, record_failure
+
+    if result.failure is not None:
+        failure = result.failure
+        record_failure(folder, failure.cause)
+        _say(f"{failure.render(count)}\nlog: {folder / 'logs' / f'rank-{failure.rank}.log'}")
+        if any((folder / "checkpoints").glob("step-*")):
+            _say(f"go on from the last checkpoint with: lockstep resume {folder}")
+        return
+    if result.exit_code == PREEMPTED_EXIT_CODE:
+        _say(f"saved and stopped; go on with: lockstep resume {folder}")
+        return
+    if result.exit_code:
+        _say(f"ended at once; go on from the last checkpoint with: lockstep resume {folder}")
+        return
+    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    _say(f"{summary['status']}: {_outcome(summary)}")
+    _say(f"run folder: {folder}")
+    _say(f"train further:  lockstep resume {folder} --set train.epochs=N")
+    _say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
+    return f"epoch {summary['epoch']}, step {summary['step']} in {summary['seconds']:.1f} s  {metrics}"
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        click.echo(f"lockstep: {line}" if line else "", err=True)

@@ -1,0 +1,1 @@
+"""How to train: the RunConfig, where it is read and what its values mean."""

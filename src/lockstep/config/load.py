@@ -1,0 +1,234 @@
+"""YAML and overrides in, a RunConfig out; every mistake with its place, its value and the nearest valid name."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.errors import ConfigError
+
+Settings = TypeVar("Settings", bound=RunSettings)
+KeyPath = tuple[str | int, ...]
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a config file, apply `key.path=value` overrides and validate the whole."""
+    text = _read(path)
+    raw, lines = _parse(text, path)
+    places: dict[KeyPath, str] = {key: f"{path}:{line}" for key, line in lines.items()}
+    for override in overrides:
+        keys = _apply(raw, override)
+        places[keys] = f"--set {override}"
+    config = validate(RunConfig, raw, places, str(path))
+    return _with_task_located(config, path.resolve().parent, places.get(("task",), str(path)))
+
+
+def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> Settings:
+    """Build the settings, or say everything that is wrong with them at once."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as problems:
+        lines = [_describe(problem, raw, model, places, source) for problem in problems.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def check_batch_size(batch_size: int, world_size: int, accumulate: int = 1, name: str = "train.batch_size") -> None:
+    """Every process takes an equal share of a full batch, so the world size must divide the batch size."""
+    if batch_size % (world_size * accumulate) == 0:
+        return
+    unit = world_size * accumulate
+    below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+    by = f"{world_size} processes" + (f" x {accumulate} accumulation parts" if accumulate > 1 else "")
+    fitting = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(f"{name}: {batch_size} cannot be divided by {by}; the nearest that fit are {fitting}")
+
+
+def check_strategy(strategy: str, world_size: int) -> None:
+    """One process cannot be spread, and several must be."""
+    if strategy == "single" and world_size > 1:
+        raise ConfigError(
+            f"strategy: single trains on one process, but there are {world_size}: each would train a model of its own. "
+            "Set processes: 1, or strategy: ddp"
+        )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no such file. `lockstep init` writes a config and a task to start from"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        if "\\t" in problem:
+            problem = "a tab is used for indentation; YAML allows only spaces there"
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    if raw is None:
+        raise ConfigError(f"{path}: the file is empty. It needs at least a task, for example\n  task: file.py:MyTask")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}:1: the config must be a mapping of keys to values, not {type(raw).__name__}")
+    lines: dict[KeyPath, int] = {}
+    _collect_lines(node, (), lines, path)
+    return raw, lines
+
+
+def _collect_lines(node: yaml.Node | None, at: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            below = (*at, str(key.value))
+            if below in lines:
+                raise ConfigError(
+                    f"{path}:{key.start_mark.line + 1}: {_dotted(below)}: given twice (first in line {lines[below]})"
+                )
+            lines[below] = key.start_mark.line + 1
+            _collect_lines(value, below, lines, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*at, index)] = value.start_mark.line + 1
+            _collect_lines(value, (*at, index), lines, path)
+
+
+def _apply(raw: dict[str, Any], override: str) -> KeyPath:
+    name, equals, text = override.partition("=")
+    keys = tuple(name.strip().split("."))
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override}: write key.path=value, for example --set train.batch_size=64")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: {text!r} is not valid YAML: {error}") from None
+    node: Any = raw
+    for depth, key in enumerate(keys[:-1]):
+        below = node.get(key)
+        if isinstance(below, str) and keys[: depth + 1] in (("task",), ("optimizer",), ("scheduler",), ("strategy",)):
+            below = {"type": below}  # the short form, made long so that an argument can join it
+        if below is None:
+            below = {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {override}: {'.'.join(keys[: depth + 1])} is {below!r}, which has no keys below")
+        node[key] = dict(below)
+        node = node[key]
+    node[keys[-1]] = value
+    return keys
+
+
+def _describe(
+    problem: Any, raw: Mapping[str, Any], model: type[BaseModel], places: Mapping[KeyPath, str], source: str
+) -> str:
+    keys: KeyPath = _without_union_tags(problem["loc"], raw)
+    place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), source)
+    name = _dotted(keys) or "config"
+    value = problem["input"]
+    kind, message = problem["type"], problem["msg"]
+    if kind == "extra_forbidden":
+        nearest = difflib.get_close_matches(str(keys[-1]), _names_at(model, keys[:-1]), n=1, cutoff=0.5)
+        advice = f"did you mean {nearest[0]}?" if nearest else f"valid are {', '.join(_names_at(model, keys[:-1]))}"
+        return f"{place}: {name}: unknown key, {advice} (value {value!r})"
+    if kind == "missing":
+        return f"{place}: {name}: missing"
+    message = message.removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if kind == "literal_error":
+        expected = problem["ctx"]["expected"].replace("'", "")
+        nearest = difflib.get_close_matches(str(value), expected.replace(" or ", ", ").split(", "), n=1, cutoff=0.5)
+        message = f"must be one of {expected}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+    shown = f", got {value!r}" if isinstance(value, (str, int, float, bool, list, type(None))) else ""
+    return f"{place}: {name}: {message}{shown}"
+
+
+def _without_union_tags(loc: Iterable[str | int], raw: Any) -> KeyPath:
+    """Pydantic names the members of a union in a path; keep only the keys that the user wrote (or left out)."""
+    keys: list[str | int] = []
+    for part in loc:
+        if isinstance(raw, Mapping):
+            keys.append(part)
+            raw = raw.get(part)
+        elif isinstance(raw, (list, tuple)) and isinstance(part, int):
+            keys.append(part)
+            raw = raw[part] if part < len(raw) else None
+    return tuple(keys)
+
+
+def _names_at(model: type[BaseModel], keys: KeyPath) -> list[str]:
+    schema = model.model_json_schema(by_alias=True)
+    node: dict[str, Any] = schema
+    for key in keys:
+        node = node.get("items", {}) if isinstance(key, int) else node.get("properties", {}).get(key, {})
+        node = next((option for option in node.get("anyOf", []) if "$ref" in option), node)
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return list(node.get("properties", {}))
+
+
+def _dotted(keys: KeyPath) -> str:
+    text = ""
+    for key in keys:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+    return text
+
+
+def _with_task_located(config: RunConfig, folder: Path, place: str) -> RunConfig:
+    """Make a task's file absolute, and refuse one that cannot be there, without importing it."""
+    module, _, name = config.task.type.rpartition(":") if ":" in config.task.type else config.task.type.rpartition(".")
+    if not module.endswith(".py"):
+        if not _module_exists(module, folder):
+            raise ConfigError(
+                f"{place}: task: there is no module {module!r} (looked in {folder} and on Python's path), "
+                f"got {config.task.type!r}"
+            )
+        return config
+    file = (folder / module).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{place}: task: there is no file {file}, got {config.task.type!r}")
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise ConfigError(f"{place}: task: {file}:{error.lineno}: not valid Python: {error.msg}") from None
+    # A file may make its class by assignment or import; only a file that defines classes and not this one is refused.
+    classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
+    if classes and name not in _top_level_names(tree):
+        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
+        raise ConfigError(f"{place}: task: {file} defines no {name!r}, did you mean {nearest[0]}?")
+    task = config.task.model_copy(update={"type": f"{file}:{name}"})
+    return config.model_copy(update={"task": task})
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for item in tree.body:
+        if isinstance(item, (ast.ClassDef, ast.FunctionDef)):
+            names.add(item.name)
+        elif isinstance(item, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in item.names)
+        elif isinstance(item, ast.Assign):
+            names.update(target.id for target in item.targets if isinstance(target, ast.Name))
+    return names
+
+
+def _module_exists(module: str, folder: Path) -> bool:
+    top = module.split(".")[0]
+    if (folder / top).is_dir() or (folder / f"{top}.py").is_file():
+        return True
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False

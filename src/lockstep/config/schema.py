@@ -1,0 +1,186 @@
+"""The RunConfig models: how to train, one YAML file, validated before any process starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from lockstep.config.values import ImportPath, Interval, Seconds
+
+EVERY_EPOCH = Interval(1, "epoch")
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are refused, values never change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, arbitrary_types_allowed=True, strict=True
+    )
+
+
+def _as_mapping(key: str) -> BeforeValidator:
+    """Let a bare value stand for a mapping with that one key: `strategy: ddp`, `task: pkg.module:Class`."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class Component(Section):
+    """Something made from an import path; every further key is an argument of its constructor."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: ImportPath
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Scheduler(Component):
+    """A learning-rate scheduler, stepped every so often; `monitor` feeds those that watch a metric."""
+
+    every: Interval = EVERY_EPOCH
+    monitor: str | None = None
+
+
+class Strategy(Section):
+    """How the model and the batch are spread over the processes."""
+
+    type: Literal["auto", "single", "ddp"] = "auto"
+    find_unused_parameters: bool = False
+    output_device: int | None = Field(None, ge=0)
+    bucket_mb: int = Field(25, gt=0)
+
+
+class Train(Section):
+    epochs: int | None = Field(None, gt=0)
+    steps: int | None = Field(None, gt=0)
+    batch_size: int = Field(32, gt=0, description="examples per optimizer step, over all processes together")
+    precision: Literal["float32", "bf16"] = "float32"
+    accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
+    clip_norm: float | None = Field(None, gt=0)
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Train:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"give epochs or steps, not both (epochs: {self.epochs}, steps: {self.steps})")
+        return self
+
+    @property
+    def epoch_limit(self) -> int | None:
+        """Epochs to train for; one where nothing was said, none where steps are counted instead."""
+        return 1 if self.epochs is None and self.steps is None else self.epochs
+
+
+class Split(Section):
+    """Fractions of the task's train_data that become training, validation and test data."""
+
+    train: float = Field(gt=0, le=1)
+    val: float = Field(0.0, ge=0, lt=1)
+    test: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> Split:
+        total = self.train + self.val + self.test
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            raise ValueError(
+                f"the fractions must sum to one, but train {self.train:g} + val {self.val:g} + test {self.test:g} "
+                f"= {total:g}"
+            )
+        return self
+
+
+class Data(Section):
+    workers: int = Field(0, ge=0)
+    pin_memory: bool = False
+    prefetch: int | None = Field(None, gt=0, description="batches that every worker fetches ahead")
+    drop_last: bool = False
+    shuffle: bool = True
+    split: Split | None = None
+
+    @model_validator(mode="after")
+    def _prefetch_needs_workers(self) -> Data:
+        if self.prefetch is not None and self.workers == 0:
+            raise ValueError(f"prefetch: {self.prefetch} needs workers to do it; set data.workers to 1 or more")
+        return self
+
+
+class Validate(Section):
+    every: Interval = EVERY_EPOCH
+    on: Literal["all", "rank0"] = "all"
+    batch_size: int | None = Field(None, gt=0, description="train.batch_size where not given")
+
+
+class Criterion(Section):
+    metric: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
+    delta: float = Field(0.0, ge=0, description="a change smaller than this is no improvement")
+    grace: int = Field(0, ge=0, description="validations before this criterion begins to count")
+
+
+class EarlyStop(Section):
+    criteria: tuple[Criterion, ...] = Field((Criterion(),), min_length=1, strict=False)
+    combine: Literal["any", "all"] = "any"
+    patience: int = Field(3, gt=0, description="validations without improvement before stopping")
+
+
+class Keep(Section):
+    last: int = Field(2, gt=0)
+    best: int = Field(1, ge=0)
+    metric: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
+
+
+class Checkpoint(Section):
+    every: Interval | None = EVERY_EPOCH
+    keep: Keep = Keep()
+    asynchronous: bool = Field(True, alias="async")
+
+
+class Log(Section):
+    every: Interval = Interval(10, "step")
+    jsonl: bool = True
+    tensorboard: bool = False
+
+
+class Launch(Section):
+    type: Literal["local"] = "local"
+    max_restarts: int = Field(0, ge=0)
+    port: int | None = Field(None, gt=0, lt=65536, description="a free one where not given")
+    threads: int | None = Field(None, gt=0, description="CPU threads per process; cores / processes where not given")
+    join_timeout: Seconds = Field(60.0, description="how long to wait for all ranks to arrive")
+    timeout: Seconds = Field(1800.0, description="the longest wait for other ranks while training")
+    grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
+
+
+class RunSettings(Section):
+    """What every run has, with a Task or with a loop of its own."""
+
+    name: str | None = Field(None, pattern=r"^[\w][\w.-]*$")
+    seed: int = Field(0, ge=0, lt=2**63)
+    runtime: Literal["auto", "cpu", "cuda", "xla"] = "auto"
+    processes: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    strategy: Annotated[Strategy, _as_mapping("type")] = Strategy()
+    data: Data = Data()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    launch: Annotated[Launch, _as_mapping("type")] = Launch()
+
+
+class RunConfig(RunSettings):
+    """Everything that `lockstep train` needs to know."""
+
+    task: Annotated[Component, _as_mapping("type")]
+    train: Train = Train()
+    optimizer: Annotated[Component, _as_mapping("type")] | None = Field(
+        None, description="torch.optim.AdamW where neither the config nor the task names one"
+    )
+    scheduler: Annotated[Scheduler, _as_mapping("type")] | None = None
+    validation: Validate = Field(Validate(), alias="validate")
+    early_stop: EarlyStop | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data, by the names that the YAML uses: what config.yaml holds."""
+        return self.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,77 @@
+"""Values that people write in a config and that plain types cannot hold: intervals, durations, import paths."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+_SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something happens: every so many steps, epochs or seconds of training."""
+
+    count: float
+    unit: str  # "step", "epoch" or "second"
+
+    PATTERN: ClassVar[str] = r"^\s*\d+(\.\d+)?\s*(steps?|epochs?|seconds?|minutes?|hours?|s|min|h)\s*$"
+
+    @classmethod
+    def parse(cls, value: Any) -> Interval:
+        if isinstance(value, Interval):
+            return value
+        hint = 'write for example "50 steps", "1 epoch" or "10 minutes"'
+        if not isinstance(value, str) or not re.match(cls.PATTERN, value):
+            raise ValueError(f"not an interval; {hint}")
+        number, unit = re.match(r"\s*([\d.]+)\s*([a-z]+)", value).groups()  # type: ignore[union-attr]
+        count = float(number)
+        singular = unit.removesuffix("s") or "s"
+        if singular in _SECONDS:
+            count, singular = count * _SECONDS[singular], "second"
+        if count <= 0:
+            raise ValueError(f"an interval must be longer than zero; {hint}")
+        if singular != "second" and count != int(count):
+            raise ValueError(f"{singular}s come in whole numbers; {hint}")
+        return cls(count, singular)
+
+    def __str__(self) -> str:
+        return f"{self.count:g} {self.unit}" + ("" if self.count == 1 else "s")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.parse, serialization=core_schema.to_string_ser_schema())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "pattern": cls.PATTERN, "examples": ["50 steps", "1 epoch", "10 minutes"]}
+
+
+def _duration(value: Any) -> Any:
+    if isinstance(value, str):
+        match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", value)
+        singular = match and (match[2].removesuffix("s") or "s")
+        if not match or singular not in _SECONDS:
+            raise ValueError('not a duration; write seconds as a number, or "90 s", "5 minutes", "1 hour"')
+        return float(match[1]) * _SECONDS[singular]
+    return value
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(_duration, json_schema_input_type=float | str),
+    Field(gt=0, examples=["90 s", "5 minutes", 60]),
+]
+
+
+def _import_path(text: str) -> str:
+    if not re.match(r"^(.+\.py|[A-Za-z_][\w.]*)[:.][A-Za-z_]\w*$", text):
+        raise ValueError('not an import path; write "package.module:Name" or "file.py:Name"')
+    return text
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]

@@ -1,0 +1,83 @@
+"""What the user sees when something is wrong: one class per kind of mistake, each with its exit code.
+
+A message says what failed, where (rank, host, YAML path, file), the value received and what to do.
+"""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """The base of every error that Lockstep raises for its user."""
+
+    exit_code = 1
+
+
+class ConfigError(LockstepError):
+    """The configuration, the command line or the task cannot be used as given."""
+
+    exit_code = 2
+
+
+class TopologyError(ConfigError):
+    """The variables that say who takes part contradict each other."""
+
+
+class LaunchError(LockstepError):
+    """The processes of a run could not be started."""
+
+    exit_code = 2
+
+
+class RankMissing(LockstepError):
+    """Some ranks did not arrive at a wait within its limit."""
+
+    exit_code = 4
+
+
+class PeerLost(LockstepError):
+    """Another rank went away while this one was talking to it: always a consequence, never a cause."""
+
+    exit_code = 5
+
+
+class RankZeroFailed(LockstepError):
+    """What rank 0 was asked to do for everybody failed there: a consequence on all other ranks."""
+
+    exit_code = 5
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint could not be written, or none of those found can be used."""
+
+    exit_code = 5
+
+
+class NonFiniteLoss(LockstepError):
+    """The loss became NaN or infinite."""
+
+    exit_code = 5
+
+    def __init__(self, step: int, rank: int, value: float) -> None:
+        super().__init__(
+            f"the loss is {value} at step {step} on rank {rank}. No checkpoint was written after that step. "
+            "Lower the learning rate, set train.clip_norm, or look at the batch of that step; "
+            "the run can be resumed from its last checkpoint."
+        )
+        self.step, self.rank, self.value = step, rank, value
+
+
+class WorkerFailed(LockstepError):
+    """A process of the run ended before its work was done."""
+
+    exit_code = 5
+
+    def __init__(self, rank: int, host: str, cause: str, exit_code: int = 5) -> None:
+        super().__init__(cause)
+        self.rank, self.host, self.cause, self.exit_code = rank, host, cause, exit_code
+
+
+PREEMPTED_EXIT_CODE = 75
+INTERRUPTED_EXIT_CODE = 130
+
+# Errors that follow from another rank's failure: never the headline while a cause is known.
+CONSEQUENCES = (PeerLost.__name__, RankZeroFailed.__name__, RankMissing.__name__)

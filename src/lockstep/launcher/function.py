@@ -1,0 +1,108 @@
+"""`lockstep.launch(main, processes=2)`: call a function on every rank, from a script, a notebook or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep import runfolder, runtime, worker
+from lockstep.config.load import validate
+from lockstep.config.schema import RunSettings
+from lockstep.errors import ConfigError, LaunchError, WorkerFailed
+from lockstep.launcher import local
+from lockstep.launcher.child import call_function
+from lockstep.launcher.plan import local_plan
+from lockstep.topology import Topology, launched
+from lockstep.train.stop import Preempted
+
+
+def launch(
+    main: Callable[..., Any],
+    processes: int | str = "auto",
+    *,
+    out: str | Path = "runs",
+    folder: str | Path | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """Call `main(run)` on every rank and return what each of them returned, by rank.
+
+    Further settings are those of the config: seed, runtime, strategy, data, checkpoint, log, launch. `folder` names the
+    run's folder; one that exists is gone on with, by `run.restore()`. Where a launcher such as torchrun has already
+    given this process a rank, nothing is started: `main` is called here, and the list holds this rank's value alone.
+    One process runs here as well, so that a debugger works.
+    """
+    checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
+    make_folder = _folder_maker(main, checked, out, folder)
+    if launched(os.environ):
+        return [worker.call(main, checked, Topology.from_env(os.environ), make_folder)]
+    if getattr(sys.modules["__main__"], "__mp_main__", None) is not None or _being_imported_by_a_rank():
+        raise LaunchError(
+            "lockstep.launch was called while a rank was importing the script. "
+            'Put the call under `if __name__ == "__main__":`'
+        )
+    family, count = runtime.resolve(checked.runtime, checked.processes)
+    checked = checked.model_copy(update={"runtime": family, "processes": count})
+    if count == 1:
+        return [worker.call(main, checked, Topology(), make_folder)]
+    return _launch_processes(main, checked, make_folder())
+
+
+def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: Path) -> list[Any]:
+    count = int(settings.processes)
+    plan = local_plan([sys.executable], count, threads=settings.launch.threads, port=settings.launch.port)
+    with runfolder.locked(folder):
+        result = local.launch(
+            plan,
+            entry=call_function,
+            argument=_pickled(partial(_rank_main, main, settings, str(folder))),
+            max_restarts=settings.launch.max_restarts,
+            grace=settings.launch.grace,
+        )
+    if result.failure is not None:
+        failure = result.failure
+        raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
+    if result.exit_code:
+        raise Preempted("asked to stop")
+    return [result.returned[rank] for rank in range(count)]
+
+
+def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str) -> Any:
+    return worker.call(main, settings, Topology.from_env(os.environ), lambda: Path(folder))
+
+
+def _folder_maker(
+    main: Callable[..., Any], settings: RunSettings, out: str | Path, folder: str | Path | None
+) -> Callable[[], Path]:
+    if folder is None:
+        return lambda: runfolder.create(Path(out), settings.name or str(getattr(main, "__name__", "run")))
+    return lambda: _existing_or_new(Path(folder))
+
+
+def _existing_or_new(folder: Path) -> Path:
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder={str(folder)!r}: cannot be made: {error.strerror}") from None
+    return folder
+
+
+def _pickled(function: Callable[[], Any]) -> bytes:
+    """A function of a script travels by its name; one that was typed into a notebook has to travel whole."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return pickle.dumps(function)
+    try:
+        import cloudpickle
+    except ImportError:
+        raise LaunchError(
+            "starting processes from a notebook needs cloudpickle: pip install 'lockstep-train[notebook]'"
+        ) from None
+    return bytes(cloudpickle.dumps(function))
+
+
+def _being_imported_by_a_rank() -> bool:
+    return "__mp_main__" in sys.modules

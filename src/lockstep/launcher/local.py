@@ -1,0 +1,205 @@
+"""Carries out a plan on this host: processes from a fork server, supervised by torch.distributed.elastic."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from lockstep.launcher.failure import Failure, Report, find_cause, worth_retrying
+from lockstep.launcher.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from lockstep.launcher.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended: what each rank returned, or why one failed."""
+
+    exit_code: int
+    returned: dict[int, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+def warm_up(threads: int) -> None:
+    """Start the fork server: it imports torch while this process goes on, once for all ranks."""
+    # Libraries read their number of threads when they are loaded, which is before a forked process could say.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lockstep.launcher.preload"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def launch(
+    plan: LaunchPlan,
+    *,
+    entry: Callable[..., Any] | None = None,
+    argument: Any = None,
+    max_restarts: int = 0,
+    grace: float = 60.0,
+    fresh: bool = False,
+) -> Result:
+    """Start all processes of a plan, wait for them, restart them where that is allowed and makes sense."""
+    warm_up(plan.threads)
+    signals = _Signals()
+    with signals.listening(), _store(plan) as port:
+        for attempt in range(max_restarts + 1):
+            result = _attempt(plan.at(port, attempt), entry, argument, grace, fresh, signals)
+            failure = result.failure
+            if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
+                return result
+            print(
+                f"lockstep: {failure.render(len(plan.processes))}\n"
+                f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+    raise AssertionError("an attempt returns or is followed by another")
+
+
+def _attempt(
+    plan: LaunchPlan,
+    entry: Callable[..., Any] | None,
+    argument: Any,
+    grace: float,
+    fresh: bool,
+    signals: _Signals,
+) -> Result:
+    from lockstep.launcher.ranks import start_commands, start_functions
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        error_files = [Path(folder) / f"error-{rank}.json" for rank in range(len(plan.processes))]
+        if fresh:
+            ranks = start_commands(plan, Path(folder))
+        else:
+            ranks = start_functions(plan, entry, argument, error_files, Path(folder))
+        signals.install()  # elastic has just put its own handlers in place
+        try:
+            return _supervise(ranks, error_files, grace, signals)
+        finally:
+            ranks.close(signal.SIGKILL)
+
+
+def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Signals) -> Result:
+    asked = 0
+    deadline = float("inf")
+    while True:
+        ended = ranks.poll()
+        if ended is not None and ended.exit_codes:
+            return _failed(ranks, error_files, ended.exit_codes)
+        if ended is not None:
+            codes = {value for value in ended.returned.values() if value == PREEMPTED_EXIT_CODE}
+            return Result(PREEMPTED_EXIT_CODE if codes else 0, ended.returned)
+        if signals.count > asked:
+            asked, deadline = signals.count, time.monotonic() + grace
+            if asked > 1:
+                ranks.close(signal.SIGKILL)
+                return Result(INTERRUPTED_EXIT_CODE)
+            print(
+                f"lockstep: {signals.name}: finishing the step, saving and leaving; once more to end at once",
+                file=sys.stderr,
+                flush=True,
+            )
+            ranks.ask_to_stop()
+        if time.monotonic() > deadline:
+            ranks.close(signal.SIGKILL)
+            cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
+            return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
+        time.sleep(_POLL_SECONDS)
+
+
+def _failed(ranks: Ranks, error_files: list[Path], exit_codes: dict[int, int]) -> Result:
+    reports = []
+    for file in error_files:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            reports.append(Report(**json.loads(file.read_text(encoding="utf-8"))))
+    failure = find_cause(reports, exit_codes, socket.gethostname())
+    return Result(failure.exit_code, failure=failure)
+
+
+@contextlib.contextmanager
+def _store(plan: LaunchPlan) -> Iterator[int]:
+    """Serve the store that ranks meet at, on loopback, for all attempts; yields its port."""
+    if len(plan.processes) == 1:
+        yield plan.port or 1
+        return
+    from torch._C._distributed_c10d import TCPStore
+
+    from lockstep.group import port_in_use
+
+    # A socket of our own: bound to loopback only, and never free for another process to take in between.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", plan.port or 0))
+        except OSError as error:
+            if plan.port is None:
+                raise LaunchError(f"no port can be opened on 127.0.0.1: {error}") from None
+            raise LaunchError(port_in_use(plan.port)) from None
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )
+        yield port
+        del store
+
+
+class _Signals:
+    """Counts requests to stop that reach the launcher: it speaks for all ranks."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.name = ""
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in self._NUMBERS}
+        self.install()
+        try:
+            yield
+        finally:
+            if _in_main_thread():
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def install(self) -> None:
+        if _in_main_thread():
+            for number in self._NUMBERS:
+                signal.signal(number, self._received)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.name = signal.Signals(number).name
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,9 @@
+"""What the fork server imports before it makes a process: everything that every rank would import anyway."""
+
+import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
+
+import lockstep.display
+import lockstep.launcher.child
+import lockstep.logs
+import lockstep.runfolder
+import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before

@@ -1,0 +1,76 @@
+"""Where a rank's words go: its own file, and for rank 0 the screen as well. Every line carries its rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextlib.contextmanager
+def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -> Iterator[None]:
+    """Log to logs/rank-N.log while the block runs; with redirect, other ranks' output goes there altogether."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}.log"
+    if redirect and rank != 0:
+        _redirect_output(path)
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter(f"%(asctime)s [RANK {rank}] %(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [to_file]
+    if rank == 0:
+        to_screen = logging.StreamHandler(sys.stdout) if console is None else _ConsoleHandler(console)
+        to_screen.setFormatter(_ScreenFormatter(rank))
+        handlers.append(to_screen)
+    ours, everything = logging.getLogger("lockstep"), logging.getLogger()
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    for handler in handlers:
+        ours.addHandler(handler)
+    everything.addHandler(to_file)
+    try:
+        yield
+    finally:
+        everything.removeHandler(to_file)
+        for handler in handlers:
+            ours.removeHandler(handler)
+            handler.close()
+
+
+class _ScreenFormatter(logging.Formatter):
+    """`[RANK 0] text`, with the level only where it is a warning or worse."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._prefix = f"[RANK {rank}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._prefix}{level}{super().format(record)}"
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints above a live display."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), markup=False, soft_wrap=True)
+
+
+def _redirect_output(path: Path) -> None:
+    """Send everything that this process prints, from Python or below it, to its log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,88 @@
+"""A run's folder: named once, by the launcher or rank 0, and passed on; ranks never each make their own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.load import validate
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
+
+CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
+
+
+def create(out: Path, name: str) -> Path:
+    """A new folder `<name>-<timestamp>`; a second run in the same second gets a number."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        folder = out / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            if not folder.is_dir():
+                raise ConfigError(f"--out {out}: {error.filename} is in the way: it is not a folder") from None
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"--out {out}: the run's folder cannot be made there: {error.strerror}. "
+                "Name a writable folder with --out"
+            ) from None
+        (folder / "logs").mkdir()
+        return folder
+    raise ConfigError(f"--out {out}: a thousand runs were started in this second")
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    text = "# What this run was started with, resolved. `lockstep resume` reads it.\n"
+    (folder / CONFIG_FILE).write_text(text + yaml.safe_dump(config.plain(), sort_keys=False), encoding="utf-8")
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The config of an existing run."""
+    return validate(RunConfig, read_plain_config(folder), {}, str(folder / CONFIG_FILE))
+
+
+def read_plain_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = "there is no such folder" if not folder.is_dir() else f"it holds no {CONFIG_FILE}"
+        raise ConfigError(f"{folder} is not the folder of a run: {there}") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: not a config")
+    return raw
+
+
+def record_failure(folder: Path, cause: str) -> None:
+    """Say in summary.json that the run failed, whatever rank 0 got to write there before."""
+    summary: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    summary.update(status="failed", reason=cause)
+    with contextlib.suppress(OSError):  # a full disk must not hide the failure that it caused
+        (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, so that no second run writes into it; released when this process ends, however it does."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another run is at work in this folder; wait for it or end it first") from None
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield

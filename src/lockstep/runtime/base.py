@@ -1,0 +1,67 @@
+"""What Lockstep asks of a device family."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+
+class Runtime(abc.ABC):
+    """One device family as seen by one process: its device, its generator, its precision."""
+
+    name: ClassVar[str]
+    # The torch.distributed backend that carries tensors between devices of this family.
+    backend: ClassVar[str]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def prepare(self) -> None:  # noqa: B027  not every family has something to do
+        """Make this process ready to use its device; called once, before anything is placed there."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """The state of every torch generator that this process draws from."""
+        return {"torch": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["torch"])
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        if precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Return once the device has done everything it was given."""
+
+    def move(self, batch: Any) -> Any:
+        """A batch with all its tensors on the device, in the same nesting."""
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+
+    def identity(self) -> str:
+        """The physical device, by a name that no other device on any host has."""
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in use on the device, by kind; empty where the device does not say."""
+        return {}
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """A batch with every tensor in it changed, in the same nesting of mappings, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(change, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(change, value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(change, value) for value in batch)
+    return batch

@@ -1,0 +1,60 @@
+"""CUDA GPUs: one process per device, chosen by the local rank among the devices that are visible."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
+
+
+class CudaRuntime(Runtime):
+    name: ClassVar[str] = "cuda"
+    backend: ClassVar[str] = "nccl"
+
+    def __init__(self, local_rank: int = 0) -> None:
+        super().__init__(torch.device("cuda", local_rank))
+
+    def prepare(self) -> None:
+        check_devices(self.device.index + 1, torch.cuda.device_count())
+        torch.cuda.set_device(self.device)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
+
+    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
+        super().set_rng_state(state)
+        if "cuda" in state:  # absent where the checkpoint was written on another device family
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def identity(self) -> str:
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "allocated": torch.cuda.memory_allocated(self.device),
+            "peak": torch.cuda.max_memory_allocated(self.device),
+        }
+
+
+def check_devices(wanted: int, present: int) -> None:
+    """Refuse more processes on a host than it has visible GPUs: two ranks on one device are never right."""
+    if wanted <= present:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "CUDA_VISIBLE_DEVICES is not set"
+    if present == 0:
+        raise ConfigError(
+            f"runtime: cuda was asked for but torch {torch.__version__} sees no GPU ({shown}). "
+            "Check the driver with nvidia-smi and that torch was built for CUDA, or use runtime: cpu"
+        )
+    raise ConfigError(
+        f"processes: {wanted} processes need {wanted} GPUs on this host, but {present} are visible ({shown}). "
+        f"Set processes to {present} or less, or make more GPUs visible"
+    )

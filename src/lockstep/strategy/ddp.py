@@ -1,0 +1,66 @@
+"""One replica per process; gradients are averaged by torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
+from lockstep.strategy.base import Strategy
+
+
+class DdpStrategy(Strategy):
+    name: ClassVar[str] = "ddp"
+
+    def __init__(self, runtime: Runtime, settings: StrategySettings) -> None:
+        super().__init__(runtime)
+        self._settings = settings
+        self._wrapped: DistributedDataParallel | None = None
+
+    def place(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError("task: the model has no parameter that requires a gradient, so there is nothing to train")
+        on_gpu = self.runtime.device.type == "cuda"
+        self._wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.runtime.device.index] if on_gpu else None,
+            output_device=self._settings.output_device if on_gpu else None,
+            find_unused_parameters=self._settings.find_unused_parameters,
+            bucket_cap_mb=self._settings.bucket_mb,
+        )
+        if not self._settings.find_unused_parameters:
+            _fix_bucket_layout(self._wrapped)
+        return self._wrapped
+
+    def sync_gradients(self, wanted: bool) -> None:
+        if self._wrapped is not None:
+            # What DDP's own no_sync() sets; a context manager cannot span the caller's forward and backward.
+            self._wrapped.require_backward_grad_sync = wanted
+
+    def equalize_buffers(self, model: nn.Module) -> None:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
+    """Make DDP choose its final gradient buckets now, before the first step.
+
+    DDP starts with one bucket and regroups after its first backward pass. With three ranks or more the order in
+    which an element is summed depends on its place in a bucket, so the first step after a resume would round
+    differently from the same step of a run that was never interrupted. A backward pass over zeros, here, makes it
+    regroup at the first forward in both cases.
+    """
+    parameters = [p for p in wrapped.module.parameters() if p.requires_grad]
+    wrapped.reducer.prepare_for_backward([])
+    with torch.enable_grad():
+        # Gradients become ready in the reverse of this order, as they do in a network that is used front to back.
+        torch.stack([(parameter * 0).sum().float() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+    for parameter in parameters:
+        parameter.grad = None

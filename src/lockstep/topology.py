@@ -1,0 +1,118 @@
+"""Who takes part in a run, and this process's own place in it.
+
+The only module that reads rank variables from the environment. A process becomes a Topology once; from there on
+rank and world size are passed as parameters.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lockstep.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process stands: its rank among all, its rank on its host, and its host."""
+
+    rank: int = 0
+    local_rank: int = 0
+    host_index: int = 0
+    host: str = field(default_factory=socket.gethostname)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All processes of a run, the address where they meet, and the place of this one."""
+
+    place: Place = field(default_factory=Place)
+    world_size: int = 1
+    local_world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    # Restarts so far: every attempt meets under its own prefix in the same store.
+    attempt: int = 0
+    # The launcher already serves the store at address:port, so rank 0 must not open a second one there.
+    launcher_serves_store: bool = False
+
+    def __post_init__(self) -> None:
+        place = self.place
+        if self.world_size < 1:
+            raise TopologyError(f"the world size is {self.world_size}; it must be at least 1")
+        if not 0 <= place.rank < self.world_size:
+            raise TopologyError(f"rank {place.rank} does not exist in a world of {self.world_size} (ranks start at 0)")
+        if not 0 <= place.local_rank < self.local_world_size:
+            raise TopologyError(
+                f"rank {place.rank}: local rank {place.local_rank} does not exist on a host with "
+                f"{self.local_world_size} processes"
+            )
+        if self.world_size % self.local_world_size:
+            raise TopologyError(f"{self.world_size} processes in all cannot be {self.local_world_size} on every host")
+        if self.world_size > 1 and not 0 < self.port < 65536:
+            raise TopologyError(f"{self.world_size} processes need a port to meet at, got {self.port}")
+
+    @property
+    def host_count(self) -> int:
+        return self.world_size // self.local_world_size
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that torchrun sets, so that any script written for it finds what it expects."""
+        return {
+            "RANK": str(self.place.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.place.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.place.host_index),
+            "GROUP_WORLD_SIZE": str(self.host_count),
+            "ROLE_RANK": str(self.place.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": "lockstep",
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.launcher_serves_store),
+        }
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Read what torchrun, or our own launcher, says. Without any of it: one process on its own."""
+        if not launched(env):
+            return cls()
+        rank = _number(env, "RANK")
+        world_size = _number(env, "WORLD_SIZE")
+        local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
+        return cls(
+            place=Place(
+                rank=rank,
+                local_rank=_number(env, "LOCAL_RANK", default=rank % local_world_size),
+                host_index=_number(env, "GROUP_RANK", default=rank // local_world_size),
+            ),
+            world_size=world_size,
+            local_world_size=local_world_size,
+            address=env.get("MASTER_ADDR", "127.0.0.1"),
+            port=_number(env, "MASTER_PORT", default=0),
+            attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+            launcher_serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether some launcher has already given this process a rank."""
+    return "RANK" in env or "WORLD_SIZE" in env
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            other = "WORLD_SIZE" if name == "RANK" else "RANK"
+            raise TopologyError(f"{other} is set but {name} is not: start the script with torchrun or `lockstep run`")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise TopologyError(f"{name}={text!r} in the environment is not a whole number") from None

@@ -1,0 +1,1 @@
+"""The task, the run that it is trained in, the loop and what happens at its boundaries."""

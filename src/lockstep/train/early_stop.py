@@ -1,0 +1,63 @@
+"""When to stop early: a pure policy over metrics, decided on rank 0 and told to all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.schema import Criterion, EarlyStop
+from lockstep.errors import ConfigError
+
+
+def metric_value(metrics: Mapping[str, float], name: str, path: str) -> float:
+    """A metric by name; without validation data, `val/x` means the training metric `x`."""
+    for candidate in (name, name.removeprefix("val/")):
+        if candidate in metrics:
+            return metrics[candidate]
+    raise ConfigError(f"{path}: there is no metric {name!r}; this run has {', '.join(sorted(metrics)) or 'none'}")
+
+
+class EarlyStopping:
+    """Counts, for each criterion, the validations since it last improved."""
+
+    def __init__(self, settings: EarlyStop) -> None:
+        self._settings = settings
+        self._seen = 0
+        self._best: list[float | None] = [None] * len(settings.criteria)
+        self._stale = [0] * len(settings.criteria)
+
+    def update(self, metrics: Mapping[str, float]) -> str | None:
+        """Take in one validation; the reason to stop, if there is one now."""
+        self._seen += 1
+        for index, criterion in enumerate(self._settings.criteria):
+            value = metric_value(metrics, criterion.metric, f"early_stop.criteria[{index}].metric")
+            if _improves(value, self._best[index], criterion):
+                self._best[index], self._stale[index] = value, 0
+            elif self._seen > criterion.grace:
+                self._stale[index] += 1
+        exhausted = [stale >= self._settings.patience for stale in self._stale]
+        stop = any(exhausted) if self._settings.combine == "any" else all(exhausted)
+        return self._reason(exhausted) if stop else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self._seen, "best": self._best, "stale": self._stale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen, self._best, self._stale = state["seen"], list(state["best"]), list(state["stale"])
+
+    def _reason(self, exhausted: list[bool]) -> str:
+        stale = [
+            f"{criterion.metric} (best {best:.6g})"
+            for criterion, best, done in zip(self._settings.criteria, self._best, exhausted, strict=True)
+            if done and best is not None
+        ]
+        return f"no improvement of {', '.join(stale) or 'any metric'} in {self._settings.patience} validations"
+
+
+def _improves(value: float, best: float | None, criterion: Criterion) -> bool:
+    if not math.isfinite(value):
+        return False
+    if best is None:
+        return True
+    return value < best - criterion.delta if criterion.mode == "min" else value > best + criterion.delta

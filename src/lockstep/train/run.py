@@ -1,0 +1,443 @@
+"""One rank's view of a run: everything that a training loop needs, and all of it in step with the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from lockstep import strategy as strategies
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.store import Store
+from lockstep.config.load import check_batch_size
+from lockstep.config.schema import RunSettings
+from lockstep.data import Collate, Loader, Loading, Part, Walk, check_dataset
+from lockstep.display import Display
+from lockstep.errors import ConfigError, NonFiniteLoss
+from lockstep.group import Group
+from lockstep.metrics import Meter, Row, Totals
+from lockstep.runtime.base import Runtime
+from lockstep.topology import Topology
+from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
+from lockstep.train.record import Record
+from lockstep.train.state import (
+    Due,
+    Progress,
+    Stateful,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
+from lockstep.train.stop import Preempted, Pulse, StopRequest
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class Run:
+    """What `main(run)` is given on every rank. Batch sizes are global; every decision is made once and shared."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        runtime: Runtime,
+        group: Group,
+        settings: RunSettings,
+        folder: Path,
+        display: Display,
+        stop_request: StopRequest,
+    ) -> None:
+        self.topology, self.runtime, self.group = topology, runtime, group
+        self.settings, self.folder = settings, folder
+        self.progress = Progress()
+        self.model: nn.Module | None = None  # what to call in training
+        self.module: nn.Module | None = None  # the same without its wrapper: what to save and evaluate
+        self.optimizer: Optimizer | None = None
+        self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
+        self._store = Store(folder / "checkpoints")
+        self._saver = Saver(self._store, settings.checkpoint.keep, settings.checkpoint.asynchronous)
+        self._last_saved_step = -1
+        self._attached: dict[str, Stateful] = {}
+        self._loaders: dict[tuple[Any, ...], Loader] = {}
+        self._walk: Walk | None = None
+        self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
+        self._precision = "float32"
+        self._clip_norm: float | None = None
+        self._pulse = Pulse(group, stop_request)
+        self._meter, self._since_log, self.since_validation = Meter(), Totals(), Totals()
+        self._log_due = Due(settings.log.every)
+        self._last_flushed_step = 0
+        self._record = Record(folder, settings.log, display) if self.is_main else None
+        self._busy_since = self._busy_seconds = 0.0
+        seed_generators(runtime, settings.seed)
+
+    # Who and where
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.group.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    @property
+    def strategy(self) -> str:
+        return self._strategy.name
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, restarts included, as all ranks know them."""
+        return self._pulse.clock
+
+    def elapsed(self) -> float:
+        """Seconds of training by this rank's own clock."""
+        return self._pulse.elapsed()
+
+    # Deciding together
+
+    @overload
+    def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
+
+    @overload
+    def agree(self, value: Value, name: str = ...) -> Value: ...
+
+    def agree(self, value: Any, name: str = "a decision") -> Any:
+        """Rank 0's value on every rank; a callable runs on rank 0 only, and its exception is raised on every rank."""
+        return self.group.agree(value, name)
+
+    def any(self, value: bool, name: str = "whether any rank wants to") -> bool:
+        return self.group.any(value, name)
+
+    def all(self, value: bool, name: str = "whether all ranks want to") -> bool:
+        return self.group.all(value, name)
+
+    def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
+        return self.group.gather(value, name)
+
+    def barrier(self, name: str = "a barrier") -> None:
+        self.group.barrier(name)
+
+    def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
+        return self.group.rendezvous(tag, payload)
+
+    # Training
+
+    def setup(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        *,
+        precision: str = "float32",
+        clip_norm: float | None = None,
+        compile: bool = False,
+    ) -> Any:
+        """Place the model on the device, equal on all ranks. Returns what was given, in the same order."""
+        if self.model is not None:
+            raise ConfigError("run.setup was called twice: a run trains one model")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
+        self._precision, self._clip_norm = precision, clip_norm
+        if compile:
+            model.compile()
+        self.module, self.optimizer = model, optimizer
+        self.model = self._strategy.place(model)
+        if scheduler is not None:
+            self.attach("scheduler", scheduler)
+        # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
+        seed_generators(self.runtime, self.settings.seed, self.rank)
+        given = [self.model, *(each for each in (optimizer, scheduler) if each is not None)]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def attach(self, name: str, part: Stateful) -> None:
+        """Save and restore something else along with the model."""
+        self._attached[name] = part
+
+    def epochs(self, count: int | None) -> Iterator[int]:
+        """Epochs still to do: from where the run was restored, up to `count` (without end where there is none)."""
+        while count is None or self.progress.epoch < count:
+            yield self.progress.epoch
+
+    def batches(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        accumulate: int = 1,
+        collate: Collate | None = None,
+    ) -> Iterator[Any]:
+        """This rank's share of every global batch of the current epoch, on the device.
+
+        With `accumulate`, a share comes in so many parts; `step` acts on the last. Between two batches is where a run
+        that was asked to stop saves itself and leaves, on all ranks at once. Leaving the loop early leaves the epoch
+        where it is: the next call goes on from there.
+        """
+        check_batch_size(batch_size, self.world_size, accumulate, "batch_size")
+        loader = self._loader(dataset, batch_size, shuffle, drop_last, accumulate, collate, alone=False)
+        if loader.walk.batches == 0:
+            raise ConfigError(
+                f"the training data has {loader.walk.count} examples, fewer than one batch of {batch_size}, and "
+                "drop_last leaves out what does not fill a batch: lower batch_size or set drop_last to false"
+            )
+        self._walk, self._part = loader.walk, None
+        epoch = self.progress.epoch
+        parts = loader.epoch(epoch, self.progress.batch)
+        while True:
+            if self._part is None:
+                self._safe_point()
+            self._busy_since = time.perf_counter()
+            following = next(parts, None)
+            if following is None:
+                break
+            self._part, batch = following
+            if accumulate > 1:
+                self._strategy.sync_gradients(self._part.completes_batch)
+            yield self.runtime.move(batch)
+        if self.progress.epoch == epoch:  # a loop that does not step still gets on
+            self.progress.epoch, self.progress.batch = epoch + 1, 0
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision that setup was given, for the forward pass and the loss."""
+        return self.runtime.autocast(self._precision)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the mean loss over the global batch, however it is spread over ranks and parts."""
+        if loss.dim() != 0:
+            raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
+        self._busy_seconds += time.perf_counter() - self._busy_since
+        weight = 1.0 if self._part is None else self._part.weight
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: Optimizer | None = None) -> bool:
+        """Step the optimizer and clear the gradients; False, doing nothing, while parts of the batch are missing."""
+        part, optimizer = self._part, optimizer or self.optimizer
+        if part is not None and not part.completes_batch:
+            self._busy_since = time.perf_counter()
+            return False
+        if optimizer is None or self.module is None:
+            raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._advance(part)
+        return True
+
+    def log(self, **values: Tensor | float) -> None:
+        """Note values of the batch at hand; means over all ranks are written every `log.every`."""
+        examples = 1 if self._part is None else self._part.examples
+        # Before step() the batch at hand belongs to the step that is under way.
+        self._meter.add(self.progress.step + (0 if self._part is None else 1), examples, values)
+
+    def evaluate(
+        self,
+        measure: Measure,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        on: str = "all",
+        collate: Collate | None = None,
+        name: str = "validation",
+    ) -> dict[str, float]:
+        """Exact means over a dataset of what `measure(batch)` returns, one value per example; equal on all ranks.
+
+        Runs on all ranks or on rank 0 alone. Use run.module inside, never the wrapper: nothing then waits for others.
+        """
+        count = check_dataset(dataset, name)
+        if self.module is not None:
+            self._strategy.equalize_buffers(self.module)
+        alone = on == "rank0"
+        loader = self._loader(dataset, batch_size, False, False, 1, collate, alone)
+
+        def here() -> Any:
+            with evaluating(self.module) if self.module is not None else contextlib.nullcontext():
+                return measure_sums(measure, loader, self.runtime.move)
+
+        parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
+        return combine(parts, count, name)
+
+    # Keeping
+
+    def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by."""
+        self.flush_log()  # also makes sure that nothing after a NaN is ever saved
+        if self.module is None:
+            raise ConfigError("run.checkpoint needs a model: call run.setup first")
+        if self.progress.step == self._last_saved_step:
+            return
+        self._last_saved_step = self.progress.step
+        self._strategy.equalize_buffers(self.module)
+        generators = self.gather(generator_states(self.runtime), "generator states")
+        if not self.is_main:
+            return
+        tensors = self.module.state_dict()
+        model = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
+        state = {
+            "progress": self.progress.state_dict(),
+            "seconds": self.seconds,
+            "model_extra": {name: each for name, each in tensors.items() if name not in model},
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "attached": {name: part.state_dict() for name, part in self._attached.items()},
+            "since_log": self._since_log.sums,
+            "since_validation": self.since_validation.sums,
+            "generators": generators,
+        }
+        about = {
+            "epoch": self.progress.epoch,
+            "world_size": self.world_size,
+            "value": value,
+            "metrics": dict(metrics or {}),
+        }
+        self._saver.save(self.progress.step, model, state, about)
+
+    def restore(self) -> bool:
+        """Go on from the newest good checkpoint of this run's folder; False where there is none."""
+        if self.is_main:
+            self._store.sweep()
+        step = self.agree(self._store.newest_good, "the newest good checkpoint")
+        if step is None:
+            self._pulse.start(0, 0.0)
+            return False
+        loaded = self._store.read(step)
+        state = loaded.state
+        self._load_model({**loaded.model, **state["model_extra"]}, step)
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        for name, part in self._attached.items():
+            if name in state["attached"]:
+                part.load_state_dict(state["attached"][name])
+        self.progress.load_state_dict(state["progress"])
+        self._since_log.sums, self.since_validation.sums = state["since_log"], state["since_validation"]
+        self._last_saved_step = self._last_flushed_step = step
+        self._pulse.start(step, state["seconds"])
+        if len(state["generators"]) == self.world_size:
+            set_generator_states(self.runtime, state["generators"][self.rank])
+        else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
+            seed_generators(self.runtime, self.settings.seed + step, self.rank)
+        if self._record is not None:
+            self._record.forget_after(step)
+        logger.info("restored %s (epoch %d)", self._store.path(step).name, self.progress.epoch)
+        return True
+
+    def flush_log(self) -> dict[str, float]:
+        """Bring together what all ranks noted so far; refuses to go on with a loss that is not a number."""
+        sums, bad = self._meter.read()
+        steps = max(self.progress.step - self._last_flushed_step, 1)
+        message = {"sums": sums, "bad": bad, "busy": self._busy_seconds / steps}
+        self._busy_seconds, self._last_flushed_step = 0.0, self.progress.step
+        messages: list[Any] = self.gather(message, f"metrics of step {self.progress.step}")
+        found = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
+        if found:
+            raise NonFiniteLoss(*min(found))
+        for each in messages:
+            self._since_log.add(each["sums"])
+            self.since_validation.add(each["sums"])
+        if self._record is not None:
+            self._record.lags = [each["busy"] for each in messages]
+        return self._since_log.means()
+
+    def begin(self, total_steps: int | None) -> None:
+        """Show that training starts, and how far it will go where that is known."""
+        if self._record is not None:
+            self._record.begin(self.progress, total_steps)
+
+    def write_row(self, values: Mapping[str, Any]) -> None:
+        """Write a row of metrics, on rank 0; nothing elsewhere."""
+        if self._record is not None:
+            self._record.write({"step": self.progress.step, "epoch": self.progress.epoch, **values})
+
+    def finish(self) -> None:
+        """Write what is still unwritten: the last row, the save under way."""
+        if self._last_flushed_step != self.progress.step:
+            self._write_log_row()
+        self._saver.close()
+        for loader in self._loaders.values():
+            loader.close()
+        if self._record is not None:
+            self._record.close()
+
+    # Inside
+
+    def _safe_point(self) -> None:
+        """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
+        progress = self.progress
+        stop = self._pulse.beat(progress.step)
+        if progress.step != self._last_flushed_step and self._log_due.now(progress, self.seconds):
+            self._write_log_row()
+        self._saver.check()
+        if stop is not None:
+            self.checkpoint()
+            self._saver.finish()
+            raise Preempted(stop)
+
+    def _write_log_row(self) -> None:
+        row: Row = dict(self.flush_log())
+        self._since_log.sums = {}
+        if self.optimizer is not None:
+            row["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        row["examples"] = self.progress.examples
+        self.write_row(row)
+
+    def _advance(self, part: Part | None) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.epoch_ended = False
+        if part is not None and self._walk is not None:
+            walk = self._walk
+            progress.batch = part.batch + 1
+            progress.examples += min(walk.batch_size, walk.count - part.batch * walk.batch_size)
+            if part.completes_epoch:
+                progress.epoch, progress.batch, progress.epoch_ended = progress.epoch + 1, 0, True
+        self._part = None
+
+    def _loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        accumulate: int,
+        collate: Collate | None,
+        alone: bool,
+    ) -> Loader:
+        """The loader for a dataset, kept from epoch to epoch with its worker processes."""
+        key = (id(dataset), batch_size, shuffle, drop_last, accumulate, alone)
+        if key not in self._loaders:
+            data = self.settings.data
+            rank, world_size = (0, 1) if alone else (self.rank, self.world_size)
+            count = check_dataset(dataset, "the dataset")
+            walk = Walk(count, batch_size, rank, world_size, self.settings.seed, shuffle, drop_last, accumulate)
+            loading = Loading(data.workers, data.pin_memory, data.prefetch)
+            self._loaders[key] = Loader(dataset, walk, collate, loading)
+        return self._loaders[key]
+
+    def _load_model(self, state: Mapping[str, Any], step: int) -> None:
+        if self.module is None:
+            raise ConfigError("run.restore needs a model: call run.setup first")
+        try:
+            self.module.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{self._store.path(step)}: the saved weights do not fit this model: {error}. "
+                "Resume with the task that the run was started with, or start a new run"
+            ) from None

@@ -1,0 +1,110 @@
+"""Being asked to stop: signals that one rank may see, and the pulse by which all ranks come to know of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from lockstep.group import Group
+
+# A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
+PULSE_SECONDS = 0.5
+# Two signals closer together than this are one request: a terminal and a launcher may both deliver it.
+SAME_REQUEST_SECONDS = 1.0
+
+
+class Preempted(SystemExit):
+    """Raised on every rank at the same step boundary, after the run was saved; not for user code to catch."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(PREEMPTED_EXIT_CODE)
+        self.reason = reason
+
+
+class StopRequest:
+    """Remembers the first signal that asked this process to stop; a second one, later, ends it at once."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def listening(self, ignore_terminal: bool) -> Iterator[None]:
+        """Listen to SIGTERM and SIGINT. Under our launcher the terminal's SIGINT is left to it: it sends SIGTERM."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, self._received),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if ignore_terminal else self._received),
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.reason is None:
+            self.reason, self._since = signal.Signals(number).name, now
+        elif now - self._since > SAME_REQUEST_SECONDS:
+            os._exit(INTERRUPTED_EXIT_CODE)
+
+
+class Pulse:
+    """Every so many steps, all ranks tell each other whether they were asked to stop, and share rank 0's clock.
+
+    The number of steps follows from the measured step time, so that the exchange costs a fixed small share of the
+    time and not something per step; it is computed from what was exchanged, so all ranks compute the same.
+    """
+
+    def __init__(self, group: Group, request: StopRequest) -> None:
+        self._group, self._request = group, request
+        self._start = self._last_time = time.monotonic()
+        self._last_step = 0
+        self._next_step = 0
+        self._every = 1
+        self.clock = 0.0  # seconds of training, as all ranks know it
+
+    def start(self, step: int, clock: float) -> None:
+        """Begin at a step and a clock that all ranks know, fresh or restored."""
+        now = time.monotonic()
+        self._start, self._last_time = now - clock, now
+        self.clock = clock
+        self._last_step, self._next_step, self._every = step, step + 1, 1
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def beat(self, step: int) -> str | None:
+        """Why all ranks are to stop at this step, if they are."""
+        now = time.monotonic()
+        if self._group.world_size == 1:
+            self.clock = now - self._start
+            return self._request.reason
+        if step < self._next_step:
+            return None
+        message = {
+            "stop": self._request.reason,
+            "clock": now - self._start,
+            "step_seconds": (now - self._last_time) / max(step - self._last_step, 1),
+        }
+        messages = self._group.gather(message, f"the pulse at step {step}")
+        self.clock = float(messages[0]["clock"])  # type: ignore[arg-type]
+        slowest = max(float(each["step_seconds"]) for each in messages)  # type: ignore[arg-type]
+        self._every = steps_between_pulses(slowest, self._every)
+        self._last_step, self._last_time, self._next_step = step, time.monotonic(), step + self._every
+        asked = [(rank, each["stop"]) for rank, each in enumerate(messages) if each["stop"]]
+        return f"{asked[0][1]} on rank {', '.join(str(rank) for rank, _ in asked)}" if asked else None
+
+
+def steps_between_pulses(step_seconds: float, before: int) -> int:
+    """As many steps as fit into the pulse's time, growing no faster than fourfold from one to the next."""
+    return max(1, min(int(PULSE_SECONDS / max(step_seconds, 1e-9)), before * 4, 10_000))
