@@ -158,7 +158,7 @@ class TextModel(lockstep.Task):
             {"params": matrices, "weight_decay": self.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        # Fused is one kernel for all parameters; asked of torch, since the model may not be on its device yet.
+        # Fused is one kernel for all parameters. The model may not be on its device yet, so ask torch.
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available())
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

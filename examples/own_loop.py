@@ -14,7 +14,6 @@ import lockstep
 
 
 def main(run: lockstep.Run) -> None:
-    torch.manual_seed(0)
     digits = load_digits()
     dataset = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
     train, val = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
@@ -22,7 +21,7 @@ def main(run: lockstep.Run) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = run.setup(model, optimizer)
-    run.restore()
+    run.restore()  # goes on where launch was given the folder of a run that has a checkpoint
 
     def accuracy(batch: list[Tensor]) -> dict[str, Tensor]:
         x, y = batch

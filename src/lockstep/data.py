@@ -147,6 +147,8 @@ class Loader:
                 pin_memory=self._loading.pin_memory and torch.cuda.is_available(),
                 prefetch_factor=self._loading.prefetch or 2,
                 persistent_workers=True,
+                # Of its own, since making an iterator draws a number: a resumed epoch makes one more than the original.
+                generator=torch.Generator(),
             )
         yield from zip(parts, self._worker_loader, strict=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.load import validate
+from lockstep.config.load import parse_yaml, validate
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> RunConfig:
 def read_plain_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        raw = parse_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         there = "there is no such folder" if not folder.is_dir() else f"it holds no {CONFIG_FILE}"
         raise ConfigError(f"{folder} is not the folder of a run: {there}") from None

@@ -160,7 +160,7 @@ class Store:
 
 
 def _write_files(folder: Path, picture: Picture) -> None:
-    save_file(picture.model, folder / MODEL_FILE, metadata={"format": "pt", "step": str(picture.step)})
+    save_file(picture.model, folder / MODEL_FILE, metadata={"format": "pt"})
     save_file(picture.tensors or {"empty": torch.zeros(0)}, folder / STATE_FILE)
     tree = {"shared": picture.shared, "state": picture.tree}
     (folder / TREE_FILE).write_text(json.dumps(tree), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,33 @@ from lockstep.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=RunSettings)
 KeyPath = tuple[str | int, ...]
+
+
+class SafeLoader(yaml.SafeLoader):
+    """YAML as people expect it: `on` is a word, not true, and `1e-3` is a number, not text (as in YAML 1.2)."""
+
+
+SafeLoader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+SafeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+SafeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data from YAML text; tags that would make objects are refused."""
+    return yaml.load(text, Loader=SafeLoader)  # a safe loader: it is derived from yaml.SafeLoader
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -73,8 +101,8 @@ def _read(path: Path) -> str:
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        raw = yaml.safe_load(text)
+        node = yaml.compose(text, Loader=SafeLoader)
+        raw = parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -113,7 +141,7 @@ def _apply(raw: dict[str, Any], override: str) -> KeyPath:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override}: write key.path=value, for example --set train.batch_size=64")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override}: {text!r} is not valid YAML: {error}") from None
     node: Any = raw

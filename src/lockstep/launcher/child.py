@@ -6,6 +6,7 @@ Imported by the fork server before any process is made, so that all of them shar
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import pickle
 import runpy
@@ -41,7 +42,9 @@ def call_function(pickled: bytes, error_file: str) -> Any:
 
 def _writing_failure(error_file: str, body: Callable[[], Any]) -> Any:
     _end_with_parent()
-    _silence_elastic()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in our words
+    # What this process starts itself (data workers) is started in the platform's usual way, not by a fork server.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         return body()
@@ -75,7 +78,3 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()
-
-
-def _silence_elastic() -> None:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

@@ -71,12 +71,20 @@ def report(error: BaseException, rank: int, host: str) -> Report:
         rank=rank,
         host=host,
         kind=type(error).__name__,
-        message=text if ours else f"{type(error).__name__}: {text}",
+        message=_message(error, text, ours, lost),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         time=time.time(),
-        traceback="" if ours else "".join(user_traceback(error)),
+        traceback="" if ours or lost else "".join(user_traceback(error)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
     )
+
+
+def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
+    if ours:
+        return text
+    if lost:
+        return f"lost the connection to another rank ({type(error).__name__})"
+    return f"{type(error).__name__}: {text}"
 
 
 def user_traceback(error: BaseException) -> list[str]:

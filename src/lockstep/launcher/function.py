@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -40,7 +41,7 @@ def launch(
     make_folder = _folder_maker(main, checked, out, folder)
     if launched(os.environ):
         return [worker.call(main, checked, Topology.from_env(os.environ), make_folder)]
-    if getattr(sys.modules["__main__"], "__mp_main__", None) is not None or _being_imported_by_a_rank():
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LaunchError(
             "lockstep.launch was called while a rank was importing the script. "
             'Put the call under `if __name__ == "__main__":`'
@@ -102,7 +103,3 @@ def _pickled(function: Callable[[], Any]) -> bytes:
             "starting processes from a notebook needs cloudpickle: pip install 'lockstep-train[notebook]'"
         ) from None
     return bytes(cloudpickle.dumps(function))
-
-
-def _being_imported_by_a_rank() -> bool:
-    return "__mp_main__" in sys.modules

@@ -58,6 +58,7 @@ class Validation:
         """Train metrics, validation, one decision on rank 0, and the same answer on every rank."""
         if self._last_step == run.progress.step:
             return None
+        run.write_due_row()
         run.flush_log()
         metrics = run.since_validation.take()
         if self._dataset is not None:

@@ -75,7 +75,7 @@ class Run:
         self._pulse = Pulse(group, stop_request)
         self._meter, self._since_log, self.since_validation = Meter(), Totals(), Totals()
         self._log_due = Due(settings.log.every)
-        self._last_flushed_step = 0
+        self._last_flushed_step = self._last_row_step = 0
         self._record = Record(folder, settings.log, display) if self.is_main else None
         self._busy_since = self._busy_seconds = 0.0
         seed_generators(runtime, settings.seed)
@@ -280,6 +280,7 @@ class Run:
 
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by."""
+        self.write_due_row()  # a row that is due belongs to what was before the checkpoint, not to what is resumed
         self.flush_log()  # also makes sure that nothing after a NaN is ever saved
         if self.module is None:
             raise ConfigError("run.checkpoint needs a model: call run.setup first")
@@ -328,7 +329,7 @@ class Run:
                 part.load_state_dict(state["attached"][name])
         self.progress.load_state_dict(state["progress"])
         self._since_log.sums, self.since_validation.sums = state["since_log"], state["since_validation"]
-        self._last_saved_step = self._last_flushed_step = step
+        self._last_saved_step = self._last_flushed_step = self._last_row_step = step
         self._pulse.start(step, state["seconds"])
         if len(state["generators"]) == self.world_size:
             set_generator_states(self.runtime, state["generators"][self.rank])
@@ -356,6 +357,11 @@ class Run:
             self._record.lags = [each["busy"] for each in messages]
         return self._since_log.means()
 
+    def write_due_row(self) -> None:
+        """Write the row of this step, if `log.every` says that there is one and it is not written yet."""
+        if self.progress.step != self._last_row_step and self._log_due.now(self.progress, self.seconds):
+            self._write_log_row()
+
     def begin(self, total_steps: int | None) -> None:
         """Show that training starts, and how far it will go where that is known."""
         if self._record is not None:
@@ -368,7 +374,7 @@ class Run:
 
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
-        if self._last_flushed_step != self.progress.step:
+        if self._last_row_step != self.progress.step:
             self._write_log_row()
         self._saver.close()
         for loader in self._loaders.values():
@@ -382,8 +388,7 @@ class Run:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
         progress = self.progress
         stop = self._pulse.beat(progress.step)
-        if progress.step != self._last_flushed_step and self._log_due.now(progress, self.seconds):
-            self._write_log_row()
+        self.write_due_row()
         self._saver.check()
         if stop is not None:
             self.checkpoint()
@@ -391,6 +396,7 @@ class Run:
             raise Preempted(stop)
 
     def _write_log_row(self) -> None:
+        self._last_row_step = self.progress.step
         row: Row = dict(self.flush_log())
         self._since_log.sums = {}
         if self.optimizer is not None:

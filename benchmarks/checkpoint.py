@@ -1,0 +1,203 @@
+"""How long a save holds up training, and how long it takes until the save is safe on the disk.
+
+One process trains a model whose weights and Adam state are --mib MiB together, and saves every few steps: through
+Lockstep (waiting, or in the background), with torch.save, with Accelerate's save_state. Every measurement is a process
+of its own, in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+
+NAMES = {
+    "torch": "`torch.save`",
+    "accelerate": "Accelerate `save_state`",
+    "lockstep-sync": "Lockstep, `async: false`",
+    "lockstep-async": "Lockstep, `async: true` (default)",
+}
+WIDTH = 1024  # a layer is WIDTH x WIDTH: 4 MiB, and 12 MiB with its Adam state
+SAVES = 4  # per measurement; the first pays for what later ones find ready
+
+NOTES = """\
+Blocked: how long the call keeps training from going on. On disk: from the call until the data has reached the disk
+(fsync of files and folders; torch and Accelerate do not do that themselves, so here it is done for them, and counted
+as "on disk" only) and, for Lockstep, every file has its digest and the folder its final name. Steps meanwhile: how much
+longer a training step takes while a save is written in the background, by one core of this machine. CPU, one thread,
+Adam, float32. The first save of a process allocates, so it is shown apart. Medians."""
+
+
+def main() -> None:
+    parser = report.options(__doc__, repeats=5)
+    parser.add_argument("--mib", type=int, help="size of the state (default: 1024; 48 with --quick)")
+    parser.add_argument("--folder", type=Path, help="where to save (default: the temporary folder)")
+    parser.add_argument("--child", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
+    chosen = report.parse(parser)
+    chosen.mib = chosen.mib or (48 if chosen.quick else 1024)
+    if chosen.child:
+        name, file = chosen.child
+        Path(file).write_text(json.dumps(CONTENDERS[name](chosen.mib, Path(file).parent)), encoding="utf-8")
+        return
+
+    names = [name for name in NAMES if name != "accelerate" or report.installed("accelerate")]
+    found: dict[str, list[list[dict[str, float]]]] = defaultdict(list)
+    for name in report.interleaved(names, chosen):
+        found[name].append(measure(name, chosen.mib, chosen.folder))
+    header = ["", "blocked, first save", "blocked, later saves", "on disk, first", "on disk, later", "steps meanwhile"]
+    rows = [[NAMES[name], *cells(found[name])] for name in names]
+    text = f"A state of {chosen.mib} MiB:\n\n{report.table(header, rows)}\n\n{NOTES}"
+    report.publish(text, {"mib": chosen.mib, "found": found}, chosen.json)
+
+
+def measure(name: str, mib: int, parent: Path | None) -> list[dict[str, float]]:
+    """The saves of one fresh process, in order."""
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=parent) as folder:
+        file = Path(folder) / "found.json"
+        command = [sys.executable, __file__, f"--mib={mib}", "--child", name, str(file)]
+        report.run(command, limit=1800, OMP_NUM_THREADS="1")
+        return list(json.loads(file.read_text(encoding="utf-8")))
+
+
+def cells(found: list[list[dict[str, float]]]) -> list[str]:
+    first, later = [saves[0] for saves in found], [save for saves in found for save in saves[1:]]
+    slowdown = [save["slowdown"] for save in later if "slowdown" in save]
+
+    def median(saves: list[dict[str, float]], what: str) -> str:
+        return f"{statistics.median(save[what] for save in saves):.2f} s"
+
+    return [
+        median(first, "blocked"),
+        median(later, "blocked"),
+        median(first, "on disk"),
+        median(later, "on disk"),
+        f"{statistics.median(slowdown):.2f} times" if slowdown else "-",
+    ]
+
+
+# In the child process
+
+
+def make_training(mib: int) -> tuple[Any, Any, Callable[[], Any]]:
+    """A model and its optimizer, that together hold so many MiB once a step is done, and the loss of a step."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = max(1, round(mib * 2**20 / (3 * 4 * WIDTH * WIDTH)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    batch = torch.randn(4, WIDTH)
+    return model, optimizer, lambda: model(batch).square().mean()
+
+
+def save_with_torch(mib: int, folder: Path) -> list[dict[str, float]]:
+    import torch
+
+    model, optimizer, loss = make_training(mib)
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(target: Path) -> None:
+        target.mkdir()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target / "state.pt")
+
+    return [_save_and_sync(step, save, folder / f"save-{number}") for number in range(SAVES)]
+
+
+def save_with_accelerate(mib: int, folder: Path) -> list[dict[str, float]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loss = make_training(mib)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        accelerator.backward(loss())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(target: Path) -> None:
+        accelerator.save_state(str(target))
+
+    return [_save_and_sync(step, save, folder / f"save-{number}") for number in range(SAVES)]
+
+
+def _save_and_sync(step: Callable[[], None], save: Callable[[Path], None], target: Path) -> dict[str, float]:
+    step()
+    began = time.perf_counter()
+    save(target)
+    blocked = time.perf_counter() - began
+    for path in [*target.rglob("*"), target, target.parent]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    on_disk = time.perf_counter() - began
+    shutil.rmtree(target)
+    return {"blocked": blocked, "on disk": on_disk}
+
+
+def save_with_lockstep(asynchronous: bool) -> Callable[[int, Path], list[dict[str, float]]]:
+    def contender(mib: int, folder: Path) -> list[dict[str, float]]:
+        import lockstep
+
+        def loop(run: Any) -> list[dict[str, float]]:
+            model, optimizer, loss = make_training(mib)
+            run.setup(model, optimizer)
+
+            def step() -> float:
+                began = time.perf_counter()
+                run.backward(loss())
+                run.step()
+                return time.perf_counter() - began
+
+            step()
+            return [_save_and_go_on(run, step) for _ in range(SAVES)]
+
+        checkpoint = {"every": None, "async": asynchronous, "keep": {"last": 1, "best": 0}}
+        returned = lockstep.launch(loop, processes=1, runtime="cpu", out=folder, checkpoint=checkpoint)
+        return list(returned[0])
+
+    return contender
+
+
+def _save_and_go_on(run: Any, step: Callable[[], float]) -> dict[str, float]:
+    """Save, and train on until the checkpoint is there under its final name."""
+    quiet = statistics.median([step(), step(), step()])
+    final = run.folder / "checkpoints" / f"step-{run.progress.step:08d}"
+    began, began_clock = time.perf_counter(), time.time()
+    run.checkpoint()
+    blocked = time.perf_counter() - began
+    if final.exists():
+        return {"blocked": blocked, "on disk": blocked}
+    meanwhile = []
+    while not final.exists():
+        meanwhile.append(step())
+    on_disk = final.stat().st_ctime - began_clock  # the moment of its renaming
+    during = meanwhile[:-1] or meanwhile  # the last step may have gone on after the save was done
+    return {"blocked": blocked, "on disk": on_disk, "slowdown": statistics.median(during) / quiet}
+
+
+CONTENDERS = {
+    "torch": save_with_torch,
+    "accelerate": save_with_accelerate,
+    "lockstep-sync": save_with_lockstep(asynchronous=False),
+    "lockstep-async": save_with_lockstep(asynchronous=True),
+}
+
+if __name__ == "__main__":
+    main()

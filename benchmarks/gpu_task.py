@@ -1,0 +1,70 @@
+"""The tasks that gpu.py trains: the GPT of the examples with a clock in it, and a small set of noisy digits."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import TextModel
+
+BLOCK = 10  # steps between two looks at the clock, for which the device has to be waited for
+
+
+class TimedText(TextModel):
+    """Waits for the device and notes the time before every tenth step; writes all down before the last."""
+
+    def __init__(self, steps: int = 0, stamps: str = "", deterministic: bool = False, **size: Any) -> None:
+        super().__init__(**size)
+        self._steps, self._file = steps, stamps
+        self._calls, self._stamps = 0, []
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if self._file and self._calls % BLOCK == 0:
+            self._look_at_the_clock()
+        self._calls += 1
+        return super().loss(model, batch)
+
+    def _look_at_the_clock(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.synchronize()
+        self._stamps.append(time.perf_counter())
+        if self._calls == self._steps:
+            peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+            Path(self._file).write_text(json.dumps({"stamps": self._stamps, "peak": peak}), encoding="utf-8")
+
+
+class NoisyDigits(lockstep.Task):
+    """Ten patterns of 8 x 8 under noise: as easy to learn as scikit-learn's digits, without scikit-learn."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def train_data(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(0, 10, (2048,), generator=generator)
+        patterns = torch.randn(10, 64, generator=generator)
+        return TensorDataset(patterns[labels] + torch.randn(2048, 64, generator=generator), labels)
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(model(inputs), labels)
+
+    def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        return {"accuracy": (model(inputs).argmax(dim=1) == labels).float()}

@@ -1,0 +1,180 @@
+"""What tests share: the command line as a user runs it, a small task, and proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TASK_FILE = Path(__file__).parent / "tasks.py"
+COMMAND_LIMIT = 120.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+class Started:
+    """A command that runs in a session of its own, so that everything it starts can be found again."""
+
+    def __init__(self, argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> None:
+        environment = {**os.environ, **(env or {})}
+        self._out, self._err = (cwd / ".stdout").open("w+"), (cwd / ".stderr").open("w+")
+        self.process = subprocess.Popen(
+            argv, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def wait(self, limit: float = COMMAND_LIMIT) -> Finished:
+        try:
+            code = self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            shown = self._read()
+            self.end()
+            pytest.fail(f"the command took more than {limit} s\n{shown[0]}\n{shown[1]}")
+        left = self.wait_for_leftovers()
+        out, err = self._read()
+        self.end()
+        assert not left, f"processes left behind: {left}\n{out}\n{err}"
+        return Finished(code, out, err)
+
+    def members(self) -> list[psutil.Process]:
+        """Every living process of the command's session."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.Error):
+                continue
+        return found
+
+    def wait_for_leftovers(self, limit: float = 10.0) -> list[str]:
+        deadline = time.monotonic() + limit
+        while (members := [each for each in self.members() if each.pid != self.process.pid]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.1)
+        return [f"{each.pid} {' '.join(each.cmdline()[:4])}" for each in members if each.is_running()]
+
+    def end(self) -> None:
+        for member in self.members():
+            member.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        self._out.close()
+        self._err.close()
+
+    def _read(self) -> tuple[str, str]:
+        for stream in (self._out, self._err):
+            stream.flush()
+            stream.seek(0)
+        return self._out.read(), self._err.read()
+
+
+@dataclass
+class Project:
+    """A folder with a config, where commands are run."""
+
+    folder: Path
+
+    def config(self, **values: Any) -> Path:
+        """Write a config for the small task of tests/tasks.py; values replace whole top-level keys."""
+        base: dict[str, Any] = {
+            "name": "tiny",
+            "task": {"type": f"{TASK_FILE}:Tiny"},
+            "processes": 2,
+            "train": {"epochs": 2, "batch_size": 12},
+            "optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+            "data": {"split": {"train": 0.8, "val": 0.2}},
+            "log": {"every": "1 step"},
+        }
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump({**base, **values}), encoding="utf-8")
+        return path
+
+    def start(self, *arguments: str | Path, env: dict[str, str] | None = None) -> Started:
+        return Started([sys.executable, "-m", "lockstep", *map(str, arguments)], self.folder, env)
+
+    def run(self, *arguments: str | Path, env: dict[str, str] | None = None, limit: float = COMMAND_LIMIT) -> Finished:
+        return self.start(*arguments, env=env).wait(limit)
+
+    def train(self, *arguments: str, out: str = "runs", **values: Any) -> Path:
+        """Train to a good end; the run's folder."""
+        finished = self.run("train", self.config(**values), "--out", out, *arguments)
+        assert finished.code == 0, finished.text
+        return self.only_run(out)
+
+    def only_run(self, out: str = "runs") -> Path:
+        (folder,) = (self.folder / out).iterdir()
+        return folder
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The training loss of every step."""
+    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def steps_saved(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
+def wait_until(condition: Callable[[], Any], limit: float = 60.0, what: str = "a condition") -> Any:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"waited {limit} s for {what}")
+
+
+def rank_pids(run: Path) -> dict[int, int]:
+    """The process ids of all ranks, once they have met."""
+    file = run / "topology.json"
+    wait_until(file.exists, what="topology.json")
+    return {each["rank"]: each["pid"] for each in json.loads(file.read_text())["ranks"]}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaks an environment variable or a thread fails."""
+    variables, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    changed = {name for name in {*variables, *os.environ} if variables.get(name) != os.environ.get(name)}
+    changed -= {"PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+    assert not changed, f"environment variables changed: {sorted(changed)}"
+    new = [each for each in threading.enumerate() if each not in threads and not each.daemon and each.is_alive()]
+    assert not new, f"threads left behind: {new}"

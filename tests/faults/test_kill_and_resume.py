@@ -1,0 +1,117 @@
+"""Killed at any moment and resumed, a run ends bit for bit like one that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import TASK_FILE, Project, losses, rank_pids, rows, steps_saved, summary, wait_until
+
+# Everything that has state: dropout and augmentation (generators), momentum, a scheduler, early stopping, workers.
+HARD: dict[str, Any] = {
+    "train": {"epochs": 3, "batch_size": 12},
+    "scheduler": {"type": "torch.optim.lr_scheduler.StepLR", "step_size": 5, "gamma": 0.5, "every": "1 step"},
+    "early_stop": {"patience": 50},
+    "checkpoint": {"every": "2 steps"},
+    "log": {"every": "3 steps"},
+}
+
+
+def task(sleep: float = 0.0, **rest: Any) -> dict[str, Any]:
+    return {"type": f"{TASK_FILE}:Augmented", "dropout": 0.3, "sleep": sleep, **rest}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+
+
+def assert_same_end(run: Path, reference: Path) -> None:
+    assert losses(run) == losses(reference)
+    validations = [[row for row in rows(each) if "val/loss" in row] for each in (run, reference)]
+    assert validations[0] == validations[1]
+    found, expected = weights(run), weights(reference)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name in ("status", "epoch", "step", "metrics", "best"):
+        assert summary(run)[name] == summary(reference)[name]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sigkill_of_a_rank_in_mid_epoch(project: Project, processes: int, workers: int) -> None:
+    data = {"split": {"train": 0.8, "val": 0.2}, "workers": workers}
+    reference = project.train(out="reference", processes=processes, task=task(), data=data, **HARD)
+    config = project.config(processes=processes, task=task(sleep=0.1), data=data, **HARD)
+    command = project.start("train", config, "--out", "killed")
+    run = Path(wait_until(lambda: list(project.folder.glob("killed/*"))[:1], what="the run's folder")[0])
+    pids = rank_pids(run)
+    wait_until(lambda: len(steps_saved(run)) >= 2, what="two checkpoints")
+    os.kill(pids[processes - 1], signal.SIGKILL)
+    killed = time.monotonic()
+    finished = command.wait()
+    assert time.monotonic() - killed < 30
+    assert finished.code == 5
+    assert f"rank {processes - 1} of {processes}" in finished.err
+    assert "SIGKILL" in finished.err
+    assert f"lockstep resume {run.relative_to(project.folder)}" in finished.err
+    assert summary(run)["status"] == "failed"
+    assert max(steps_saved(run)) < 21, "the run was killed before its end"
+    resumed = project.run("resume", run)
+    assert resumed.code == 0, resumed.text
+    assert_same_end(run, reference)
+
+
+def test_sigkill_of_everything_at_once(project: Project) -> None:
+    """Like a power cut: launcher and ranks die in the same moment, at a moment that is different every time."""
+    reference = project.train(out="reference", task=task(), **HARD)
+    config = project.config(task=task(sleep=0.05), **HARD)
+    command = project.start("train", config, "--out", "killed")
+    run = Path(wait_until(lambda: list(project.folder.glob("killed/*"))[:1], what="the run's folder")[0])
+    wait_until(lambda: steps_saved(run), what="a checkpoint")
+    time.sleep(time.time() % 0.3)
+    for member in command.members():
+        member.kill()
+    command.process.wait(10)
+    command.end()
+    resumed = project.run("resume", run)
+    assert resumed.code == 0, resumed.text
+    assert_same_end(run, reference)
+
+
+def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Project) -> None:
+    config = project.config(task=task(sleep=0.1), **HARD)
+    command = project.start("train", config)
+    run = Path(wait_until(lambda: list(project.folder.glob("runs/*"))[:1], what="the run's folder")[0])
+    rank_pids(run)
+    wait_until(lambda: steps_saved(run), what="a checkpoint")
+    command.process.kill()
+    command.wait()  # fails where a rank is left behind
+    assert summary(run)["status"] == "preempted"
+    resumed = project.run("resume", run)
+    assert resumed.code == 0, resumed.text
+    assert summary(run)["status"] == "completed"
+
+
+def test_restart_policy_goes_on_from_the_newest_checkpoint(project: Project) -> None:
+    reference = project.train(out="reference", task=task(), **HARD)
+    fault = {"rank": 1, "step": 8, "how": "kill", "once": str(project.folder / "once")}
+    run = project.train(out="restarted", task=task(fail_at=fault), launch={"max_restarts": 2}, **HARD)
+    assert (project.folder / "once").exists()
+    assert "restored step-0000000" in (run / "logs" / "rank-0.log").read_text()
+    assert_same_end(run, reference)
+
+
+def test_restarts_are_limited(project: Project) -> None:
+    fault = {"rank": 0, "step": 2, "how": "exception"}
+    config = project.config(task=task(fail_at=fault), launch={"max_restarts": 1}, **HARD)
+    finished = project.run("train", config)
+    assert finished.code == 5
+    assert finished.err.count("restarting from the newest checkpoint (restart 1 of 1)") == 1
+    assert finished.err.count("this example cannot be right") >= 2

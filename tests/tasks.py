@@ -1,0 +1,137 @@
+"""Small tasks that tests train: quick to compute, hard to get right by accident, and able to fail on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep
+
+
+class Tiny(lockstep.Task):
+    """Classify points by a fixed random teacher. `fail_at` makes one rank misbehave at one training step."""
+
+    def __init__(
+        self,
+        examples: int = 100,
+        dropout: float = 0.0,
+        tied: bool = False,
+        batch_norm: bool = False,
+        sleep: float = 0.0,
+        fail_at: dict[str, Any] | None = None,
+    ) -> None:
+        self.examples, self.dropout, self.tied, self.batch_norm, self.sleep = examples, dropout, tied, batch_norm, sleep
+        self.fail_at = fail_at or {}
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(8, 16), nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(16, 16)]
+        if self.batch_norm:
+            layers.append(nn.BatchNorm1d(16))
+        layers += [nn.ReLU(), nn.Linear(16, 4)]
+        if self.tied:
+            layers.insert(4, nn.Linear(16, 16))
+            layers[4].weight = layers[3].weight  # type: ignore[union-attr]
+        return nn.Sequential(*layers)
+
+    def train_data(self) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(self.examples, 8, generator=generator)
+        teacher = torch.randn(8, 4, generator=generator)
+        return TensorDataset(inputs, (inputs @ teacher).argmax(1))
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        if model.training:
+            self.calls += 1
+            self._misbehave()
+            time.sleep(self.sleep)
+        inputs, labels = batch
+        loss = F.cross_entropy(model(inputs), labels)
+        return loss * float("nan") if self._now("nan") and model.training else loss
+
+    def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        return {"accuracy": (model(inputs).argmax(1) == labels).float()}
+
+    def _now(self, how: str) -> bool:
+        here = self.fail_at.get("rank", 0) == int(os.environ.get("RANK", "0"))
+        return here and self.fail_at.get("how") == how and self.calls == self.fail_at.get("step")
+
+    def _misbehave(self) -> None:
+        once = self.fail_at.get("once")
+        if once and Path(once).exists():
+            return
+        if self._now("exception"):
+            if once:
+                Path(once).touch()
+            raise ValueError("this example cannot be right")
+        if self._now("kill"):
+            if once:
+                Path(once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._now("leave"):
+            os._exit(0)
+        if self._now("hang"):
+            time.sleep(3600)
+
+
+class NoLoss(lockstep.Task):
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(torch.zeros(4, 1))
+
+
+class Empty(Tiny):
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(torch.zeros(0, 8), torch.zeros(0))
+
+
+class Recording(Tiny):
+    """Writes down which examples each rank saw in training, in order."""
+
+    def __init__(self, record: str = "", **rest: Any) -> None:
+        super().__init__(**rest)
+        self.record = record
+
+    def train_data(self) -> Dataset[Any]:
+        inputs, labels = super().train_data().tensors  # type: ignore[attr-defined]
+        return TensorDataset(inputs, labels, torch.arange(len(inputs)))
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        inputs, labels, numbers = batch
+        if model.training:
+            with Path(f"{self.record}-{os.environ.get('RANK', '0')}").open("a") as stream:
+                stream.write(" ".join(map(str, numbers.tolist())) + "\n")
+        return super().loss(model, [inputs, labels])
+
+    def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+        return super().metrics(model, batch[:2])
+
+
+class Augmented(Tiny):
+    """Random noise in __getitem__: only right if generators are restored, or seeded by place, on resume."""
+
+    def train_data(self) -> Dataset[Any]:
+        return _Noisy(super().train_data())
+
+
+class _Noisy(Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = self._inner[index]
+        return inputs + 0.1 * torch.randn(8), label
