@@ -25,8 +25,8 @@ import yaml
 
 TASK = Path(__file__).with_name("gpu_task.py")
 GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 4_000_000, "lr": 6e-4}
-TINY = {"layers": 2, "heads": 2, "width": 32, "context": 32, "vocab": 256, "max_bytes": 20_000, "lr": 1e-3}
-WARM_UP, MEASURED, BLOCK = 30, 60, 10
+TINY = {"layers": 1, "heads": 2, "width": 16, "context": 16, "vocab": 256, "max_bytes": 20_000, "lr": 1e-3}
+BLOCK = 10  # steps between two looks at the clock, as in gpu_task.py
 
 NAMES = {
     "plain-eager": "plain PyTorch, eager",
@@ -87,7 +87,7 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
     header = ["", "step", "tokens/s", "of the ceiling", "peak memory"]
     rows = [[NAMES[name], *cells(found[name], tiny, ceiling["ceiling"])] for name in names]
     size = size_of(tiny)
-    notes = NOTES.format(warm_up=WARM_UP, context=size["context"], batch=batch_size(tiny), **ceiling)
+    notes = NOTES.format(warm_up=steps_of(tiny)[0], context=size["context"], batch=batch_size(tiny), **ceiling)
     return f"{report.table(header, rows)}\n\n{notes}", {"ceiling": ceiling, "found": found}
 
 
@@ -95,7 +95,7 @@ def cells(found: list[dict[str, Any]], tiny: bool, ceiling: float) -> list[str]:
     if not found:
         return ["failed", "-", "-", "-"]
     size, tokens = size_of(tiny), batch_size(tiny) * size_of(tiny)["context"]
-    stamps = [each["stamps"][WARM_UP // BLOCK :] for each in found]
+    stamps = [each["stamps"][steps_of(tiny)[0] // BLOCK :] for each in found]
     blocks = [(after - before) / BLOCK for each in stamps for before, after in itertools.pairwise(each)]
     step = statistics.median(blocks)
     parameters = 12 * size["layers"] * size["width"] ** 2 + size["vocab"] * size["width"]
@@ -113,6 +113,11 @@ def batch_size(tiny: bool) -> int:
     return 4 if tiny else 32
 
 
+def steps_of(tiny: bool) -> tuple[int, int]:
+    """Steps to warm up, and steps to measure."""
+    return (10, 10) if tiny else (30, 60)
+
+
 def in_child(name: str, tiny: bool, folder: Path) -> dict[str, Any]:
     file = folder / f"{name}.json"
     command = [sys.executable, __file__, "--child", name, str(file), *(["--tiny"] if tiny else [])]
@@ -122,8 +127,9 @@ def in_child(name: str, tiny: bool, folder: Path) -> dict[str, Any]:
 
 def trained_by_lockstep(name: str, tiny: bool, folder: Path) -> dict[str, Any]:
     stamps = folder / f"{name}.json"
-    task = {"steps": WARM_UP + MEASURED, "stamps": str(stamps), **size_of(tiny)}
-    training = {"steps": WARM_UP + MEASURED + 1, "compile": name.endswith("compiled"), "batch_size": batch_size(tiny)}
+    steps = sum(steps_of(tiny))
+    task = {"steps": steps, "stamps": str(stamps), **size_of(tiny)}
+    training = {"steps": steps + 1, "compile": name.endswith("compiled"), "batch_size": batch_size(tiny)}
     run = lockstep_train(name, tiny, folder, {"type": f"{TASK}:TimedText", **task}, training)
     shutil.rmtree(run / "checkpoints")
     return dict(json.loads(stamps.read_text(encoding="utf-8")))
@@ -220,7 +226,7 @@ def plain(compiled: bool) -> Callable[[bool, str], None]:
         optimizer = task.optimizer(model)
         if compiled:
             model.compile()
-        for batch in itertools.islice(loader, WARM_UP + MEASURED + 1):
+        for batch in itertools.islice(loader, task.steps + 1):
             on_device = [each.to(device, non_blocking=True) for each in batch]
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = task.loss(model, on_device)
@@ -238,7 +244,7 @@ def accelerate_compiled(tiny: bool, file: str) -> None:
     accelerator = Accelerator(cpu=tiny, mixed_precision="bf16", dynamo_backend="inductor")
     model = task.model()
     model, optimizer, loader = accelerator.prepare(model, task.optimizer(model), loader)
-    for batch in itertools.islice(loader, WARM_UP + MEASURED + 1):
+    for batch in itertools.islice(loader, task.steps + 1):
         accelerator.backward(task.loss(model, batch))
         optimizer.step()
         optimizer.zero_grad()
@@ -249,7 +255,7 @@ def _task_and_loader(tiny: bool, file: str) -> tuple[Any, Any]:
     from torch.utils.data import DataLoader
 
     torch.manual_seed(0)
-    task = TimedText(steps=WARM_UP + MEASURED, stamps=file, **size_of(tiny))
+    task = TimedText(steps=sum(steps_of(tiny)), stamps=file, **size_of(tiny))
     data = task.train_data()
     return task, DataLoader(data, batch_size(tiny), shuffle=True, drop_last=True, pin_memory=not tiny)
 

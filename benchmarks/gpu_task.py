@@ -27,7 +27,7 @@ class TimedText(TextModel):
 
     def __init__(self, steps: int = 0, stamps: str = "", deterministic: bool = False, **size: Any) -> None:
         super().__init__(**size)
-        self._steps, self._file = steps, stamps
+        self.steps, self._file = steps, stamps
         self._calls, self._stamps = 0, []
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -44,7 +44,7 @@ class TimedText(TextModel):
         if on_gpu:
             torch.cuda.synchronize()
         self._stamps.append(time.perf_counter())
-        if self._calls == self._steps:
+        if self._calls == self.steps:
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             Path(self._file).write_text(json.dumps({"stamps": self._stamps, "peak": peak}), encoding="utf-8")
 

@@ -221,17 +221,17 @@ def _train(folder: Path, config: RunConfig) -> None:
         result = local.launch(plan, max_restarts=config.launch.max_restarts, grace=config.launch.grace)
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
-    _tell(folder, result, count)
+    _tell(folder, result, config)
     sys.exit(result.exit_code)
 
 
-def _tell(folder: Path, result: Result, count: int) -> None:
+def _tell(folder: Path, result: Result, config: RunConfig) -> None:
     from lockstep.runfolder import SUMMARY_FILE, record_failure
 
     if result.failure is not None:
         failure = result.failure
         record_failure(folder, failure.cause)
-        _say(f"{failure.render(count)}\nlog: {folder / 'logs' / f'rank-{failure.rank}.log'}")
+        _say(f"{failure.render(int(config.processes))}\nlog: {folder / 'logs' / f'rank-{failure.rank}.log'}")
         if any((folder / "checkpoints").glob("step-*")):
             _say(f"go on from the last checkpoint with: lockstep resume {folder}")
         return
@@ -244,7 +244,8 @@ def _tell(folder: Path, result: Result, count: int) -> None:
     summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     _say(f"{summary['status']}: {_outcome(summary)}")
     _say(f"run folder: {folder}")
-    _say(f"train further:  lockstep resume {folder} --set train.epochs=N")
+    limit = "steps" if config.train.steps is not None else "epochs"
+    _say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
     _say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
 
 

@@ -28,7 +28,7 @@ class Display:
         self._start_step = 0
         self._began = time.monotonic()
 
-    def begin(self, step: int, total_steps: int | None) -> None:
+    def begin(self, step: int, epoch: int, total_steps: int | None) -> None:
         """Training starts (or goes on) at this step."""
         self._start_step, self._total_steps = step, total_steps
         self._began = time.monotonic()
@@ -76,9 +76,9 @@ class LiveDisplay(Display):
         )
         self._bar: Any = None
 
-    def begin(self, step: int, total_steps: int | None) -> None:
-        super().begin(step, total_steps)
-        self._bar = self._progress.add_task("train", total=total_steps, completed=step, epoch=0, numbers="")
+    def begin(self, step: int, epoch: int, total_steps: int | None) -> None:
+        super().begin(step, epoch, total_steps)
+        self._bar = self._progress.add_task("train", total=total_steps, completed=step, epoch=epoch, numbers="")
         self._progress.start()
 
     def row(self, row: Row, lags: list[float]) -> None:

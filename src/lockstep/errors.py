@@ -47,7 +47,7 @@ class RankZeroFailed(LockstepError):
 
 
 class CheckpointError(LockstepError):
-    """A checkpoint could not be written, or none of those found can be used."""
+    """A checkpoint could not be written or read."""
 
     exit_code = 5
 
@@ -81,3 +81,6 @@ INTERRUPTED_EXIT_CODE = 130
 
 # Errors that follow from another rank's failure: never the headline while a cause is known.
 CONSEQUENCES = (PeerLost.__name__, RankZeroFailed.__name__, RankMissing.__name__)
+
+# How gloo and NCCL say that another rank went away, in lower case.
+LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "communicator was aborted")

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lockstep.errors import LaunchError, PeerLost, RankMissing, RankZeroFailed
+from lockstep.errors import LOST_PEER, LaunchError, PeerLost, RankMissing, RankZeroFailed
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 
@@ -96,6 +96,20 @@ class Group:
         """Return once every rank has arrived here."""
         self.rendezvous(name)
 
+    def explain(self, error: RuntimeError, name: str) -> Exception:
+        """What a failure of the data plane means to a user; any other error as it is."""
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            seen = [f"rank {rank} at {last!r}" for rank in range(self.world_size) if (last := self._last_wait(rank)[1])]
+            return RankMissing(
+                f"rank {self.rank}: {name} did not come together within {self.timeout:g} s: a rank did not take part. "
+                f"Last heard of: {', '.join(seen) or 'nobody'}. Look at the logs of the other ranks; "
+                "launch.timeout sets the limit"
+            )
+        if any(sign in text for sign in LOST_PEER):
+            return PeerLost(f"rank {self.rank}: lost the connection to another rank in {name}")
+        return error
+
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""
         if self.world_size > 1 and dist.is_initialized():
@@ -129,8 +143,11 @@ class Group:
 
     def _report_wait(self, name: str) -> None:
         # Only for the message after a time-out: a store that is gone (its launcher died) must not stop a clean save.
-        with contextlib.suppress(Exception):
-            self._store.set(f"waits/{self.rank}", json.dumps([self._waits, name]))
+        try:
+            if self._store is not None:
+                self._store.set(f"waits/{self.rank}", json.dumps([self._waits, name]))
+        except RuntimeError:
+            self._store = None
 
     def _who_is_missing(self, name: str, waited: float) -> str:
         here, missing = [], []

@@ -21,7 +21,7 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
     path = folder / f"rank-{rank}.log"
     if redirect and rank != 0:
         _redirect_output(path)
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = _LogFile(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter(f"%(asctime)s [RANK {rank}] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [to_file]
     if rank == 0:
@@ -41,6 +41,13 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
         for handler in handlers:
             ours.removeHandler(handler)
             handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (the disk is full) does not add to the trouble that it was to report."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class _ScreenFormatter(logging.Formatter):

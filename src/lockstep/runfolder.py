@@ -43,7 +43,13 @@ def create(out: Path, name: str) -> Path:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     text = "# What this run was started with, resolved. `lockstep resume` reads it.\n"
-    (folder / CONFIG_FILE).write_text(text + yaml.safe_dump(config.plain(), sort_keys=False), encoding="utf-8")
+    text += yaml.safe_dump(config.plain(), sort_keys=False)
+    temporary = folder / f".{CONFIG_FILE}.partial"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"{folder / CONFIG_FILE}: cannot be written: {error.strerror}") from None
 
 
 def read_config(folder: Path) -> RunConfig:

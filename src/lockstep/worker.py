@@ -61,7 +61,7 @@ def joined(settings: RunSettings, topology: Topology, make_folder: Callable[[], 
     device.prepare()
     stop_request = StopRequest()
     launched_by_us = os.environ.get("TORCHELASTIC_RUN_ID") == "lockstep"
-    with stop_request.listening(ignore_terminal=launched_by_us and topology.world_size > 1):
+    with stop_request.listening(launched_by_us):
         group = join(topology, device, settings.launch.join_timeout, settings.launch.timeout)
         folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
         console = display.terminal() if topology.place.rank == 0 else None

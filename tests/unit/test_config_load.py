@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.load import check_batch_size, check_strategy, load
@@ -398,6 +398,19 @@ def test_a_wrong_override_is_told_by_the_override_and_not_by_the_file(
     assert problems(FULL, override)[0].startswith(f"--set {override}: {message}")
 
 
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        ("train: {epochs: 3}", "train.steps=5"),
+        ("data: {split: {train: 0.8, val: 0.2}}", "data.split.val=0.3"),
+        ("data: {workers: 2, prefetch: 4}", "data.workers=0"),
+    ],
+)
+def test_an_override_that_contradicts_the_file_is_told(problems: Problems, text: str, override: str) -> None:
+    (line,) = problems(TASKED + text, override)
+    assert f"--set {override}" in line
+
+
 def test_an_override_does_not_hide_mistakes_of_the_file(problems: Problems) -> None:
     assert problems(TASKED + "train:\n  batchsize: 3\n", "train.epochs=2")[0].startswith(
         "config.yaml:3: train.batchsize"
@@ -433,6 +446,7 @@ def test_a_batch_smaller_than_the_number_of_processes_is_told_with_the_smallest_
         check_batch_size(2, 4)
 
 
+@settings(deadline=None)
 @given(batch_size=st.integers(1, 5000), world_size=st.integers(1, 64), accumulate=st.integers(1, 8))
 def test_the_suggested_batch_sizes_fit_and_none_nearer_does(batch_size: int, world_size: int, accumulate: int) -> None:
     try:

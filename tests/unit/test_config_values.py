@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -71,12 +71,14 @@ def test_steps_and_epochs_come_in_whole_numbers(text: str, unit: str) -> None:
         Interval.parse(text)
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 10**12), unit=st.sampled_from(["step", "epoch", "second", "minute", "hour"]))
 def test_a_whole_interval_written_out_reads_back_as_itself(count: int, unit: str) -> None:
     interval = Interval.parse(f"{count} {unit}s")
     assert Interval.parse(str(interval)) == interval
 
 
+@settings(deadline=None)
 @given(
     count=st.decimals(min_value=Decimal("0.0001"), max_value=10**7, places=4), unit=st.sampled_from(["s", "min", "h"])
 )

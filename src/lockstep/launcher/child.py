@@ -22,10 +22,12 @@ from typing import Any
 import torch
 
 from lockstep.errors import PREEMPTED_EXIT_CODE
-from lockstep.launcher.failure import report
+from lockstep.launcher.failure import report, stop_file
 
 logger = logging.getLogger(__name__)
 
+# How long a process may take to save and leave once its launcher is gone.
+_ORPHAN_SECONDS = 60.0
 _GRACEFUL = (None, 0, PREEMPTED_EXIT_CODE)
 
 
@@ -41,7 +43,11 @@ def call_function(pickled: bytes, error_file: str) -> Any:
 
 
 def _writing_failure(error_file: str, body: Callable[[], Any]) -> Any:
-    _end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # which the fork server ignores
+    if stop_file(Path(error_file)).exists():
+        os.kill(os.getpid(), signal.SIGTERM)
+    parent = _Parent()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in our words
     # What this process starts itself (data workers) is started in the platform's usual way, not by a fork server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
@@ -55,6 +61,8 @@ def _writing_failure(error_file: str, body: Callable[[], Any]) -> Any:
     except BaseException as error:
         report(error, int(os.environ.get("RANK", "0")), socket.gethostname()).write(Path(error_file))
         raise
+    finally:
+        parent.work_is_done()
 
 
 def _run_python(argv: tuple[str, ...]) -> int:
@@ -68,13 +76,30 @@ def _run_python(argv: tuple[str, ...]) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
-    """Ask this process to stop when the launcher is gone, however it went; without a launcher nobody else would."""
-    parent = os.getppid()
+class _Parent:
+    """Ends this process when its launcher is gone, however it went: in order if it can, and in any case in time."""
 
-    def watch() -> None:
-        while os.getppid() == parent:
+    def __init__(self) -> None:
+        # The launcher, not the fork server, which lives on while any of its children does.
+        self._launcher = multiprocessing.parent_process()
+        self._done = False
+        threading.Thread(target=self._watch, name="lockstep-parent", daemon=True).start()
+
+    def gone(self) -> bool:
+        return self._launcher is not None and not self._launcher.is_alive()
+
+    def work_is_done(self) -> None:
+        """From here on there is nothing to save: without a launcher to report to, leave at once."""
+        self._done = True
+        if self.gone():
+            os._exit(1)
+
+    def _watch(self) -> None:
+        while not self.gone():
             time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()
+        if not self._done:
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + _ORPHAN_SECONDS
+            while not self._done and time.monotonic() < deadline:
+                time.sleep(0.1)
+        os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import time
@@ -11,10 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import CONSEQUENCES, LockstepError, NonFiniteLoss
-
-# Errors of torch.distributed that say no more than that somebody else went away.
-_LOST_PEER = ("connection closed by peer", "connection reset", "socket timeout", "nccl communicator was aborted")
+from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteLoss
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,16 @@ class Failure:
         return "\n".join(lines)
 
 
+def stop_file(error_file: Path) -> Path:
+    """A file next to the reports that is there once the launcher has asked its ranks to stop."""
+    return error_file.with_name("stop")
+
+
 def report(error: BaseException, rank: int, host: str) -> Report:
     """What a rank writes down about the exception that ends it."""
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
-    lost = any(sign in text.lower() for sign in _LOST_PEER)
+    lost = any(sign in text.lower() for sign in LOST_PEER)
     return Report(
         rank=rank,
         host=host,
@@ -74,14 +77,20 @@ def report(error: BaseException, rank: int, host: str) -> Report:
         message=_message(error, text, ours, lost),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         time=time.time(),
-        traceback="" if ours or lost else "".join(user_traceback(error)),
+        traceback="" if ours or lost or _disk_is_full(error) else "".join(user_traceback(error)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
     )
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
     if ours:
         return text
+    if _disk_is_full(error):
+        return f"could not be written: {text}. Checkpoints that are there are untouched: make room and resume the run"
     if lost:
         return f"lost the connection to another rank ({type(error).__name__})"
     return f"{type(error).__name__}: {text}"

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
-from lockstep.launcher.failure import Failure, Report, find_cause, worth_retrying
+from lockstep.launcher.failure import Failure, Report, find_cause, stop_file, worth_retrying
 from lockstep.launcher.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ def _attempt(
             ranks = start_commands(plan, Path(folder))
         else:
             ranks = start_functions(plan, entry, argument, error_files, Path(folder))
-        signals.install()  # elastic has just put its own handlers in place
         try:
             return _supervise(ranks, error_files, grace, signals)
         finally:
@@ -107,7 +106,7 @@ def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Si
     while True:
         ended = ranks.poll()
         if ended is not None and ended.exit_codes:
-            return _failed(ranks, error_files, ended.exit_codes)
+            return _failed(error_files, ended.exit_codes, stopping=asked > 0)
         if ended is not None:
             codes = {value for value in ended.returned.values() if value == PREEMPTED_EXIT_CODE}
             return Result(PREEMPTED_EXIT_CODE if codes else 0, ended.returned)
@@ -122,6 +121,7 @@ def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Si
                 flush=True,
             )
             ranks.ask_to_stop()
+            stop_file(error_files[0]).touch()  # for a rank that is only now being made and did not hear it
         if time.monotonic() > deadline:
             ranks.close(signal.SIGKILL)
             cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
@@ -129,12 +129,14 @@ def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Si
         time.sleep(_POLL_SECONDS)
 
 
-def _failed(ranks: Ranks, error_files: list[Path], exit_codes: dict[int, int]) -> Result:
+def _failed(error_files: list[Path], exit_codes: dict[int, int], stopping: bool) -> Result:
     reports = []
     for file in error_files:
         with contextlib.suppress(FileNotFoundError, ValueError):
             reports.append(Report(**json.loads(file.read_text(encoding="utf-8"))))
     failure = find_cause(reports, exit_codes, socket.gethostname())
+    if stopping and exit_codes.get(failure.rank) == -signal.SIGTERM:
+        return Result(PREEMPTED_EXIT_CODE)  # asked to stop before it had begun: there was nothing to save
     return Result(failure.exit_code, failure=failure)
 
 
@@ -182,24 +184,16 @@ class _Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in self._NUMBERS}
-        self.install()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._received) for number in self._NUMBERS}
         try:
             yield
         finally:
-            if _in_main_thread():
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-
-    def install(self) -> None:
-        if _in_main_thread():
-            for number in self._NUMBERS:
-                signal.signal(number, self._received)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.name = signal.Signals(number).name
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -1,5 +1,7 @@
 """What the fork server imports before it makes a process: everything that every rank would import anyway."""
 
+import signal
+
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
 
 import lockstep.display
@@ -7,3 +9,7 @@ import lockstep.launcher.child
 import lockstep.logs
 import lockstep.runfolder
 import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before
+
+# A signal to the whole process group must not take the fork server away: the launcher would lose sight of its ranks.
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,9 +135,11 @@ def start_commands(plan: LaunchPlan, folder: Path) -> Ranks:
 
 
 def _start(context: PContext) -> None:
+    """Start from another thread: in the main thread, elastic would replace the launcher's signal handlers."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
-    try:
-        context.start()
-    except BaseException:
-        context.close(signal.SIGKILL)
-        raise
+    with ThreadPoolExecutor(1, thread_name_prefix="lockstep-start") as elsewhere:
+        try:
+            elsewhere.submit(context.start).result()
+        except BaseException:
+            context.close(signal.SIGKILL)
+            raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import inspect
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,13 @@ from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
+
+# Buffers are made equal where it matters, before they are evaluated or saved. Broadcasting them in every forward pass
+# would make a rank that evaluates through the wrapper alone wait for the others for ever. Torch 2.13 renamed it.
+_BROADCAST_OPTION = "forward_sync_buffers"
+if _BROADCAST_OPTION not in inspect.signature(DistributedDataParallel).parameters:
+    _BROADCAST_OPTION = "broadcast_buffers"
+_NO_BROADCAST: dict[str, Any] = {_BROADCAST_OPTION: False}
 
 
 class DdpStrategy(Strategy):
@@ -34,6 +42,7 @@ class DdpStrategy(Strategy):
             output_device=self._settings.output_device if on_gpu else None,
             find_unused_parameters=self._settings.find_unused_parameters,
             bucket_cap_mb=self._settings.bucket_mb,
+            **_NO_BROADCAST,
         )
         if not self._settings.find_unused_parameters:
             _fix_bucket_layout(self._wrapped)

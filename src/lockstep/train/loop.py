@@ -19,7 +19,6 @@ def train(
 ) -> str | None:
     """Train until a limit is reached; returns why it stopped before that, if it did."""
     limits, model = config.train, run.model
-    assert model is not None, "run.setup comes before the loop"
     for _ in run.epochs(limits.epoch_limit):
         batches = run.batches(
             data,

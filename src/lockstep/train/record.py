@@ -33,7 +33,7 @@ class Record:
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         self._last = (time.perf_counter(), progress.examples)
-        self._display.begin(progress.step, total_steps)
+        self._display.begin(progress.step, progress.epoch, total_steps)
 
     def write(self, row: Row) -> None:
         if "examples" in row:

@@ -59,8 +59,8 @@ class Run:
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
         self.progress = Progress()
-        self.model: nn.Module | None = None  # what to call in training
-        self.module: nn.Module | None = None  # the same without its wrapper: what to save and evaluate
+        self._model: nn.Module | None = None
+        self._module: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self._store = Store(folder / "checkpoints")
@@ -101,6 +101,16 @@ class Run:
     @property
     def strategy(self) -> str:
         return self._strategy.name
+
+    @property
+    def model(self) -> nn.Module:
+        """What to call in training."""
+        return self._set_up(self._model)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model without its wrapper: what to evaluate and save."""
+        return self._set_up(self._module)
 
     @property
     def seconds(self) -> float:
@@ -151,20 +161,20 @@ class Run:
         compile: bool = False,
     ) -> Any:
         """Place the model on the device, equal on all ranks. Returns what was given, in the same order."""
-        if self.model is not None:
+        if self._model is not None:
             raise ConfigError("run.setup was called twice: a run trains one model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
         self._precision, self._clip_norm = precision, clip_norm
         if compile:
             model.compile()
-        self.module, self.optimizer = model, optimizer
-        self.model = self._strategy.place(model)
+        self._module, self.optimizer = model, optimizer
+        self._model = self._strategy.place(model)
         if scheduler is not None:
             self.attach("scheduler", scheduler)
         # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
         seed_generators(self.runtime, self.settings.seed, self.rank)
-        given = [self.model, *(each for each in (optimizer, scheduler) if each is not None)]
+        given = [self._model, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 
     def attach(self, name: str, part: Stateful) -> None:
@@ -226,7 +236,10 @@ class Run:
             raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
         self._busy_seconds += time.perf_counter() - self._busy_since
         weight = 1.0 if self._part is None else self._part.weight
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        try:
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise self.group.explain(error, f"the gradients of step {self.progress.step + 1}") from error
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step the optimizer and clear the gradients; False, doing nothing, while parts of the batch are missing."""
@@ -234,7 +247,7 @@ class Run:
         if part is not None and not part.completes_batch:
             self._busy_since = time.perf_counter()
             return False
-        if optimizer is None or self.module is None:
+        if optimizer is None:
             raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
@@ -264,13 +277,13 @@ class Run:
         Runs on all ranks or on rank 0 alone. Use run.module inside, never the wrapper: nothing then waits for others.
         """
         count = check_dataset(dataset, name)
-        if self.module is not None:
-            self._strategy.equalize_buffers(self.module)
+        if self._module is not None:
+            self._strategy.equalize_buffers(self._module)
         alone = on == "rank0"
         loader = self._loader(dataset, batch_size, False, False, 1, collate, alone)
 
         def here() -> Any:
-            with evaluating(self.module) if self.module is not None else contextlib.nullcontext():
+            with evaluating(self._module) if self._module is not None else contextlib.nullcontext():
                 return measure_sums(measure, loader, self.runtime.move)
 
         parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
@@ -282,8 +295,6 @@ class Run:
         """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by."""
         self.write_due_row()  # a row that is due belongs to what was before the checkpoint, not to what is resumed
         self.flush_log()  # also makes sure that nothing after a NaN is ever saved
-        if self.module is None:
-            raise ConfigError("run.checkpoint needs a model: call run.setup first")
         if self.progress.step == self._last_saved_step:
             return
         self._last_saved_step = self.progress.step
@@ -437,9 +448,13 @@ class Run:
             self._loaders[key] = Loader(dataset, walk, collate, loading)
         return self._loaders[key]
 
+    @staticmethod
+    def _set_up(model: nn.Module | None) -> nn.Module:
+        if model is None:
+            raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
+        return model
+
     def _load_model(self, state: Mapping[str, Any], step: int) -> None:
-        if self.module is None:
-            raise ConfigError("run.restore needs a model: call run.setup first")
         try:
             self.module.load_state_dict(state)
         except RuntimeError as error:

@@ -33,16 +33,19 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._since = 0.0
+        self._launched = False
 
     @contextmanager
-    def listening(self, ignore_terminal: bool) -> Iterator[None]:
-        """Listen to SIGTERM and SIGINT. Under our launcher the terminal's SIGINT is left to it: it sends SIGTERM."""
+    def listening(self, launched: bool) -> Iterator[None]:
+        """Listen to SIGTERM and SIGINT. Under our launcher the terminal is left to it: it sends SIGTERM, and it ends
+        those that do not follow."""
+        self._launched = launched
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {
             signal.SIGTERM: signal.signal(signal.SIGTERM, self._received),
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if ignore_terminal else self._received),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._received),
         }
         try:
             yield
@@ -54,7 +57,7 @@ class StopRequest:
         now = time.monotonic()
         if self.reason is None:
             self.reason, self._since = signal.Signals(number).name, now
-        elif now - self._since > SAME_REQUEST_SECONDS:
+        elif not self._launched and now - self._since > SAME_REQUEST_SECONDS:
             os._exit(INTERRUPTED_EXIT_CODE)
 
 

@@ -127,7 +127,6 @@ def _measure(run: Run, task: Task) -> Measure:
 
     def measure(batch: Any) -> Mapping[str, Tensor]:
         module = run.module
-        assert module is not None
         with run.autocast():
             return {"loss": task.loss(module, batch), **task.metrics(module, batch)}
 

@@ -1,0 +1,77 @@
+"""A disk that is full or cannot be written to: said in time, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import TASK_FILE, Project, steps_saved
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@as_root
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous: bool) -> None:
+    config = project.config(
+        task={"type": f"{TASK_FILE}:Tiny", "sleep": 0.02},
+        checkpoint={"every": "1 step", "keep": {"last": 100}, "async": asynchronous},
+        train={"epochs": 20, "batch_size": 12},
+        log={"every": "1000 steps"},
+    )
+    finished = project.run("train", config, "--out", small_disk)
+    assert finished.code == 5
+    assert "could not be written" in finished.err and "No space left on device" in finished.err
+    assert "make room" in finished.err
+    assert "Traceback" not in finished.err
+    (run,) = small_disk.iterdir()
+    saved = steps_saved(run)
+    assert saved, "what fitted is still there"
+    assert not list((run / "checkpoints").glob(".partial-*")), "nothing half written stays"
+    for step in saved[:-1]:  # make room, as the message says
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    resumed = project.run("resume", run, "--set", "checkpoint={every: 100 steps, keep: {last: 1, best: 0}}",
+                          "--set", f"train={{steps: {max(saved) + 2}, batch_size: 12}}")  # fmt: skip
+    assert resumed.code == 0, resumed.text
+    assert f"restored step-{max(saved):08d}" in resumed.out
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_before_any_process_starts(project: Project) -> None:
+    (project.folder / "file").write_text("in the way")
+    finished = project.run("train", project.config(), "--out", project.folder / "file" / "runs")
+    assert finished.code == 2
+    assert "--out" in finished.err and "cannot be made there" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_an_unwritable_output_folder(project: Project) -> None:
+    closed = project.folder / "closed"
+    closed.mkdir()
+    closed.chmod(0o500)
+    out: Path = closed
+    if os.geteuid() == 0:
+        out = Path("/proc/lockstep-runs")  # where even root may not write
+    finished = project.run("train", project.config(), "--out", out)
+    assert finished.code == 2
+    assert "Name a writable folder with --out" in finished.err

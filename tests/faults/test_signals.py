@@ -1,0 +1,91 @@
+"""Asked to stop, by whomever: all ranks leave at the same step, after one save, with exit code 75."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import TASK_FILE, Project, Started, losses, rank_pids, steps_saved, summary, wait_until
+
+LONG = {
+    "task": {"type": f"{TASK_FILE}:Tiny", "sleep": 0.05},
+    "train": {"epochs": 200, "batch_size": 12},
+    "checkpoint": {"every": "1000 steps"},
+}
+
+
+def started(project: Project) -> tuple[Started, Path]:
+    command = project.start("train", project.config(**LONG))
+    run = Path(wait_until(lambda: list(project.folder.glob("runs/*"))[:1], what="the run's folder")[0])
+    wait_until(lambda: (run / "metrics.jsonl").exists() and losses(run), what="the first steps")
+    return command, run
+
+
+def terminal(command: Started, run: Path) -> None:
+    """Ctrl-C: the terminal sends it to every process of the foreground group."""
+    os.killpg(command.process.pid, signal.SIGINT)
+
+
+def launcher(command: Started, run: Path) -> None:
+    command.process.send_signal(signal.SIGTERM)
+
+
+def one_rank(command: Started, run: Path) -> None:
+    os.kill(rank_pids(run)[1], signal.SIGTERM)
+
+
+def whole_group(command: Started, run: Path) -> None:
+    """As `timeout` and batch systems do."""
+    os.killpg(command.process.pid, signal.SIGTERM)
+
+
+@pytest.mark.requirement("D18")
+@pytest.mark.parametrize("ask", [terminal, launcher, one_rank, whole_group], ids=lambda ask: ask.__name__)
+def test_one_request_saves_and_leaves_on_all_ranks(project: Project, ask: Callable[[Started, Path], None]) -> None:
+    command, run = started(project)
+    ask(command, run)
+    asked = time.monotonic()
+    finished = command.wait()
+    assert time.monotonic() - asked < 30
+    assert finished.code == 75, finished.text
+    assert "Traceback" not in finished.text
+    assert f"lockstep resume {run.relative_to(project.folder)}" in finished.err
+    end = summary(run)
+    assert end["status"] == "preempted"
+    assert steps_saved(run) == [end["step"]]
+    assert max(losses(run)) == end["step"]
+    # Both ranks left at the same step, and the run goes on from there.
+    resumed = project.run("resume", run, "--set", f"train={{steps: {end['step'] + 3}, batch_size: 12}}")
+    assert resumed.code == 0, resumed.text
+    assert list(losses(run)) == list(range(1, end["step"] + 4))
+
+
+def test_asked_twice_it_ends_at_once(project: Project) -> None:
+    command, run = started(project)
+    # Ranks that cannot react: only the second request, which does not ask them, can end them.
+    for pid in rank_pids(run).values():
+        os.kill(pid, signal.SIGSTOP)
+    os.killpg(command.process.pid, signal.SIGINT)
+    time.sleep(1.5)
+    assert command.process.poll() is None, "once waits for a clean save"
+    asked = time.monotonic()
+    os.killpg(command.process.pid, signal.SIGINT)
+    code = command.process.wait(15)
+    assert time.monotonic() - asked < 15
+    assert code == 130
+    assert command.wait().code == 130
+
+
+def test_a_signal_while_ranks_are_starting_leaves_no_process(project: Project) -> None:
+    command = project.start("train", project.config(**LONG))
+    wait_until(lambda: len(command.members()) >= 3, what="processes to be started")
+    time.sleep(0.5)
+    command.process.send_signal(signal.SIGTERM)
+    finished = command.wait()
+    assert finished.code == 75, finished.text
+    assert "Traceback" not in finished.err

@@ -1,0 +1,211 @@
+"""The command line: what it says and how it ends, and that it answers without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+
+from conftest import ROOT
+from lockstep import runfolder
+from lockstep.cli import main
+from lockstep.config.load import load, parse_yaml
+from lockstep.config.schema import RunConfig
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project on a machine without GPUs, in a shell that no launcher has touched."""
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task.py").write_text("class Mine: pass\n")
+    (tmp_path / "config.yaml").write_text("task: task.py:Mine\nprocesses: 2\ntrain: {batch_size: 8}\n")
+
+
+def lockstep(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def printed_config(result: Result) -> RunConfig:
+    assert result.exit_code == 0, result.output
+    return RunConfig.model_validate(parse_yaml(result.stdout.split("\nrank 0 on ")[0]))
+
+
+# Without torch
+
+PROGRAM = """
+import json, sys
+from lockstep.cli import main
+outcomes = []
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as leaving:
+        outcomes.append([leaving.code, sorted({"torch", "rich"} & set(sys.modules))])
+print("\\n" + json.dumps(outcomes))
+"""
+
+
+def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("task: task.py:Mine\ntrain: {batchsize: 3}\n")
+    commands: list[tuple[list[str], int]] = [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["train", "wrong.yaml"], 2),
+        (["train", "nowhere.yaml"], 2),
+        (["train", "config.yaml", "--set", "train.batch_size=3"], 2),
+        (["train", "config.yaml", "--dry-run"], 0),
+        (["resume", "nowhere"], 2),
+        (["schema"], 0),
+        (["run", "nowhere.py"], 2),
+        (["run", "--processes", "2", "--dry-run", "task.py"], 0),
+        (["init", "new"], 0),
+    ]
+    argv = [sys.executable, "-c", PROGRAM, json.dumps([arguments for arguments, _ in commands])]
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    outcomes = json.loads(finished.stdout.splitlines()[-1])
+    assert outcomes == [[code, []] for _, code in commands], finished.stderr
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, lockstep; lockstep.ConfigError; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    import lockstep as package
+
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        package.Trainer  # noqa: B018
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.yaml"], "lockstep: nowhere.yaml: there is no such file. `lockstep init` writes"),
+        (
+            ["train", "config.yaml", "--set", "train.batchsize=3"],
+            "lockstep: --set train.batchsize=3: train.batchsize: ",
+        ),
+        (
+            ["train", "config.yaml", "--set", "train.batch_size=7"],
+            "lockstep: train.batch_size: 7 cannot be divided by 2",
+        ),
+        (["train", "config.yaml", "--set", "strategy=single"], "lockstep: strategy: single trains on one process"),
+        (["train", "config.yaml", "--set", "runtime=cuda"], "lockstep: runtime: cuda was asked for but torch"),
+        (["train", "config.yaml", "--set", "runtime=xla"], "lockstep: runtime: xla is not part of this version"),
+        (["resume", "nowhere"], "lockstep: nowhere is not the folder of a run: there is no such folder"),
+        (["resume", "."], "lockstep: . is not the folder of a run"),
+        (["run", "nowhere.py"], "lockstep: nowhere.py: there is no such script"),
+        (["init", "."], "lockstep: task.py is there already; name another folder"),
+        (["init", "task.py/new"], "lockstep: task.py/new: cannot be written"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["trian"], "No such command 'trian'"),
+        (["train", "config.yaml", "--dryrun"], "No such option"),
+        (["run", "--processes", "0", "task.py"], "Invalid value for '--processes'"),
+    ],
+)
+def test_a_mistake_is_told_on_stderr_with_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    if arguments == ["resume", "."]:
+        (tmp_path / "config.yaml").unlink()
+    result = lockstep(*arguments)
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_line_of_a_message_says_who_speaks(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("task: task.py:Mine\ntrain: {batchsize: 3, epochs: 0}\n")
+    lines = lockstep("train", "config.yaml").stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("lockstep: config.yaml:2: train.") for line in lines)
+
+
+# Dry runs
+
+
+def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    result = lockstep("train", "config.yaml", "--dry-run", "--set", "train.epochs=3")
+    config = printed_config(result)
+    assert (config.runtime, config.processes, config.train.epochs, config.name) == ("cpu", 2, 3, "config")
+    plan = [line for line in result.stdout.splitlines() if line.startswith("rank ")]
+    assert len(plan) == 2
+    assert plan[1].endswith("-m lockstep.worker RUN_DIR")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "task.py"]
+
+
+@pytest.mark.parametrize("name", ["my config.yaml", "café (2).yaml", "1e3.yaml", ".hidden.yaml", "a+b.yaml"])
+def test_a_config_may_have_any_file_name(tmp_path: Path, name: str) -> None:
+    """The run is named after it, and the ranks read that name back."""
+    (tmp_path / "config.yaml").rename(tmp_path / name)
+    assert printed_config(lockstep("train", name, "--dry-run")).name
+
+
+def test_a_dry_run_of_a_script_prints_its_plan_with_its_own_options() -> None:
+    result = lockstep("run", "--processes", "3", "--port", "29500", "--dry-run", "task.py", "--lr", "0.1", "--dry-run")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert all("MASTER_PORT=29500" in line and line.endswith("task.py --lr 0.1 --dry-run") for line in lines)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The folder of a run that was trained on two processes."""
+    config = load(tmp_path / "config.yaml").model_copy(update={"runtime": "cpu", "name": "mine"})
+    folder = runfolder.create(tmp_path / "runs", "mine")
+    runfolder.write_config(folder, config)
+    return folder
+
+
+def test_a_dry_run_of_a_resume_changes_nothing(run_folder: Path) -> None:
+    before = (run_folder / "config.yaml").read_bytes()
+    result = lockstep("resume", str(run_folder), "--dry-run", "--set", "processes=4")
+    assert printed_config(result).processes == 4
+    assert (run_folder / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["seed=3", "train.batch_size=16", "task.hidden=4", "optimizer={type: a.b, lr: 1}"])
+def test_a_resume_that_would_be_wrong_is_refused(run_folder: Path, change: str) -> None:
+    before = (run_folder / "config.yaml").read_bytes()
+    result = lockstep("resume", str(run_folder), "--set", change)
+    assert result.exit_code == 2
+    assert "this run cannot be resumed with a config that changed in" in result.stderr
+    assert (run_folder / "config.yaml").read_bytes() == before
+
+
+# What to start from
+
+
+@pytest.mark.requirement("D12")
+def test_init_writes_a_config_and_a_task_that_fit_each_other(tmp_path: Path) -> None:
+    result = lockstep("init", "new")
+    assert result.exit_code == 0
+    assert "next: lockstep train new/config.yaml" in result.stderr
+    config = load(tmp_path / "new" / "config.yaml")
+    assert config.task.type == f"{tmp_path}/new/task.py:MyTask"
+    assert printed_config(lockstep("train", "new/config.yaml", "--dry-run")).processes == 2
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    assert lockstep("init", ".").exit_code == 2
+    assert (tmp_path / "task.py").read_text() == "class Mine: pass\n"
+
+
+def test_the_printed_schema_is_the_one_that_configs_are_checked_with() -> None:
+    schema: dict[str, Any] = json.loads(lockstep("schema").stdout)
+    jsonschema.validate(parse_yaml((ROOT / "examples" / "digits.yaml").read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"task": {"type": "a.b:C"}, "bogus": 1}, schema)

@@ -1,0 +1,409 @@
+"""The order of examples, how ranks share it, and how it is fetched."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comparison import same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from lockstep.data import (
+    Loader,
+    Loading,
+    Part,
+    Walk,
+    batch_fetcher,
+    check_dataset,
+    example_order,
+    split,
+    split_dataset,
+)
+from lockstep.errors import ConfigError
+
+# Each walk is quick to draw, but a busy machine is no reason to fail.
+quick = settings(deadline=None, max_examples=60)
+
+# The order
+
+GOLDEN_ORDER = [2, 0, 1, 4, 5, 6, 7, 8, 3, 9]
+GOLDEN_ORDER_OF_EPOCH_ONE = [3, 8, 6, 5, 7, 9, 4, 1, 2, 0]
+GOLDEN_ORDER_OF_A_LARGE_SEED = [6, 3, 2, 7, 1, 9, 0, 8, 4, 5]
+GOLDEN_SPLIT = {"train": [0, 4, 5, 6, 7, 8, 9], "val": [1, 2, 3]}
+
+
+def test_the_order_never_changes() -> None:
+    """A run is resumed with what is installed then: no numpy may ever give another order for the same seed."""
+    assert example_order(10, seed=0, epoch=0).tolist() == GOLDEN_ORDER
+    assert example_order(10, seed=0, epoch=1).tolist() == GOLDEN_ORDER_OF_EPOCH_ONE
+    assert example_order(10, seed=2**63 - 1, epoch=3).tolist() == GOLDEN_ORDER_OF_A_LARGE_SEED
+
+
+@quick
+@given(count=st.integers(0, 300), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
+def test_the_order_is_a_permutation_and_a_function_of_seed_and_epoch_alone(count: int, seed: int, epoch: int) -> None:
+    order = example_order(count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+    np.random.seed(epoch % 1000)
+    assert np.array_equal(order, example_order(count, seed, epoch))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = {tuple(example_order(20, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_without_shuffling_examples_come_as_they_are() -> None:
+    assert example_order(5, seed=3, epoch=2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+
+
+# The split
+
+
+def test_the_split_never_changes() -> None:
+    parts = split(10, {"train": 0.7, "val": 0.3}, seed=0)
+    assert {name: part.tolist() for name, part in parts.items()} == GOLDEN_SPLIT
+
+
+@st.composite
+def some_fractions(draw: st.DrawFn) -> dict[str, float]:
+    train, val = sorted([draw(st.integers(1, 100)), draw(st.integers(1, 100))])
+    return {"train": train / 100, "val": (val - train) / 100, "test": (100 - val) / 100}
+
+
+@pytest.mark.requirement("D10")
+@pytest.mark.requirement("D17")
+@quick
+@given(count=st.integers(1, 500), fractions=some_fractions(), seed=st.integers(0, 2**63 - 1))
+def test_a_split_is_disjoint_complete_and_the_same_for_every_rank(
+    count: int, fractions: dict[str, float], seed: int
+) -> None:
+    parts = split(count, fractions, seed)
+    assert list(parts) == list(fractions)
+    assert sorted(index for part in parts.values() for index in part.tolist()) == list(range(count))
+    for name, part in parts.items():
+        assert abs(len(part) - fractions[name] * count) <= 1
+    torch.manual_seed(seed % 97)  # ranks differ in their generators, and in nothing that a split may look at
+    again = split(count, fractions, seed)
+    assert all(np.array_equal(again[name], part) for name, part in parts.items())
+
+
+def test_a_part_that_was_not_asked_for_stays_empty() -> None:
+    """Fractions may miss one by a millionth; what is missing must not become a part of its own."""
+    parts = split(1_000_000, {"train": 0.666666, "val": 0.3333332, "test": 0.0}, seed=0)
+    assert len(parts["test"]) == 0
+
+
+def test_a_split_dataset_leaves_out_empty_parts() -> None:
+    dataset = TensorDataset(torch.arange(10))
+    parts = split_dataset(dataset, {"train": 0.8, "val": 0.2, "test": 0.0}, seed=0)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 8, "val": 2}  # type: ignore[arg-type]
+
+
+# How ranks share the order
+
+
+def walks(world_size: int, **settings: Any) -> list[Walk]:
+    return [Walk(rank=rank, world_size=world_size, **settings) for rank in range(world_size)]
+
+
+def seen(parts: list[Part]) -> list[int]:
+    return [index for part in parts if part.examples for index in part.indices.tolist()]
+
+
+any_walk = st.fixed_dictionaries(
+    {
+        "count": st.integers(1, 120),
+        "batch_size": st.integers(1, 40),
+        "seed": st.integers(0, 1000),
+        "shuffle": st.booleans(),
+        "accumulate": st.integers(1, 5),
+    }
+)
+world_sizes = st.integers(1, 9)
+epochs = st.integers(0, 5)
+
+
+@pytest.mark.requirement("D10")
+@quick
+@given(settings=any_walk, world_size=world_sizes, epoch=epochs)
+def test_every_example_is_seen_exactly_once_in_an_epoch(settings: Any, world_size: int, epoch: int) -> None:
+    ranks = [list(walk.parts(epoch)) for walk in walks(world_size, **settings)]
+    assert sorted(index for parts in ranks for index in seen(parts)) == list(range(settings["count"]))
+
+
+@quick
+@given(settings=any_walk, world_size=world_sizes, epoch=epochs)
+def test_every_rank_takes_part_in_every_batch(settings: Any, world_size: int, epoch: int) -> None:
+    for walk in walks(world_size, **settings):
+        parts = list(walk.parts(epoch))
+        assert [part.batch for part in parts if part.completes_batch] == list(range(walk.batches))
+        assert [part.batch for part in parts if part.completes_epoch] == [walk.batches - 1]
+        assert parts[-1].completes_epoch
+        assert all(len(part.indices) >= 1 for part in parts), "there is always something to compute a gradient of"
+        assert all(part.examples in (0, len(part.indices)) for part in parts)
+
+
+@quick
+@given(settings=any_walk, world_size=world_sizes, epoch=epochs, data=st.data())
+def test_the_weighted_mean_over_ranks_and_parts_is_the_mean_over_the_batch(
+    settings: Any, world_size: int, epoch: int, data: st.DataObject
+) -> None:
+    losses = np.array(data.draw(st.lists(st.floats(-100, 100), min_size=settings["count"], max_size=settings["count"])))
+    ranks = [list(walk.parts(epoch)) for walk in walks(world_size, **settings)]
+    order = example_order(settings["count"], settings["seed"], epoch, settings["shuffle"])
+    size = settings["batch_size"]
+    for batch in range(walks(world_size, **settings)[0].batches):
+        combined = sum(
+            part.weight * losses[part.indices].mean() for parts in ranks for part in parts if part.batch == batch
+        )
+        assert combined / world_size == pytest.approx(losses[order[batch * size : (batch + 1) * size]].mean(), abs=1e-9)
+
+
+@quick
+@given(settings=any_walk, world_size=world_sizes, epoch=epochs)
+def test_a_batch_holds_the_same_examples_in_the_same_order_on_any_number_of_ranks(
+    settings: Any, world_size: int, epoch: int
+) -> None:
+    ranks = [list(walk.parts(epoch)) for walk in walks(world_size, **settings)]
+    order = example_order(settings["count"], settings["seed"], epoch, settings["shuffle"]).tolist()
+    size = settings["batch_size"]
+    for batch in range(walks(world_size, **settings)[0].batches):
+        together = [index for parts in ranks for index in seen([part for part in parts if part.batch == batch])]
+        assert together == order[batch * size : (batch + 1) * size]
+
+
+@quick
+@given(settings=any_walk, before=world_sizes, after=world_sizes, epoch=epochs, data=st.data())
+def test_resumed_on_another_number_of_ranks_exactly_the_remaining_examples_are_seen(
+    settings: Any, before: int, after: int, epoch: int, data: st.DataObject
+) -> None:
+    batches = Walk(**settings).batches
+    done = data.draw(st.integers(0, batches))
+    first = [seen([part for part in walk.parts(epoch) if part.batch < done]) for walk in walks(before, **settings)]
+    rest = [seen(list(walk.parts(epoch, start=done))) for walk in walks(after, **settings)]
+    assert sorted(index for part in first + rest for index in part) == list(range(settings["count"]))
+
+
+@quick
+@given(settings=any_walk, world_size=world_sizes)
+def test_shares_of_a_batch_differ_by_one_example_at_most(settings: Any, world_size: int) -> None:
+    ranks = [list(walk.parts(0)) for walk in walks(world_size, **settings)]
+    for batch in range(walks(world_size, **settings)[0].batches):
+        shares = [sum(part.examples for part in parts if part.batch == batch) for parts in ranks]
+        assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.requirement("D17")
+@pytest.mark.parametrize(
+    ("count", "batch_size", "drop_last", "batches"),
+    [(10, 5, False, 2), (10, 5, True, 2), (11, 5, False, 3), (11, 5, True, 2), (3, 5, False, 1), (3, 5, True, 0)],
+)
+def test_the_last_batch_is_dropped_where_it_is_not_full_and_that_is_wanted(
+    count: int, batch_size: int, drop_last: bool, batches: int
+) -> None:
+    walk = Walk(count, batch_size, drop_last=drop_last)
+    assert walk.batches == batches
+    parts = list(walk.parts(0))
+    assert len(parts) == batches
+    assert sum(part.examples for part in parts) == min(count, batches * batch_size)
+
+
+def test_a_rank_without_an_example_computes_one_that_counts_for_nothing() -> None:
+    last = list(Walk(count=5, batch_size=4, rank=0, world_size=4).parts(0))[-1]
+    assert (last.examples, last.weight, len(last.indices), last.completes_batch) == (0, 0.0, 1, True)
+
+
+# How examples are fetched
+
+Point = namedtuple("Point", "x label")
+
+
+class OneByOne(Dataset[Any]):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        assert type(index) is int
+        return self.make(index)
+
+
+class Together(OneByOne):
+    """Its batches show that it was asked for all examples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(self.make(index), len(indices)) for index in indices]
+
+
+class Doubled(TensorDataset):
+    """A dataset of tensors whose examples are not just rows of them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(tensor * 2 for tensor in super().__getitem__(index))
+
+
+class Changed(Subset[Any]):
+    """A part of a dataset with a change of its own, as people write them for augmentation."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(-each for each in super().__getitem__(index))
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+TENSORS = TensorDataset(torch.randn(20, 3), torch.arange(20), torch.rand(20, 2, 2).to(torch.bfloat16))
+PLAIN = OneByOne(lambda index: (torch.full((2,), float(index)), index))
+DICTIONARIES = OneByOne(lambda index: {"x": torch.ones(2) * index, "name": f"n{index}", "size": float(index)})
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        pytest.param(TENSORS, id="tensors"),
+        pytest.param(TensorDataset(torch.arange(20)), id="one tensor"),
+        pytest.param(Subset(TENSORS, list(range(19, -1, -1))), id="subset"),
+        pytest.param(Subset(TENSORS, torch.arange(20)), id="subset by tensor"),  # type: ignore[arg-type]
+        pytest.param(Subset(TENSORS, range(20)), id="subset by range"),
+        pytest.param(Subset(TENSORS, [*range(-1, -21, -1)]), id="subset counted from the end"),
+        pytest.param(Subset(Subset(TENSORS, [*range(19, -1, -1)]), [*range(10), *range(10)]), id="subset of subset"),
+        pytest.param(Subset(PLAIN, [*range(19, -1, -1)]), id="subset of plain"),
+        pytest.param(Subset(Subset(PLAIN, [*range(19, -1, -1)]), [*range(20)]), id="subset of subset of plain"),
+        pytest.param(Subset(Together(float), [*range(20)]), id="subset of getitems"),
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(Together(float), id="getitems"),
+        pytest.param(DICTIONARIES, id="dictionaries"),
+        pytest.param(OneByOne(lambda index: Point(torch.ones(2) * index, index)), id="named tuples"),
+        pytest.param(OneByOne(lambda index: {"in": [index, (index, "a")]}), id="nested"),
+        pytest.param(Doubled(*TENSORS.tensors), id="subclass of tensors"),
+        pytest.param(Subset(Doubled(*TENSORS.tensors), [*range(20)]), id="subset of subclass of tensors"),
+        pytest.param(Changed(TENSORS, [*range(20)]), id="subclass of subset"),
+        pytest.param(Subset(Changed(TENSORS, [*range(20)]), [*range(20)]), id="subset of subclass of subset"),
+    ],
+)
+@pytest.mark.parametrize("collate", [None, lambda examples: ("ours", default_collate(list(examples)))])
+def test_a_batch_is_what_torchs_loader_would_make_of_it(dataset: Any, collate: Any) -> None:
+    for indices in ([0, 5, 3], [7], [*range(20)]):
+        (expected,) = DataLoader(dataset, batch_sampler=[indices], collate_fn=collate)
+        assert same(batch_fetcher(dataset, collate)(np.array(indices)), expected)
+
+
+def test_batches_are_copies_that_may_be_changed() -> None:
+    tensor = torch.zeros(4, 2)
+    batch = batch_fetcher(TensorDataset(tensor))(np.array([0, 1]))
+    batch[0].add_(1)
+    assert torch.equal(tensor, torch.zeros(4, 2))
+
+
+def test_a_loader_walks_the_order_from_any_batch_on() -> None:
+    loader = Loader(TensorDataset(torch.arange(10)), Walk(10, 4, seed=5))
+    batches = [batch[0].tolist() for _, batch in loader.epoch(2)]
+    assert [index for batch in batches for index in batch] == example_order(10, 5, 2).tolist()
+    assert [batch[0].tolist() for _, batch in loader.epoch(2, start=1)] == batches[1:]
+    assert [part.batch for part, _ in loader.epoch(2, start=1)] == [1, 2]
+
+
+def fetched(loader: Loader, epoch: int, start: int = 0) -> list[Any]:
+    return [(part.batch, part.indices.tolist(), batch) for part, batch in loader.epoch(epoch, start)]
+
+
+class Noisy(OneByOne):
+    """Random augmentation, by each of the generators that people use."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: (index, torch.rand(1), np.random.rand()))
+
+
+def wait_for_no_children() -> None:
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_give_the_batches_that_are_given_here() -> None:
+    walk = Walk(20, 6, rank=1, world_size=2, accumulate=2)
+    here = Loader(DICTIONARIES, walk)
+    workers = Loader(DICTIONARIES, walk, loading=Loading(workers=2))
+    for epoch, start in [(0, 0), (1, 0), (1, 2)]:  # the second epoch is fetched by the workers of the first
+        assert same(fetched(workers, epoch, start), fetched(here, epoch, start))
+    assert len(multiprocessing.active_children()) == 2
+    workers.close()
+    wait_for_no_children()
+
+
+@pytest.mark.requirement("D17")
+def test_augmentation_in_workers_depends_on_the_place_in_the_data_alone() -> None:
+    one = Loader(Noisy(), Walk(12, 4), loading=Loading(workers=1))
+    two = Loader(Noisy(), Walk(12, 4), loading=Loading(workers=2, prefetch=3))
+    first = fetched(one, 0)
+    assert same(fetched(two, 0), first), "not on which worker fetched it"
+    assert same(fetched(two, 0, start=1), first[1:]), "not on where the run was resumed"
+    assert not same(fetched(two, 1)[0][2][1], first[0][2][1]), "every epoch has noise of its own"
+    one.close()
+    two.close()
+    wait_for_no_children()
+
+
+def test_the_parts_of_a_batch_and_the_ranks_each_get_noise_of_their_own() -> None:
+    noise = []
+    for rank in range(2):
+        loader = Loader(Noisy(), Walk(8, 8, rank=rank, world_size=2, accumulate=2), loading=Loading(workers=1))
+        noise += [batch[1].flatten().tolist() for _, _, batch in fetched(loader, 0)]
+        loader.close()
+    wait_for_no_children()
+    assert len(noise) == 4
+    assert len({number for part in noise for number in part}) == 8
+
+
+def test_an_epoch_left_half_way_can_be_gone_on_with_and_leaves_no_worker_when_closed() -> None:
+    walk = Walk(20, 2, seed=3)
+    loader = Loader(PLAIN, walk, loading=Loading(workers=1))
+    batches = loader.epoch(0)
+    next(batches)
+    del batches
+    assert same(fetched(loader, 0, start=1), fetched(Loader(PLAIN, walk), 0, start=1))
+    batches = loader.epoch(1)
+    next(batches)
+    del batches
+    loader.close()
+    wait_for_no_children()
+
+
+# What is no dataset
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([1, 2, 3])
+
+
+class StreamOfKnownLength(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("dataset", [Stream(), StreamOfKnownLength(), 3, None, iter([1, 2])])
+def test_what_is_not_map_style_is_refused_by_name(dataset: Any) -> None:
+    with pytest.raises(ConfigError, match=r"task: train_data\(\) must return a map-style dataset .* got "):
+        check_dataset(dataset, "train_data()")
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task: train_data\(\) returned a dataset of length 0"):
+        check_dataset(TensorDataset(torch.zeros(0, 3)), "train_data()")
+
+
+def test_the_number_of_examples_is_told() -> None:
+    assert check_dataset([1, 2, 3], "train_data()") == 3

@@ -1,0 +1,134 @@
+"""What rank 0 shows."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lockstep import display
+from lockstep.display import Display, LiveDisplay
+
+ROW: dict[str, Any] = {
+    "step": 20,
+    "epoch": 1,
+    "loss": 0.123456,
+    "lr": 0.01,
+    "examples_per_second": 12345.6,
+}
+
+
+def test_a_line_tells_where_the_run_is_how_well_it_does_and_how_fast() -> None:
+    assert Display().line(ROW, []) == "epoch 1 step 20  loss 0.1235  12,346 examples/s"
+
+
+def test_where_the_end_is_known_the_time_left_is_told() -> None:
+    shown = Display()
+    shown.begin(10, 0, 100)
+    line = shown.line(ROW, [])
+    assert line.startswith("epoch 1 step 20/100  loss 0.1235  12,346 examples/s  0:0")
+    assert line.endswith(" left")
+
+
+def test_at_the_step_where_a_run_was_resumed_no_time_is_guessed() -> None:
+    shown = Display()
+    shown.begin(20, 1, 100)
+    assert "left" not in shown.line(ROW, [])
+
+
+def test_a_validation_is_a_line_without_speed() -> None:
+    row = {"step": 4, "epoch": 2, "train/loss": 1.5, "val/loss": 2.0, "val/accuracy": 0.98765}
+    assert Display().line(row, [0.0, 1.0]) == "epoch 2 step 4  train/loss 1.5  val/loss 2  val/accuracy 0.9877"
+
+
+def test_a_metric_without_a_value_is_left_out() -> None:
+    assert Display().line({"step": 1, "epoch": 0, "loss": None}, []) == "epoch 0 step 1"
+
+
+@pytest.mark.parametrize(
+    ("lags", "shown"),
+    [
+        ([], ""),
+        ([0.5], ""),  # a rank alone has nobody to lag behind
+        ([0.010, 0.010], ""),
+        ([0.0100, 0.0109], ""),  # not worth mentioning
+        ([0.010, 0.025], "  lag r1 +15ms"),
+        ([0.030, 0.010, 0.012, 0.110], "  lag r0 +20ms r2 +2ms r3 +100ms"),
+    ],
+)
+def test_ranks_that_are_behind_are_told(lags: list[float], shown: str) -> None:
+    assert Display().line(ROW, lags) == f"epoch 1 step 20  loss 0.1235  12,346 examples/s{shown}"
+
+
+def test_without_a_terminal_rows_and_notes_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    shown = display.create(None)
+    with caplog.at_level(logging.INFO, "lockstep"):
+        shown.row(ROW, [])
+        shown.note("a note")
+        shown.close()
+    assert caplog.messages == ["epoch 1 step 20  loss 0.1235  12,346 examples/s", "a note"]
+
+
+@pytest.fixture
+def screen() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+
+
+def drawn(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def test_on_a_terminal_a_bar_shows_progress_and_numbers(screen: Console) -> None:
+    shown = display.create(screen)
+    assert isinstance(shown, LiveDisplay)
+    shown.begin(0, 0, 100)
+    shown.row(ROW, [0.01, 0.03])
+    shown.close()
+    text = drawn(screen)
+    assert "epoch 1" in text
+    assert "20/100" in text
+    assert "loss 0.1235  12,346 examples/s  lag r1 +20ms" in text
+
+
+def test_on_a_terminal_validations_scroll_by(screen: Console, caplog: pytest.LogCaptureFixture) -> None:
+    shown = display.create(screen)
+    shown.begin(0, 0, None)
+    with caplog.at_level(logging.INFO, "lockstep"):
+        shown.row({"step": 4, "epoch": 2, "val/loss": 2.0}, [])
+    shown.close()
+    assert caplog.messages == ["epoch 2 step 4  val/loss 2"]
+
+
+def test_a_resumed_run_shows_where_it_goes_on(screen: Console) -> None:
+    shown = display.create(screen)
+    shown.begin(40, 3, 100)
+    shown.close()
+    assert "epoch 3" in drawn(screen)
+    assert "40/100" in drawn(screen)
+
+
+def test_a_row_before_the_beginning_is_a_line(screen: Console, caplog: pytest.LogCaptureFixture) -> None:
+    shown = display.create(screen)
+    with caplog.at_level(logging.INFO, "lockstep"):
+        shown.row(ROW, [])
+    shown.close()
+    assert len(caplog.messages) == 1
+
+
+def test_text_that_looks_like_markup_is_shown_as_it_is(screen: Console) -> None:
+    """Metrics may have any name: `val/[cls]` is one, not a style."""
+    shown = display.create(screen)
+    shown.begin(0, 0, 10)
+    shown.row({**ROW, "val/[cls]": 1.0, "[/x]": 2.0}, [])
+    shown.close()
+    assert "val/[cls] 1" in drawn(screen)
+
+
+def test_what_is_no_terminal_gets_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert display.terminal() is None

@@ -1,0 +1,216 @@
+"""A run in a world of one, without a launcher: what it refuses, and what it must not mix up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # torch's first optimizer imports it, and it sets an environment variable
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.config.schema import RunSettings
+from lockstep.display import Display
+from lockstep.errors import ConfigError, NonFiniteLoss
+from lockstep.group import Group
+from lockstep.runtime.cpu import CpuRuntime
+from lockstep.topology import Topology
+from lockstep.train.run import Run
+from lockstep.train.stop import Preempted, StopRequest
+
+Runs = Callable[..., Run]
+DATA = TensorDataset(torch.randn(10, 3))
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[Runs]:
+    """Makes runs in one folder, as if each were resumed after the other."""
+    made: list[Run] = []
+
+    def make(request: StopRequest | None = None, **settings: Any) -> Run:
+        settings = {"checkpoint": {"async": False}, "log": {"every": "1 step"}, **settings}
+        checked = RunSettings.model_validate(settings)
+        stop = request or StopRequest()
+        made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path, Display(), stop))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.finish()
+
+
+def set_up(run: Run) -> nn.Module:
+    model = nn.Linear(3, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model
+
+
+def train(run: Run, epochs: int, **settings: Any) -> None:
+    for _ in run.epochs(epochs):
+        for (batch,) in run.batches(DATA, 4, **settings):
+            loss = run.model(batch).square().mean()
+            run.log(loss=loss)
+            run.backward(loss)
+            run.step()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def mean_of(batch: list[Tensor]) -> dict[str, Tensor]:
+    return {"mean": batch[0]}
+
+
+@pytest.mark.requirement("D01")
+def test_progress_is_counted_in_steps_batches_examples_and_epochs(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    assert run.progress.epoch == 0
+    train(run, 2)
+    progress = run.progress
+    assert (progress.epoch, progress.step, progress.batch, progress.examples) == (2, 6, 0, 20)
+
+
+def test_an_epoch_that_is_left_half_way_is_gone_on_with(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    seen = []
+    for _ in range(3):
+        for (batch,) in run.batches(DATA, 4):
+            seen += batch[:, 0].tolist()
+            run.backward(run.model(batch).sum())
+            run.step()
+            break
+    assert sorted(seen) == sorted(DATA.tensors[0][:, 0].tolist())
+
+
+def test_a_restored_run_has_weights_progress_and_rows_of_its_checkpoint(new_run: Runs, tmp_path: Path) -> None:
+    first = new_run()
+    model = set_up(first)
+    train(first, 2)
+    first.checkpoint()
+    saved = {name: each.clone() for name, each in model.state_dict().items()}
+    train(first, 3)
+    assert rows(tmp_path)[-1]["step"] > 6
+    second = new_run()
+    restored = set_up(second)
+    assert second.restore()
+    assert all(torch.equal(restored.state_dict()[name], each) for name, each in saved.items())
+    assert second.progress.step == 6
+    assert max(row["step"] for row in rows(tmp_path)) == 6
+
+
+def test_where_there_is_no_checkpoint_the_rows_of_the_run_before_are_forgotten(new_run: Runs, tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint starts anew, and so do its rows."""
+    first = new_run()
+    set_up(first)
+    train(first, 1)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')
+    second = new_run()
+    set_up(second)
+    assert not second.restore()
+    train(second, 1)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+# What must not be mixed up
+
+
+def test_datasets_that_come_and_go_are_not_taken_for_each_other(new_run: Runs) -> None:
+    """Python gives the address of an object that is gone to the next one."""
+    run = new_run()
+    found = [run.evaluate(mean_of, TensorDataset(torch.full((4,), float(n))), 2)["mean"] for n in range(6)]
+    assert found == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_parts_of_a_dataset_that_come_and_go_are_not_taken_for_each_other(new_run: Runs) -> None:
+    run, whole = new_run(), TensorDataset(torch.arange(6.0))
+    found = [run.evaluate(mean_of, Subset(whole, [n, n]), 2)["mean"] for n in range(6)]
+    assert found == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_one_dataset_may_be_collated_in_several_ways(new_run: Runs) -> None:
+    run, data = new_run(), TensorDataset(torch.arange(4.0))
+
+    def times(factor: float) -> Callable[[list[Any]], list[Tensor]]:
+        return lambda examples: [torch.stack([each[0] for each in examples]) * factor]
+
+    found = [run.evaluate(mean_of, data, 2, collate=collate)["mean"] for collate in (None, times(10), times(100))]
+    assert found == [1.5, 15.0, 150.0]
+
+
+@pytest.mark.requirement("D04")
+@pytest.mark.parametrize("on", ["all", "rank0"])
+def test_evaluation_leaves_the_model_in_training(new_run: Runs, on: str) -> None:
+    run = new_run()
+    model = set_up(run)
+    found = run.evaluate(lambda batch: {"training": torch.tensor(float(model.training))}, DATA, 3, on=on)
+    assert found == {"training": 0.0}
+    assert model.training
+
+
+# What is refused
+
+
+def test_a_loss_that_is_no_scalar_is_refused(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match=r"the loss must be a scalar, the mean over the batch; got shape \[4\]"):
+        run.backward(torch.ones(4, requires_grad=True))
+
+
+def test_nothing_is_saved_after_a_loss_that_is_no_number(new_run: Runs, tmp_path: Path) -> None:
+    run = new_run(log={"every": "100 steps"})
+    set_up(run)
+    for (batch,) in run.batches(DATA, 5):
+        loss = run.model(batch).mean() * (float("nan") if run.progress.step == 1 else 1.0)
+        run.log(loss=loss)
+        run.backward(loss)
+        run.step()
+    with pytest.raises(NonFiniteLoss, match="the loss is nan at step 2 on rank 0"):
+        run.checkpoint()
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_less_data_than_a_batch_with_drop_last_is_refused(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match="has 10 examples, fewer than one batch of 16, and drop_last leaves out"):
+        next(run.batches(DATA, 16, drop_last=True))
+
+
+@pytest.mark.parametrize("use", [Run.checkpoint, Run.step, lambda run: run.model, lambda run: run.module])
+def test_before_set_up_there_is_nothing_to_train(new_run: Runs, use: Callable[[Run], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"run\.setup"):
+        use(new_run())
+
+
+def test_weights_that_do_not_fit_are_told_with_the_checkpoint(new_run: Runs) -> None:
+    first = new_run()
+    set_up(first)
+    train(first, 1)
+    first.checkpoint()
+    second = new_run()
+    second.setup(nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match=r"step-00000003: the saved weights do not fit this model"):
+        second.restore()
+
+
+def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, tmp_path: Path) -> None:
+    request = StopRequest()
+    run = new_run(request)
+    set_up(run)
+    with pytest.raises(Preempted) as left:
+        for (batch,) in run.batches(DATA, 4):
+            run.backward(run.model(batch).mean())
+            run.step()
+            request.reason = "SIGTERM"
+    assert left.value.reason == "SIGTERM"
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000001"]
