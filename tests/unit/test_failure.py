@@ -178,7 +178,11 @@ def test_torch_saying_that_somebody_went_away_is_a_consequence(text: str) -> Non
 
 @pytest.mark.parametrize(
     "error",
-    [ConnectionResetError(104, "Connection reset by peer"), OSError("https://bucket/data: Connection reset by peer")],
+    [
+        ConnectionResetError(104, "Connection reset by peer"),
+        OSError("https://bucket/data: Connection reset by peer"),
+        BrokenPipeError(32, "Broken pipe"),
+    ],
 )
 def test_a_connection_of_the_users_own_is_not_one_to_another_rank(error: Exception) -> None:
     """A dataset that downloads: its failure is the cause, and its traceback is what the user needs."""
@@ -196,6 +200,13 @@ def test_an_error_of_the_users_comes_with_its_type_and_traceback() -> None:
     written = report(caught(ValueError("wrong")), 1, "box")
     assert (written.message, written.kind, written.exit_code) == ("ValueError: wrong", "ValueError", 5)
     assert "test_failure.py" in written.traceback
+
+
+def test_a_full_disk_is_told_with_the_remedy_and_without_a_traceback() -> None:
+    written = report(caught(OSError(28, "No space left on device")), 0, "box")
+    assert written.message.startswith("could not be written: [Errno 28] No space left on device")
+    assert "make room and resume" in written.message
+    assert (written.traceback, written.consequence) == ("", False)
 
 
 def test_an_error_without_words_is_told_by_its_type() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.errors import PeerLost, RankMissing
 from lockstep.group import Group, port_in_use
 
 
@@ -51,6 +52,27 @@ def test_everybody_is_there_at_once(alone: Group) -> None:
 def test_a_payload_is_bytes(alone: Group) -> None:
     with pytest.raises(TypeError, match="rendezvous 'a tag': the payload must be bytes, got str"):
         alone.rendezvous("a tag", "text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["shape mismatch", "the kernel timed out", "Connection reset by peer", "broken pipe"])
+def test_alone_no_error_is_the_fault_of_another_rank(alone: Group, text: str) -> None:
+    error = RuntimeError(text)
+    assert alone.explain(error, "the gradients of step 1") is error
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:35012", PeerLost),
+        ("NCCL communicator was aborted on rank 1", PeerLost),
+        ("Timed out waiting 1800000ms for recv operation to complete", RankMissing),
+        ("mat1 and mat2 shapes cannot be multiplied", RuntimeError),
+    ],
+)
+def test_an_error_of_the_data_plane_is_explained(text: str, expected: type[Exception]) -> None:
+    explained = Group(1, 2, timeout=30.0).explain(RuntimeError(text), "the gradients of step 7")
+    assert type(explained) is expected
+    assert ("the gradients of step 7" in str(explained)) == (expected is not RuntimeError)
 
 
 @pytest.mark.requirement("D13")

@@ -206,7 +206,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a manifest with files of another kind": (rewrite(files=[1]), MANIFEST_FILE),
     "a manifest that names no file": (rewrite(files={}), MANIFEST_FILE),
     "a manifest of another format": (rewrite(format=2), MANIFEST_FILE),
-    "a manifest that leaves out a file that is not there": (leave_out(MODEL_FILE), MODEL_FILE),
+    "a manifest that leaves out a file that is not there": (leave_out(MODEL_FILE), "manifest"),
     "a file in its place": (replaced_by_a_file, MANIFEST_FILE),
     "an empty folder": (lambda folder: [each.unlink() for each in folder.iterdir()] and None, MANIFEST_FILE),
 }

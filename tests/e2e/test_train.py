@@ -1,0 +1,260 @@
+"""`lockstep train` as a user runs it: what it prints, what it leaves behind, how it validates and stops."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from conftest import TASK_FILE, Project, losses, rows, steps_saved, summary
+
+TINY = f"{TASK_FILE}:Tiny"
+
+
+@pytest.mark.requirement("D01")
+@pytest.mark.requirement("D05")
+@pytest.mark.requirement("D08")
+@pytest.mark.requirement("D09")
+def test_a_run_and_its_folder(project: Project) -> None:
+    finished = project.run("train", project.config(log={"every": "5 steps", "tensorboard": True}))
+    assert finished.code == 0, finished.text
+    run = project.only_run()
+    assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
+    assert {path.name for path in run.iterdir() if not path.name.startswith(".")} == {
+        "checkpoints", "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard", "topology.json",
+    }  # fmt: skip
+    end = summary(run)
+    assert {"status", "epoch", "step", "world_size", "runtime", "strategy", "metrics", "best", "seconds",
+            "samples_per_second"} <= end.keys()  # fmt: skip
+    assert (end["status"], end["epoch"], end["step"]) == ("completed", 2, 14)
+    assert (end["world_size"], end["runtime"], end["strategy"]) == (2, "cpu", "ddp")
+    assert {"loss", "val/loss", "val/accuracy"} <= end["metrics"].keys()
+    # The epoch is there from the first row on, and validation comes after the training of its epoch.
+    assert [(row["epoch"], row["step"], "val/loss" in row) for row in rows(run)] == [
+        (0, 5, False), (1, 7, True), (1, 10, False), (2, 14, True), (2, 14, False),
+    ]  # fmt: skip
+    # Rank 0 alone reports validation; every line says whose it is.
+    zero, one = ((run / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
+    assert "val/loss" in zero and "val/loss" not in one
+    assert all("[RANK 0]" in line for line in zero.splitlines())
+    assert all("[RANK 1]" in line for line in one.splitlines())
+    assert all(line.startswith("[RANK 0]") for line in finished.out.splitlines())
+    # What to do next, and where everything is.
+    assert "run folder: runs/" in finished.err and "lockstep resume" in finished.err
+    assert "2 processes on cpu, 1 thread each" in finished.err
+    topology = json.loads((run / "topology.json").read_text())
+    assert [each["rank"] for each in topology["ranks"]] == [0, 1]
+    assert len({each["physical_device"] for each in topology["ranks"]}) == 2
+
+
+def test_the_model_file_opens_with_plain_safetensors(project: Project) -> None:
+    run = project.train()
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {"0.weight", "0.bias", "3.weight", "3.bias", "5.weight", "5.bias"}
+    assert {path.name for path in checkpoint.iterdir()} == {
+        "manifest.json", "model.safetensors", "state.json", "state.safetensors",
+    }  # fmt: skip
+
+
+@pytest.mark.requirement("D04")
+@pytest.mark.requirement("D07")
+@pytest.mark.parametrize("on", ["rank0", "all"])
+def test_validation_on_rank_0_or_on_all(project: Project, on: str) -> None:
+    # Batch norm has buffers: validating through the wrapper, on one rank only, would wait for ever.
+    run = project.train(validate={"on": on}, task={"type": TINY, "batch_norm": True}, launch={"timeout": 20})
+    assert [row["epoch"] for row in rows(run) if "val/loss" in row] == [1, 2]
+
+
+@pytest.mark.requirement("D15")
+@pytest.mark.requirement("D05")
+def test_early_stopping_ends_all_ranks_and_is_remembered(project: Project) -> None:
+    stop = {
+        "criteria": [{"metric": "val/loss", "delta": 10.0}, {"metric": "val/accuracy", "mode": "max", "delta": 10.0}],
+        "combine": "all",
+        "patience": 2,
+    }
+    values = {"early_stop": stop, "train": {"epochs": 50, "batch_size": 12}}
+    finished = project.run("train", project.config(**values))
+    assert finished.code == 0, finished.text
+    run = project.only_run()
+    end = summary(run)
+    assert (end["status"], end["epoch"]) == ("stopped early", 3)
+    assert "no improvement of val/loss" in end["reason"] and "val/accuracy" in end["reason"]
+    state = json.loads((max((run / "checkpoints").glob("step-*")) / "state.json").read_text())
+    assert state["state"]["attached"]["validation"]["early_stopping"]["stale"] == [2, 2]
+    # Interrupted after the first epoch and resumed, it stops at the same point.
+    first = project.train(out="first", **{**values, "train": {"epochs": 2, "batch_size": 12}})
+    resumed = project.run("resume", first, "--set", "train.epochs=50")
+    assert resumed.code == 0, resumed.text
+    assert summary(first)["epoch"] == 3
+
+
+@pytest.mark.requirement("D06")
+def test_without_validation_data_training_metrics_decide(project: Project) -> None:
+    run = project.train(
+        data={}, early_stop={"criteria": [{"delta": 10.0}], "patience": 1}, train={"epochs": 9, "batch_size": 12}
+    )
+    end = summary(run)
+    assert (end["status"], end["epoch"]) == ("stopped early", 2)
+    assert not any("val/loss" in row for row in rows(run))
+    assert end["best"]["metric"] == "loss"
+
+
+@pytest.mark.requirement("D16")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_scheduler_is_stepped_under_every_strategy(project: Project, processes: int) -> None:
+    scheduler = {"type": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5, "every": "1 step"}
+    run = project.train(processes=processes, scheduler=scheduler, train={"steps": 6, "batch_size": 12})
+    rates = [row["lr"] for row in rows(run) if "lr" in row]
+    assert rates == pytest.approx([0.1, 0.05, 0.05, 0.025, 0.025, 0.0125])
+    assert summary(run)["strategy"] == ("single" if processes == 1 else "ddp")
+
+
+@pytest.mark.requirement("D16")
+def test_a_scheduler_that_watches_a_metric(project: Project) -> None:
+    scheduler = {
+        "type": "torch.optim.lr_scheduler.ReduceLROnPlateau",
+        "monitor": "val/loss",
+        "patience": 0,
+        "threshold": 100.0,
+    }
+    run = project.train(scheduler=scheduler, train={"epochs": 4, "batch_size": 12})
+    assert [row["lr"] for row in rows(run) if "lr" in row][-1] == pytest.approx(0.1 * 0.1**3)
+
+
+@pytest.mark.requirement("D17")
+def test_every_knob_of_the_data_works(project: Project) -> None:
+    data = {"workers": 2, "prefetch": 3, "pin_memory": True, "drop_last": True, "shuffle": False,
+            "split": {"train": 0.7, "val": 0.2, "test": 0.1}}  # fmt: skip
+    run = project.train(data=data, seed=3)
+    assert list(losses(run)) == list(range(1, 11)), "70 examples are 5 full batches of 12, twice"
+    assert "test/loss" in summary(run)["metrics"]
+    assert [row for row in rows(run) if "test/accuracy" in row]
+
+
+def test_checkpoints_are_kept_by_number_and_by_value(project: Project) -> None:
+    run = project.train(
+        checkpoint={"every": "1 epoch", "keep": {"last": 2, "best": 1}}, train={"epochs": 6, "batch_size": 12}
+    )
+    best = summary(run)["best"]
+    assert set(steps_saved(run)) == {35, 42, best["step"]}
+
+
+def test_bf16_is_applied(project: Project) -> None:
+    run = project.train(processes=1, train={"epochs": 1, "batch_size": 12, "precision": "bf16"})
+    exact = project.train(out="exact", processes=1, train={"epochs": 1, "batch_size": 12})
+    difference = [abs(one - losses(exact)[step]) for step, one in losses(run).items()]
+    assert 0 < max(difference) < 0.05
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_model_computes_the_same_and_saves_the_same_names(project: Project) -> None:
+    run = project.train(processes=1, train={"steps": 3, "batch_size": 12, "compile": True})
+    eager = project.train(out="eager", processes=1, train={"steps": 3, "batch_size": 12})
+    assert losses(run) == pytest.approx(losses(eager), rel=1e-5)
+    names = [
+        path.read_bytes()[8:200].split(b'"')[1::2]
+        for path in (max(each.glob("checkpoints/*/model.safetensors")) for each in (run, eager))
+    ]
+    assert names[0] == names[1]
+
+
+def test_dry_run_prints_the_config_and_the_plan_and_starts_nothing(project: Project) -> None:
+    finished = project.run(
+        "train",
+        project.config(),
+        "--dry-run",
+        "--set",
+        "data.split={train: 0.9, val: 0.1}",
+        "--set",
+        "launch.port=29512",
+    )
+    assert finished.code == 0, finished.text
+    config, _, plan = finished.out.partition("\n\n")
+    assert yaml.safe_load(config)["data"]["split"] == {"train": 0.9, "val": 0.1, "test": 0.0}
+    lines = plan.strip().splitlines()
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert f"RANK={rank} " in line and "MASTER_PORT=29512" in line and "-m lockstep.worker RUN_DIR" in line
+    assert not (project.folder / "runs").exists()
+
+
+@pytest.mark.requirement("D11")
+def test_lockstep_train_under_torchrun(project: Project) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
+    finished = subprocess.run(
+        [*command, "train", str(project.config()), "--out", "under"],
+        cwd=project.folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    run = project.only_run("under")
+    same = project.train(out="ours")
+    assert losses(run) == losses(same)
+    assert summary(run)["world_size"] == 2
+
+
+def test_init_writes_something_that_trains(project: Project) -> None:
+    assert project.run("init", "start").code == 0
+    finished = project.run("train", "start/config.yaml", "--set", "train.epochs=12", "--out", "runs")
+    assert finished.code == 0, finished.text
+    assert summary(project.only_run())["metrics"]["val/accuracy"] > 0.85
+    again = project.run("init", "start")
+    assert again.code == 2 and "is there already" in again.err
+
+
+DDP_SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(os.environ["LOCAL_RANK"]) + 1])
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write(f"{total.item()} {dist.get_world_size()} {sys.argv[2]} {__name__} {sys.path[0]}")
+dist.destroy_process_group()
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_lockstep_run_starts_a_ddp_script_unchanged(project: Project, fresh: bool) -> None:
+    script = project.folder / "sub" / "ddp.py"
+    script.parent.mkdir()
+    script.write_text(DDP_SCRIPT)
+    options = ["--processes", "3", *(["--fresh"] if fresh else [])]
+    finished = project.run("run", *options, script, project.folder / "out", "--flag=1", "0")
+    assert finished.code == 0, finished.text
+    assert (project.folder / "out").read_text() == f"6.0 3 --flag=1 __main__ {script.parent}"
+    failed = project.run("run", *options, script, project.folder / "out", "--flag=1", "3")
+    assert failed.code == 5
+    assert "failed: exit code 3" in failed.err
+
+
+def test_lockstep_run_shows_the_scripts_own_traceback(project: Project) -> None:
+    script = project.folder / "broken.py"
+    script.write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise RuntimeError('broken here')\nimport time; time.sleep(60)\n"
+    )
+    finished = project.run("run", "--processes", "2", script)
+    assert finished.code == 5
+    assert "rank 1 of 2" in finished.err and "RuntimeError: broken here" in finished.err
+    assert f'File "{script}", line 3' in finished.err
+    assert "runpy" not in finished.err
+
+
+def test_a_missing_script_and_a_missing_run(project: Project) -> None:
+    missing = project.run("run", "--processes", "2", "nowhere.py")
+    assert missing.code == 2 and "nowhere.py: there is no such script" in missing.err
+    resumed = project.run("resume", "nowhere")
+    assert resumed.code == 2 and "there is no such folder" in resumed.err
+    empty = Path(project.folder / "empty")
+    empty.mkdir()
+    resumed = project.run("resume", "empty")
+    assert resumed.code == 2 and "holds no config.yaml" in resumed.err

@@ -1,0 +1,106 @@
+"""What ranks do in tests: functions that `lockstep.launch` can find by name in every process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import RankZeroFailed
+
+
+def dataset(count: int = 50) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def own_loop(run: lockstep.Run, epochs: int = 2) -> dict[str, Any]:
+    """A training loop of one's own: what plain PyTorch has, and a handful of `run.` lines."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = run.setup(model, optimizer)
+    restored = run.restore()
+    losses = []
+    for _ in run.epochs(epochs):
+        for inputs, targets in run.batches(dataset(), batch_size=12):
+            loss = F.mse_loss(model(inputs), targets)
+            run.backward(loss)
+            run.step(optimizer)
+            run.log(loss=loss)
+            losses.append(loss.item())
+        run.checkpoint()
+    measured = run.evaluate(lambda batch: {"error": (run.module(batch[0]) - batch[1]).abs().squeeze(1)}, dataset(), 12)
+    weights = torch.cat([p.detach().flatten() for p in run.module.parameters()]).tolist()
+    return {
+        "rank": run.rank,
+        "world_size": run.world_size,
+        "device": str(run.device),
+        "steps": run.progress.step,
+        "restored": restored,
+        "weights": weights,
+        "measured": measured,
+    }
+
+
+def own_loop_longer(run: lockstep.Run) -> dict[str, Any]:
+    return own_loop(run, epochs=4)
+
+
+def talk(run: lockstep.Run) -> dict[str, Any]:
+    """Every way of deciding together, with values that differ by rank."""
+    found: dict[str, Any] = {
+        "agree": run.agree({"from": run.rank}),
+        "agree_callable": run.agree(lambda: run.rank + 100),
+        "gather": run.gather([run.rank, "x"]),
+        "rendezvous": [
+            part.decode() for part in run.rendezvous("exchange", f"from {run.rank}".encode() * (run.rank + 1))
+        ],
+        "empty": run.rendezvous("nothing"),
+        "any": [run.any(run.rank == 1), run.any(False)],
+        "all": [run.all(run.rank == 1), run.all(True)],
+    }
+    run.barrier("the end")
+    try:
+        run.agree(_fails, "something that fails on rank 0")
+    except (ValueError, RankZeroFailed) as error:
+        found["failure"] = f"{type(error).__name__}: {error}"
+    try:
+        run.gather(object())
+    except TypeError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def _fails() -> int:
+    raise ValueError("no such thing")
+
+
+def one_rank_is_missing(run: lockstep.Run) -> None:
+    if run.rank == 1:
+        signal.pause()
+    run.barrier("the start of the feast")
+
+
+def one_rank_fails(run: lockstep.Run) -> None:
+    if run.rank == 1:
+        raise KeyError("what rank 1 was looking for")
+    run.barrier("what the others wait at")
+
+
+def threads_and_variables(run: lockstep.Run) -> dict[str, Any]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    return {"threads": torch.get_num_threads(), **{name: os.environ.get(name) for name in names}}
+
+
+def random_numbers(run: lockstep.Run) -> dict[str, Any]:
+    before = torch.rand(3).tolist()
+    model = nn.Linear(2, 2)
+    run.setup(model)
+    return {"before": before, "weights": model.weight.tolist(), "after": torch.rand(3).tolist()}
