@@ -227,6 +227,12 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert caplog.messages == [f"checkpoint step-00000002 is damaged and is passed over: {problem}"]
 
 
+def test_a_file_of_another_length_is_told_with_both_numbers(store: Store) -> None:
+    whole = (store.path(1) / MODEL_FILE).stat().st_size
+    lengthen(MODEL_FILE)(store.path(1))
+    assert store.problem(1) == f"model.safetensors has {whole + 1} bytes, the manifest says {whole}"
+
+
 def test_another_format_is_told_with_both_numbers(store: Store) -> None:
     rewrite(format=7)(store.path(1))
     assert store.problem(1) == "manifest.json has format 7, this version reads 1"

@@ -94,7 +94,7 @@ class Split(Section):
 
 class Data(Section):
     workers: int = Field(0, ge=0)
-    pin_memory: bool = False
+    pin_memory: bool | None = Field(None, description="page-locked host memory; where not given, with CUDA")
     prefetch: int | None = Field(None, gt=0, description="batches that every worker fetches ahead")
     drop_last: bool = False
     shuffle: bool = True

@@ -444,7 +444,8 @@ class Run:
             rank, world_size = (0, 1) if alone else (self.rank, self.world_size)
             count = check_dataset(dataset, "the dataset")
             walk = Walk(count, batch_size, rank, world_size, self.settings.seed, shuffle, drop_last, accumulate)
-            loading = Loading(data.workers, data.pin_memory, data.prefetch)
+            pin = self.device.type == "cuda" if data.pin_memory is None else data.pin_memory
+            loading = Loading(data.workers, pin, data.prefetch)
             self._loaders[key] = Loader(dataset, walk, collate, loading)
         return self._loaders[key]
 
