@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
     from lockstep.topology import launched
 
     loaded = load(config, overrides)
-    loaded = loaded.model_copy(update={"name": loaded.name or config.stem})
+    loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
     if launched(os.environ):
         sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
     loaded = _resolved(loaded)
@@ -86,11 +87,11 @@ def resume(run_dir: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     if dry_run:
         _print_plan(loaded, plan)
         return
+    with runfolder.locked(run_dir):
+        runfolder.write_config(run_dir, loaded)
     for change in found:
         _say(f"changed: {change}")
     _warm_up(plan)
-    with runfolder.locked(run_dir):
-        runfolder.write_config(run_dir, loaded)
     _train(run_dir, loaded)
 
 
@@ -160,6 +161,11 @@ def schema() -> None:
     click.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
 
 
+def _name_after(config: Path) -> str:
+    """A run's name from its config's file name, in the characters that names may have."""
+    return re.sub(r"[^\w.-]+", "-", config.stem).strip(".-") or "run"
+
+
 def _resolved(config: RunConfig) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
@@ -179,9 +185,9 @@ def _training_plan(config: RunConfig, folder: str) -> LaunchPlan:
 
 
 def _print_plan(config: RunConfig, plan: LaunchPlan) -> None:
-    import yaml
+    from lockstep.config.load import to_yaml
 
-    click.echo(yaml.safe_dump(config.plain(), sort_keys=False))
+    click.echo(to_yaml(config.plain()))
     click.echo(plan.render())
 
 
@@ -250,7 +256,7 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> None:
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items() if value is not None)
     return f"epoch {summary['epoch']}, step {summary['step']} in {summary['seconds']:.1f} s  {metrics}"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import map_tensors
@@ -38,7 +38,9 @@ def split(count: int, fractions: Mapping[str, float], seed: int) -> dict[str, In
     """Disjoint index sets by fraction, the same on every rank; together they hold every example once."""
     order = _permutation(count, _SPLIT_STREAM, seed, 0)
     ends = np.rint(np.cumsum(list(fractions.values())) * count).astype(int)
-    ends[-1] = count
+    # What rounding left over belongs to the last part that was asked for.
+    asked = max(index for index, fraction in enumerate(fractions.values()) if fraction > 0)
+    ends[asked:] = count
     starts = [0, *ends[:-1]]
     return {name: np.sort(order[start:end]) for name, start, end in zip(fractions, starts, ends, strict=True)}
 
@@ -118,7 +120,7 @@ class Loader:
     def __init__(
         self, dataset: Dataset[Any], walk: Walk, collate: Collate | None = None, loading: Loading | None = None
     ) -> None:
-        self.walk = walk
+        self.dataset, self.walk = dataset, walk
         self._fetch = batch_fetcher(dataset, collate)
         self._loading = loading or Loading()
         self._keys = _Keys()
@@ -163,10 +165,10 @@ def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Call
     Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is
     asked for one example at a time, as torch's DataLoader does.
     """
-    if isinstance(dataset, Subset):
+    if collate is None and type(dataset) is Subset and type(dataset.dataset) in (TensorDataset, Subset):
         within = np.asarray(dataset.indices, dtype=np.int64)
-        if collate is None and isinstance(dataset.dataset, (TensorDataset, Subset)):
-            return partial(_fetch_within, within, batch_fetcher(dataset.dataset))
+        within = np.where(within < 0, within + len(dataset.dataset), within)  # type: ignore[arg-type]
+        return partial(_fetch_within, within, batch_fetcher(dataset.dataset))
     if collate is None and type(dataset) is TensorDataset:
         return partial(_fetch_tensors, dataset.tensors)
     many = getattr(dataset, "__getitems__", None)
@@ -196,7 +198,7 @@ def _fetch_one_by_one(dataset: Any, collate: Collate, indices: Indices) -> Any:
 
 def check_dataset(dataset: Any, name: str) -> int:
     """The number of examples; refuses what is not map-style or has nothing in it."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"task: {name} must return a map-style dataset (with __len__ and __getitem__), got {type(dataset).__name__}"
         )
@@ -228,7 +230,8 @@ class _PartDataset(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int, int, int, Indices]) -> Any:
         seed, epoch, batch, rank, indices = key
         # Random augmentation then depends on the batch alone, not on which worker fetched it or when a run resumed.
-        words = np.random.SeedSequence([_FETCH_STREAM, seed, epoch, batch, rank]).generate_state(3, np.uint64)
+        key_words = [_FETCH_STREAM, seed, epoch, batch, rank, int(indices[0])]
+        words = np.random.SeedSequence(key_words).generate_state(3, np.uint64)
         torch.manual_seed(int(words[0] >> np.uint64(1)))
         random.seed(int(words[1]))
         np.random.seed(int(words[2] & np.uint64(0xFFFFFFFF)))

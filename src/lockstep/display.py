@@ -69,7 +69,7 @@ class LiveDisplay(Display):
             TextColumn("[bold]epoch {task.fields[epoch]}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),  # a metric may be named val/[cls]
             TimeRemainingColumn(),
             console=console,
             refresh_per_second=4,

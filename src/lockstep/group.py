@@ -63,8 +63,7 @@ class Group:
 
     def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
         """Every rank's value, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [value]
+        # Encoded in a world of one as well: what works there must work, and look the same, on several ranks.
         return [json.loads(message) for message in self.rendezvous(name, _encode(value, name))]
 
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
@@ -98,16 +97,18 @@ class Group:
 
     def explain(self, error: RuntimeError, name: str) -> Exception:
         """What a failure of the data plane means to a user; any other error as it is."""
+        if self.world_size == 1:
+            return error
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
             seen = [f"rank {rank} at {last!r}" for rank in range(self.world_size) if (last := self._last_wait(rank)[1])]
             return RankMissing(
-                f"rank {self.rank}: {name} did not come together within {self.timeout:g} s: a rank did not take part. "
+                f"{name} did not come together within {self.timeout:g} s: a rank did not take part. "
                 f"Last heard of: {', '.join(seen) or 'nobody'}. Look at the logs of the other ranks; "
                 "launch.timeout sets the limit"
             )
         if any(sign in text for sign in LOST_PEER):
-            return PeerLost(f"rank {self.rank}: lost the connection to another rank in {name}")
+            return PeerLost(f"lost the connection to another rank in {name}")
         return error
 
     def leave(self) -> None:
@@ -137,8 +138,7 @@ class Group:
             if waited >= self.timeout * 0.95:
                 raise RankMissing(self._who_is_missing(name, waited)) from None
             raise PeerLost(
-                f"rank {self.rank}: lost the connection to another rank while waiting for {name!r}: "
-                f"{_first_line(error)}"
+                f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
             ) from None
 
     def _report_wait(self, name: str) -> None:
@@ -158,7 +158,7 @@ class Group:
             else:
                 missing.append(f"rank {rank} (last seen at {last!r})" if last else f"rank {rank} (never seen)")
         return (
-            f"rank {self.rank}: waited {waited:.0f} s for {name!r} (limit {self.timeout:g} s). "
+            f"waited {waited:.0f} s for {name!r} (limit {self.timeout:g} s). "
             f"Did not arrive: {', '.join(missing) or 'unknown'}. Arrived: {', '.join(map(str, here)) or 'none'}. "
             "Look at the log of the rank that is missing; launch.timeout sets the limit"
         )
@@ -204,7 +204,7 @@ def _meet(topology: Topology, join_timeout: float) -> Any:
         if serves and "use" in str(error):
             raise LaunchError(port_in_use(topology.port)) from None
         raise RankMissing(
-            f"rank {rank}: nobody answers at {topology.address}:{topology.port} within {join_timeout:g} s, where "
+            f"nobody answers at {topology.address}:{topology.port} within {join_timeout:g} s, where "
             f"rank 0 or the launcher should be. Check the address, the port and the firewall: {_first_line(error)}"
         ) from None
     store = PrefixStore(f"lockstep/attempt-{topology.attempt}", tcp)
@@ -215,7 +215,7 @@ def _meet(topology: Topology, join_timeout: float) -> Any:
     except (RuntimeError, dist.DistError):
         missing = [each for each, name in enumerate(names) if not store.check([name])]
         raise RankMissing(
-            f"rank {rank}: waited {join_timeout:g} s for all {world_size} ranks to join. "
+            f"waited {join_timeout:g} s for all {world_size} ranks to join. "
             f"Did not arrive: rank {', '.join(map(str, missing))}. Look at their logs; "
             "launch.join_timeout sets the limit"
         ) from None

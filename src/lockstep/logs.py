@@ -29,6 +29,7 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
         to_screen.setFormatter(_ScreenFormatter(rank))
         handlers.append(to_screen)
     ours, everything = logging.getLogger("lockstep"), logging.getLogger()
+    before = (ours.level, ours.propagate)
     ours.setLevel(logging.INFO)
     ours.propagate = False
     for handler in handlers:
@@ -38,6 +39,7 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
         yield
     finally:
         everything.removeHandler(to_file)
+        ours.level, ours.propagate = before
         for handler in handlers:
             ours.removeHandler(handler)
             handler.close()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.plain import finite
 
 Row = dict[str, Any]
 # name -> (weighted sum, weight)
@@ -27,6 +28,10 @@ class Meter:
         """Note values that are means over so many examples."""
         for name, value in values.items():
             kept = value.detach() if isinstance(value, torch.Tensor) else value
+            if isinstance(kept, torch.Tensor) and kept.numel() != 1:
+                raise ConfigError(
+                    f"{name!r}: only single numbers can be logged, got shape {list(kept.shape)}; log a mean"
+                )
             self._values.setdefault(name, []).append((step, examples, kept))
 
     def read(self) -> tuple[Sums, tuple[int, float] | None]:
@@ -79,7 +84,7 @@ class JsonlWriter:
         self._stream = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        self._stream.write(json.dumps({name: _json_number(value) for name, value in row.items()}) + "\n")
+        self._stream.write(json.dumps(finite(row)) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -133,7 +138,8 @@ def drop_rows_after(path: Path, step: int) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a whole JSON file or none."""
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(finite(value), indent=1) + "\n"
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -141,7 +147,3 @@ def _numbers(values: list[Any]) -> list[float]:
     if all(isinstance(value, torch.Tensor) for value in values):
         return [float(number) for number in torch.stack([v.reshape(()) for v in values]).double().cpu().tolist()]
     return [float(value) for value in values]
-
-
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

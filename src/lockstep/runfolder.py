@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.load import parse_yaml, validate
+from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 
@@ -43,7 +43,7 @@ def create(out: Path, name: str) -> Path:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     text = "# What this run was started with, resolved. `lockstep resume` reads it.\n"
-    text += yaml.safe_dump(config.plain(), sort_keys=False)
+    text += to_yaml(config.plain())
     temporary = folder / f".{CONFIG_FILE}.partial"
     try:
         temporary.write_text(text, encoding="utf-8")

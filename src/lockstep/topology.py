@@ -88,8 +88,8 @@ class Topology:
         return cls(
             place=Place(
                 rank=rank,
-                local_rank=_number(env, "LOCAL_RANK", default=rank % local_world_size),
-                host_index=_number(env, "GROUP_RANK", default=rank // local_world_size),
+                local_rank=_number(env, "LOCAL_RANK", default=rank % max(local_world_size, 1)),
+                host_index=_number(env, "GROUP_RANK", default=rank // max(local_world_size, 1)),
             ),
             world_size=world_size,
             local_world_size=local_world_size,

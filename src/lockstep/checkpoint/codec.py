@@ -62,13 +62,11 @@ def _pack(value: Any, path: str, tensors: Tensors) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
-        return {"$tensor": path}
-    if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(value)
-        return {"$array": path}
-    if isinstance(value, np.generic):
-        return value.item()
+        return {"$tensor": _keep(value.detach(), path, tensors)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        return {"$array": _keep(torch.from_numpy(value.copy()), path, tensors)}
+    if isinstance(value, np.generic) and isinstance(value.item(), (bool, int, float, str, bytes)):
+        return _pack(value.item(), path, tensors)
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
@@ -81,6 +79,15 @@ def _pack(value: Any, path: str, tensors: Tensors) -> Any:
         f"{path or 'state'}: a value of type {type(value).__name__} cannot be saved: only tensors, numbers, text, "
         f"bytes, lists, tuples and mappings can (got {value!r})"
     )
+
+
+def _keep(tensor: torch.Tensor, path: str, tensors: Tensors) -> str:
+    """Put a tensor under its path, or one like it: `a.b` may also be a key with a dot in it."""
+    name = path
+    while name in tensors:
+        name += "'"
+    tensors[name] = tensor
+    return name
 
 
 def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: Tensors) -> Any:

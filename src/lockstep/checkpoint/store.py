@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.checkpoint import codec
 from lockstep.checkpoint.retention import Saved
 from lockstep.errors import CheckpointError
+from lockstep.plain import finite
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,9 @@ class Store:
             temporary.rename(final)
             _sync_folder(self.folder)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(_cannot_write(final, picture.bytes, error)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already where all went well
         return final
 
     def delete(self, step: int) -> None:
@@ -130,7 +132,10 @@ class Store:
             manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
             if manifest["format"] != FORMAT:
                 return f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}"
-            for name, expected in manifest["files"].items():
+            if manifest["digest"] != _manifest_digest(manifest):
+                return f"{MANIFEST_FILE} does not match its own digest"
+            for name in (MODEL_FILE, STATE_FILE, TREE_FILE):
+                expected = manifest["files"][name]
                 size = (folder / name).stat().st_size
                 if size != expected["bytes"]:
                     return f"{name} has {size} bytes, the manifest says {expected['bytes']}"
@@ -168,17 +173,23 @@ def _write_files(folder: Path, picture: Picture) -> None:
     for name in (MODEL_FILE, STATE_FILE, TREE_FILE):
         _sync_file(folder / name)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
-    manifest = {"format": FORMAT, "step": picture.step, **picture.about, "files": files}
+    manifest = finite({"format": FORMAT, "step": picture.step, **picture.about, "files": files})
+    manifest["digest"] = _manifest_digest(manifest)
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     _sync_file(folder / MANIFEST_FILE)
     _sync_folder(folder)
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _value(folder: Path) -> float | None:
     try:
         value = json.loads((folder / MANIFEST_FILE).read_bytes()).get("value")
         return None if value is None else float(value)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 

@@ -46,10 +46,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 def refuse_wrong_changes(found: list[Change]) -> None:
     """Raise for those changes under which going on from the checkpoint would be wrong."""
     wrong = [
-        f"  {change} ({reason})"
-        for change in found
-        for fixed, reason in FIXED.items()
-        if change.path == fixed or change.path.startswith((fixed + ".", fixed + "["))
+        f"  {change} ({reason})" for change in found for fixed, reason in FIXED.items() if _concerns(change, fixed)
     ]
     if wrong:
         raise ConfigError(
@@ -57,6 +54,12 @@ def refuse_wrong_changes(found: list[Change]) -> None:
             + "\n".join(wrong)
             + "\nTake the change back, or start a new run with `lockstep train`"
         )
+
+
+def _concerns(change: Change, fixed: str) -> bool:
+    if fixed == "early_stop.criteria" and (change.before is None or change.after is None):
+        return False  # early stopping may be taken up or given up at any time; only its yardstick may not change
+    return change.path == fixed or change.path.startswith((fixed + ".", fixed + "["))
 
 
 def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,9 @@ class SafeLoader(yaml.SafeLoader):
 
 SafeLoader.yaml_implicit_resolvers = {
     first: [
-        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag.removeprefix("tag:yaml.org,2002:") not in ("bool", "float", "timestamp")
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
@@ -42,6 +44,21 @@ SafeLoader.add_implicit_resolver(
 )
 
 
+class SafeDumper(yaml.SafeDumper):
+    """Quotes what SafeLoader would otherwise take for something else."""
+
+
+SafeDumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *SafeLoader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *SafeLoader.yaml_implicit_resolvers}
+}
+
+
+def to_yaml(value: Any) -> str:
+    """Text that `parse_yaml` reads back as it was."""
+    return yaml.dump(value, Dumper=SafeDumper, sort_keys=False)
+
+
 def parse_yaml(text: str) -> Any:
     """Plain data from YAML text; tags that would make objects are refused."""
     return yaml.load(text, Loader=SafeLoader)  # a safe loader: it is derived from yaml.SafeLoader
@@ -54,9 +71,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     places: dict[KeyPath, str] = {key: f"{path}:{line}" for key, line in lines.items()}
     for override in overrides:
         keys = _apply(raw, override)
-        places[keys] = f"--set {override}"
+        places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
+        places.update({keys[:n]: f"--set {override}" for n in range(1, len(keys) + 1) if keys[:n] not in places})
     config = validate(RunConfig, raw, places, str(path))
-    return _with_task_located(config, path.resolve().parent, places.get(("task",), str(path)))
+    return _with_task_located(
+        config, path.resolve().parent, places.get(("task", "type"), places.get(("task",), str(path)))
+    )
 
 
 def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> Settings:
@@ -115,7 +135,10 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}:1: the config must be a mapping of keys to values, not {type(raw).__name__}")
     lines: dict[KeyPath, int] = {}
-    _collect_lines(node, (), lines, path)
+    try:
+        _collect_lines(node, (), lines, path)
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid here: an alias (*name) stands inside of what it names") from None
     return raw, lines
 
 
@@ -167,6 +190,9 @@ def _describe(
     name = _dotted(keys) or "config"
     value = problem["input"]
     kind, message = problem["type"], problem["msg"]
+    if kind == "value_error":  # may be about several values together, some of them from the command line
+        below = {each: None for key, each in places.items() if key[: len(keys)] == keys and each.startswith("--set ")}
+        place = ", ".join([place, *(each for each in below if each != place)])
     if kind == "extra_forbidden":
         nearest = difflib.get_close_matches(str(keys[-1]), _names_at(model, keys[:-1]), n=1, cutoff=0.5)
         advice = f"did you mean {nearest[0]}?" if nearest else f"valid are {', '.join(_names_at(model, keys[:-1]))}"
@@ -217,6 +243,8 @@ def _dotted(keys: KeyPath) -> str:
 def _with_task_located(config: RunConfig, folder: Path, place: str) -> RunConfig:
     """Make a task's file absolute, and refuse one that cannot be there, without importing it."""
     module, _, name = config.task.type.rpartition(":") if ":" in config.task.type else config.task.type.rpartition(".")
+    if not module.endswith(".py") and (folder / f"{module}.py").is_file():
+        module = f"{module}.py"  # next to the config, which is not where Python looks
     if not module.endswith(".py"):
         if not _module_exists(module, folder):
             raise ConfigError(
@@ -233,18 +261,23 @@ def _with_task_located(config: RunConfig, folder: Path, place: str) -> RunConfig
         raise ConfigError(f"{place}: task: {file}:{error.lineno}: not valid Python: {error.msg}") from None
     # A file may make its class by assignment or import; only a file that defines classes and not this one is refused.
     classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
-    if classes and name not in _top_level_names(tree):
+    if classes and not {name, "*"} & _top_level_names(tree.body):
         nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
         raise ConfigError(f"{place}: task: {file} defines no {name!r}, did you mean {nearest[0]}?")
     task = config.task.model_copy(update={"type": f"{file}:{name}"})
     return config.model_copy(update={"task": task})
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
+    """Names that a file may define, also under `if` and `try`; a star where it imports everything from another."""
     names: set[str] = set()
-    for item in tree.body:
+    for item in body:
         if isinstance(item, (ast.ClassDef, ast.FunctionDef)):
             names.add(item.name)
+        elif isinstance(item, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            names |= _top_level_names(ast.iter_child_nodes(item))
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            names.add(item.target.id)
         elif isinstance(item, (ast.Import, ast.ImportFrom)):
             names.update(alias.asname or alias.name for alias in item.names)
         elif isinstance(item, ast.Assign):

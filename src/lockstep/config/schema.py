@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.config.values import ImportPath, Interval, Seconds
 
@@ -16,13 +16,32 @@ class Section(BaseModel):
     """A part of the config: unknown keys are refused, values never change after validation."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, populate_by_name=True, arbitrary_types_allowed=True, strict=True
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        arbitrary_types_allowed=True,
+        strict=True,
+        ser_json_inf_nan="constants",  # an argument that is infinite must not become null on its way to the ranks
     )
 
 
-def _as_mapping(key: str) -> BeforeValidator:
-    """Let a bare value stand for a mapping with that one key: `strategy: ddp`, `task: pkg.module:Class`."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+def _as_mapping(kind: Any) -> BeforeValidator:
+    """Let a bare value stand for a mapping with its `type` alone: `strategy: ddp`, `task: pkg.module:Class`."""
+    return BeforeValidator(
+        lambda value: {"type": value} if isinstance(value, str) else value, json_schema_input_type=kind | str
+    )
+
+
+def _processes(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError("must be a number greater than 0, or auto")
+
+
+def _not_empty(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
+    if not criteria:
+        raise ValueError("there must be at least one criterion; leave early_stop out to train to the end")
+    return criteria
 
 
 class Component(Section):
@@ -121,7 +140,9 @@ class Criterion(Section):
 
 
 class EarlyStop(Section):
-    criteria: tuple[Criterion, ...] = Field((Criterion(),), min_length=1, strict=False)
+    criteria: Annotated[tuple[Criterion, ...], AfterValidator(_not_empty)] = Field(
+        (Criterion(),), strict=False, json_schema_extra={"minItems": 1}
+    )
     combine: Literal["any", "all"] = "any"
     patience: int = Field(3, gt=0, description="validations without improvement before stopping")
 
@@ -161,23 +182,23 @@ class RunSettings(Section):
     name: str | None = Field(None, pattern=r"^[\w][\w.-]*$")
     seed: int = Field(0, ge=0, lt=2**63)
     runtime: Literal["auto", "cpu", "cuda", "xla"] = "auto"
-    processes: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    strategy: Annotated[Strategy, _as_mapping("type")] = Strategy()
+    processes: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = "auto"
+    strategy: Annotated[Strategy, _as_mapping(Strategy)] = Strategy()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
-    launch: Annotated[Launch, _as_mapping("type")] = Launch()
+    launch: Annotated[Launch, _as_mapping(Launch)] = Launch()
 
 
 class RunConfig(RunSettings):
     """Everything that `lockstep train` needs to know."""
 
-    task: Annotated[Component, _as_mapping("type")]
+    task: Annotated[Component, _as_mapping(Component)]
     train: Train = Train()
-    optimizer: Annotated[Component, _as_mapping("type")] | None = Field(
+    optimizer: Annotated[Component, _as_mapping(Component)] | None = Field(
         None, description="torch.optim.AdamW where neither the config nor the task names one"
     )
-    scheduler: Annotated[Scheduler, _as_mapping("type")] | None = None
+    scheduler: Annotated[Scheduler, _as_mapping(Scheduler)] | None = None
     validation: Validate = Field(Validate(), alias="validate")
     early_stop: EarlyStop | None = None
 

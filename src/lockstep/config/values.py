@@ -40,7 +40,8 @@ class Interval:
         return cls(count, singular)
 
     def __str__(self) -> str:
-        return f"{self.count:g} {self.unit}" + ("" if self.count == 1 else "s")
+        count = int(self.count) if self.count == int(self.count) else self.count
+        return f"{count} {self.unit}" + ("" if count == 1 else "s")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -63,13 +64,13 @@ def _duration(value: Any) -> Any:
 
 Seconds = Annotated[
     float,
-    BeforeValidator(_duration, json_schema_input_type=float | str),
-    Field(gt=0, examples=["90 s", "5 minutes", 60]),
+    BeforeValidator(_duration, json_schema_input_type=Annotated[float, Field(gt=0)] | str),
+    Field(gt=0, allow_inf_nan=False, examples=["90 s", "5 minutes", 60]),
 ]
 
 
 def _import_path(text: str) -> str:
-    if not re.match(r"^(.+\.py|[A-Za-z_][\w.]*)[:.][A-Za-z_]\w*$", text):
+    if text.endswith(".py") or not re.match(r"^(.+\.py|[A-Za-z_][\w.]*)[:.][A-Za-z_]\w*$", text):
         raise ValueError('not an import path; write "package.module:Name" or "file.py:Name"')
     return text
 

@@ -69,7 +69,8 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     """What a rank writes down about the exception that ends it."""
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
-    lost = any(sign in text.lower() for sign in LOST_PEER)
+    # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).
+    lost = isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
     return Report(
         rank=rank,
         host=host,

@@ -56,6 +56,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _sum(name: str, value: Tensor, examples: int) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"metric {name!r} is a {type(value).__name__}: return a tensor with one value per example")
     if value.dim() == 0:
         return value.detach().double() * examples  # a mean over the batch
     if value.shape != (examples,):

@@ -52,7 +52,7 @@ class Validation:
         return {name: value for name, value in (self.history or [{}])[-1].items() if name not in ("step", "epoch")}
 
     def after_step(self, run: Run) -> str | None:
-        return self.validate(run) if self._due.now(run.progress, run.seconds) else None
+        return self.validate(run) if self._due.now(run.progress, run.seconds_since_start) else None
 
     def validate(self, run: Run) -> str | None:
         """Train metrics, validation, one decision on rank 0, and the same answer on every rank."""
@@ -98,7 +98,7 @@ class Schedule:
         self._monitor = monitor or ("val/loss" if isinstance(scheduler, ReduceLROnPlateau) else None)
 
     def after_step(self, run: Run) -> str | None:
-        if self._due.now(run.progress, run.seconds):
+        if self._due.now(run.progress, run.seconds_since_start):
             if self._monitor is None:
                 self._scheduler.step()
             else:
@@ -113,7 +113,7 @@ class Checkpointing:
         self._keep, self._due, self._validation = settings.keep, Due(settings.every), validation
 
     def after_step(self, run: Run) -> str | None:
-        if self._due.now(run.progress, run.seconds):
+        if self._due.now(run.progress, run.seconds_since_start):
             self.save(run)
         return None
 

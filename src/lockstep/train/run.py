@@ -117,6 +117,11 @@ class Run:
         """Seconds of training so far, restarts included, as all ranks know them."""
         return self._pulse.clock
 
+    @property
+    def seconds_since_start(self) -> float:
+        """Seconds since the run was started or restored, as all ranks know them: what intervals are measured by."""
+        return self._pulse.since_start
+
     def elapsed(self) -> float:
         """Seconds of training by this rank's own clock."""
         return self._pulse.elapsed()
@@ -329,6 +334,8 @@ class Run:
         step = self.agree(self._store.newest_good, "the newest good checkpoint")
         if step is None:
             self._pulse.start(0, 0.0)
+            if self._record is not None:
+                self._record.forget_after(0)  # of a run that ended before its first checkpoint
             return False
         loaded = self._store.read(step)
         state = loaded.state
@@ -370,7 +377,7 @@ class Run:
 
     def write_due_row(self) -> None:
         """Write the row of this step, if `log.every` says that there is one and it is not written yet."""
-        if self.progress.step != self._last_row_step and self._log_due.now(self.progress, self.seconds):
+        if self.progress.step != self._last_row_step and self._log_due.now(self.progress, self.seconds_since_start):
             self._write_log_row()
 
     def begin(self, total_steps: int | None) -> None:
@@ -438,7 +445,8 @@ class Run:
         alone: bool,
     ) -> Loader:
         """The loader for a dataset, kept from epoch to epoch with its worker processes."""
-        key = (id(dataset), batch_size, shuffle, drop_last, accumulate, alone)
+        # The loader holds on to its dataset, so that no other one can come to have the same id.
+        key = (id(dataset), collate, batch_size, shuffle, drop_last, accumulate, alone)
         if key not in self._loaders:
             data = self.settings.data
             rank, world_size = (0, 1) if alone else (self.rank, self.world_size)

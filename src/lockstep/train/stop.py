@@ -75,16 +75,22 @@ class Pulse:
         self._next_step = 0
         self._every = 1
         self.clock = 0.0  # seconds of training, as all ranks know it
+        self._clock_at_start = 0.0
 
     def start(self, step: int, clock: float) -> None:
         """Begin at a step and a clock that all ranks know, fresh or restored."""
         now = time.monotonic()
         self._start, self._last_time = now - clock, now
-        self.clock = clock
+        self.clock = self._clock_at_start = clock
         self._last_step, self._next_step, self._every = step, step + 1, 1
 
     def elapsed(self) -> float:
         return time.monotonic() - self._start
+
+    @property
+    def since_start(self) -> float:
+        """Seconds since this start of the run, restored or not, as all ranks know them."""
+        return self.clock - self._clock_at_start
 
     def beat(self, step: int) -> str | None:
         """Why all ranks are to stop at this step, if they are."""

@@ -1,0 +1,16 @@
+"""Plain data for JSON that every program reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def finite(value: Any) -> Any:
+    """With null for numbers that JSON does not have: NaN and the infinite."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
