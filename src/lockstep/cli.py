@@ -172,6 +172,8 @@ def _resolved(config: RunConfig) -> RunConfig:
     from lockstep.config.load import check_batch_size, check_strategy
 
     family, processes = runtime.resolve(config.runtime, config.processes)
+    if idle := runtime.unused_devices(family, processes):
+        _say(idle)
     check_strategy(config.strategy.type, processes)
     check_batch_size(config.train.batch_size, processes, config.train.accumulate)
     return config.model_copy(update={"runtime": family, "processes": processes})

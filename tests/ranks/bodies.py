@@ -104,3 +104,32 @@ def random_numbers(run: lockstep.Run) -> dict[str, Any]:
     model = nn.Linear(2, 2)
     run.setup(model)
     return {"before": before, "weights": model.weight.tolist(), "after": torch.rand(3).tolist()}
+
+
+class HalfUsed(nn.Module):
+    """One of its layers never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)  # type: ignore[no-any-return]
+
+
+def half_used(run: lockstep.Run) -> dict[str, Any]:
+    model = HalfUsed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = run.setup(model, optimizer)
+    for _ in run.epochs(1):
+        for inputs, targets in run.batches(dataset(), batch_size=10):
+            run.backward(F.mse_loss(model(inputs), targets))
+            run.step()
+    wrapper: Any = run.model
+    return {
+        "device_ids": wrapper.device_ids,
+        "find_unused_parameters": wrapper.find_unused_parameters,
+        "bucket_bytes": wrapper.bucket_bytes_cap,
+        "parameter_devices": sorted({str(each.device) for each in run.module.parameters()}),
+        "steps": run.progress.step,
+    }

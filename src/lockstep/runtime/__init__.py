@@ -31,6 +31,13 @@ def resolve(runtime: str, processes: str | int) -> tuple[str, int]:
     return runtime, 1 if processes == "auto" else int(processes)
 
 
+def unused_devices(runtime: str, processes: int) -> str | None:
+    """What to tell a user whose run leaves GPUs of this host idle."""
+    if runtime != "cuda" or processes >= (present := _gpu_count()):
+        return None
+    return f"{processes} of {present} visible GPUs will be used; processes: auto uses them all"
+
+
 def create(runtime: str, local_rank: int) -> Runtime:
     """The runtime of this process, on the device that its local rank picks."""
     from lockstep.runtime.cpu import CpuRuntime
