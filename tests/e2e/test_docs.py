@@ -1,0 +1,118 @@
+"""Every command and snippet of the documentation works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import ROOT
+from lockstep.config.load import load
+from lockstep.config.schema import RunConfig
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.M | re.S)
+    return [(language, text) for language, text in found if language in languages]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `lockstep` and `python` are those under test."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, command in {"lockstep": f'"{sys.executable}" -m lockstep', "python": f'"{sys.executable}"'}.items():
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        script.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python")]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=[page.name for page in RUNNABLE])
+def test_commands_and_snippets_run_in_order(page: Path, tmp_path: Path, shell: dict[str, str]) -> None:
+    for number, (language, text) in enumerate(blocks(page, "sh", "python")):
+        if language == "python":
+            (tmp_path / f"snippet_{number}.py").write_text(text)
+            text = f"python snippet_{number}.py"
+        finished = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=tmp_path,
+            env=shell,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert finished.returncode == 0, f"{text}\n{finished.stdout}\n{finished.stderr}"
+
+
+def test_the_readmes_task_trains_with_the_readmes_config(tmp_path: Path, shell: dict[str, str]) -> None:
+    ((_, task),) = blocks(ROOT / "README.md", "python")
+    ((_, config),) = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "shapes.py").write_text(task)
+    (tmp_path / "config.yaml").write_text(config)
+    assert load(tmp_path / "config.yaml").processes == 2
+    finished = subprocess.run(
+        ["lockstep", "train", "config.yaml"], cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_the_loops_side_by_side_are_those_of_the_examples() -> None:
+    """The README shows them shortened; what it shows of `run.` must be what the example does."""
+    _, ours = (text for _, text in blocks(ROOT / "README.md", "py"))
+    example = (ROOT / "examples" / "own_loop.py").read_text()
+    calls = re.findall(r"run\.\w+", ours)
+    assert calls == [call for call in re.findall(r"run\.\w+", example) if call in set(calls)]
+    assert "lockstep.launch(main, processes=2)" in example
+
+
+def test_every_key_of_the_config_is_documented() -> None:
+    listed = {
+        re.sub(r"\[\]", "", name)
+        for name in re.findall(r"^\| `([\w.\[\]]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.M)
+    }
+    schema = RunConfig.model_json_schema(by_alias=True)
+    assert listed == set(keys(schema, schema, ""))
+
+
+def keys(schema: dict, node: dict, path: str) -> list[str]:  # type: ignore[type-arg]
+    """The leaves of the config, by their path."""
+    for option in [node, *node.get("anyOf", []), *node.get("allOf", []), node.get("items", {})]:
+        if "$ref" in option:
+            return keys(schema, schema["$defs"][option["$ref"].rsplit("/", 1)[1]], path)
+    for option in [node, *node.get("anyOf", [])]:
+        if "items" in option and "$ref" in option["items"]:
+            return keys(schema, option["items"], path)
+    if "properties" not in node:
+        return [path]
+    return [
+        leaf for name, each in node["properties"].items() for leaf in keys(schema, each, f"{path}.{name}".lstrip("."))
+    ]
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "examples" / "README.md", ROOT / "benchmarks" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_yaml_in_the_pages_is_valid() -> None:
+    for page in PAGES:
+        for _, text in blocks(page, "yaml"):
+            assert isinstance(yaml.safe_load(text), dict)
+
+
+def test_make_offers_what_the_readme_says() -> None:
+    for target in ("train", "test", "lint", "bench"):
+        shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
+        assert shown.returncode == 0, shown.stderr
