@@ -47,7 +47,11 @@ def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]
 def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, make_folder: Callable[[], Path]) -> Any:
     """Call the user's own loop as one rank; what it returned."""
     with joined(settings, topology, make_folder, redirect=topology.world_size > 1) as run:
-        returned = main(run)
+        try:
+            returned = main(run)
+        except Preempted as preempted:
+            _conclude(run, {"status": "preempted", "reason": preempted.reason})
+            raise
         run.finish()
         _conclude(run, {"status": "completed"})
         return returned

@@ -59,8 +59,8 @@ class Validation:
         if self._last_step == run.progress.step:
             return None
         run.write_due_row()
-        run.flush_log()
-        metrics = run.since_validation.take()
+        run.journal.bring_together(run.progress.step)
+        metrics = run.journal.since_validation.take()
         if self._dataset is not None:
             found = run.evaluate(
                 self._measure, self._dataset, self._batch_size, on=self._settings.on, collate=self._collate
@@ -71,7 +71,7 @@ class Validation:
         decision = run.agree(lambda: self._decide(run, metrics), "whether to stop early")
         self.load_state_dict(decision["state"])
         rename = {"loss": "train/loss"}
-        run.write_row({rename.get(name, name): value for name, value in metrics.items()})
+        run.journal.write(run.progress, {rename.get(name, name): value for name, value in metrics.items()})
         stop: str | None = decision["stop"]
         return stop
 

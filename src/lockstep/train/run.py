@@ -21,15 +21,14 @@ from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunSettings
 from lockstep.data import Collate, Loader, Loading, Part, Walk, check_dataset
 from lockstep.display import Display
-from lockstep.errors import ConfigError, NonFiniteLoss
+from lockstep.errors import ConfigError
 from lockstep.group import Group
-from lockstep.metrics import Meter, Row, Totals
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
+from lockstep.train.journal import Journal
 from lockstep.train.record import Record
 from lockstep.train.state import (
-    Due,
     Progress,
     Stateful,
     generator_states,
@@ -70,14 +69,13 @@ class Run:
         self._loaders: dict[tuple[Any, ...], Loader] = {}
         self._walk: Walk | None = None
         self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
+        self._handed_out: Part | None = None  # the same, until the next one
         self._precision = "float32"
         self._clip_norm: float | None = None
         self._pulse = Pulse(group, stop_request)
-        self._meter, self._since_log, self.since_validation = Meter(), Totals(), Totals()
-        self._log_due = Due(settings.log.every)
-        self._last_flushed_step = self._last_row_step = 0
-        self._record = Record(folder, settings.log, display) if self.is_main else None
-        self._busy_since = self._busy_seconds = 0.0
+        self._busy_since = 0.0
+        record = Record(folder, settings.log, display) if self.is_main else None
+        self.journal = Journal(group, record, settings.log.every)
         seed_generators(runtime, settings.seed)
 
     # Who and where
@@ -225,6 +223,7 @@ class Run:
             if following is None:
                 break
             self._part, batch = following
+            self._handed_out = self._part
             if accumulate > 1:
                 self._strategy.sync_gradients(self._part.completes_batch)
             yield self.runtime.move(batch)
@@ -239,7 +238,7 @@ class Run:
         """Gradients of the mean loss over the global batch, however it is spread over ranks and parts."""
         if loss.dim() != 0:
             raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
-        self._busy_seconds += time.perf_counter() - self._busy_since
+        self.journal.note_busy(time.perf_counter() - self._busy_since)
         weight = 1.0 if self._part is None else self._part.weight
         try:
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -263,9 +262,9 @@ class Run:
 
     def log(self, **values: Tensor | float) -> None:
         """Note values of the batch at hand; means over all ranks are written every `log.every`."""
-        examples = 1 if self._part is None else self._part.examples
+        examples = 1 if self._handed_out is None else self._handed_out.examples
         # Before step() the batch at hand belongs to the step that is under way.
-        self._meter.add(self.progress.step + (0 if self._part is None else 1), examples, values)
+        self.journal.note(self.progress.step + (0 if self._part is None else 1), examples, values)
 
     def evaluate(
         self,
@@ -299,7 +298,7 @@ class Run:
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by."""
         self.write_due_row()  # a row that is due belongs to what was before the checkpoint, not to what is resumed
-        self.flush_log()  # also makes sure that nothing after a NaN is ever saved
+        self.journal.bring_together(self.progress.step)  # also makes sure that nothing after a NaN is ever saved
         if self.progress.step == self._last_saved_step:
             return
         self._last_saved_step = self.progress.step
@@ -315,8 +314,7 @@ class Run:
             "model_extra": {name: each for name, each in tensors.items() if name not in model},
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
             "attached": {name: part.state_dict() for name, part in self._attached.items()},
-            "since_log": self._since_log.sums,
-            "since_validation": self.since_validation.sums,
+            "journal": self.journal.state_dict(),
             "generators": generators,
         }
         about = {
@@ -334,8 +332,7 @@ class Run:
         step = self.agree(self._store.newest_good, "the newest good checkpoint")
         if step is None:
             self._pulse.start(0, 0.0)
-            if self._record is not None:
-                self._record.forget_after(0)  # of a run that ended before its first checkpoint
+            self.journal.start_at(0)
             return False
         loaded = self._store.read(step)
         state = loaded.state
@@ -346,59 +343,28 @@ class Run:
             if name in state["attached"]:
                 part.load_state_dict(state["attached"][name])
         self.progress.load_state_dict(state["progress"])
-        self._since_log.sums, self.since_validation.sums = state["since_log"], state["since_validation"]
-        self._last_saved_step = self._last_flushed_step = self._last_row_step = step
+        self.journal.load_state_dict(state["journal"])
+        self.journal.start_at(step)
+        self._last_saved_step = step
         self._pulse.start(step, state["seconds"])
         if len(state["generators"]) == self.world_size:
             set_generator_states(self.runtime, state["generators"][self.rank])
         else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
             seed_generators(self.runtime, self.settings.seed + step, self.rank)
-        if self._record is not None:
-            self._record.forget_after(step)
         logger.info("restored %s (epoch %d)", self._store.path(step).name, self.progress.epoch)
         return True
 
-    def flush_log(self) -> dict[str, float]:
-        """Bring together what all ranks noted so far; refuses to go on with a loss that is not a number."""
-        sums, bad = self._meter.read()
-        steps = max(self.progress.step - self._last_flushed_step, 1)
-        message = {"sums": sums, "bad": bad, "busy": self._busy_seconds / steps}
-        self._busy_seconds, self._last_flushed_step = 0.0, self.progress.step
-        messages: list[Any] = self.gather(message, f"metrics of step {self.progress.step}")
-        found = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
-        if found:
-            raise NonFiniteLoss(*min(found))
-        for each in messages:
-            self._since_log.add(each["sums"])
-            self.since_validation.add(each["sums"])
-        if self._record is not None:
-            self._record.lags = [each["busy"] for each in messages]
-        return self._since_log.means()
-
     def write_due_row(self) -> None:
-        """Write the row of this step, if `log.every` says that there is one and it is not written yet."""
-        if self.progress.step != self._last_row_step and self._log_due.now(self.progress, self.seconds_since_start):
-            self._write_log_row()
-
-    def begin(self, total_steps: int | None) -> None:
-        """Show that training starts, and how far it will go where that is known."""
-        if self._record is not None:
-            self._record.begin(self.progress, total_steps)
-
-    def write_row(self, values: Mapping[str, Any]) -> None:
-        """Write a row of metrics, on rank 0; nothing elsewhere."""
-        if self._record is not None:
-            self._record.write({"step": self.progress.step, "epoch": self.progress.epoch, **values})
+        """Write the row of this step, if there is one and it is not written yet."""
+        self.journal.write_due_row(self.progress, self.seconds_since_start, self._learning_rate())
 
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
-        if self._last_row_step != self.progress.step:
-            self._write_log_row()
+        self.journal.write_last_row(self.progress, self._learning_rate())
         self._saver.close()
         for loader in self._loaders.values():
             loader.close()
-        if self._record is not None:
-            self._record.close()
+        self.journal.close()
 
     # Inside
 
@@ -413,14 +379,8 @@ class Run:
             self._saver.finish()
             raise Preempted(stop)
 
-    def _write_log_row(self) -> None:
-        self._last_row_step = self.progress.step
-        row: Row = dict(self.flush_log())
-        self._since_log.sums = {}
-        if self.optimizer is not None:
-            row["lr"] = float(self.optimizer.param_groups[0]["lr"])
-        row["examples"] = self.progress.examples
-        self.write_row(row)
+    def _learning_rate(self) -> float | None:
+        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
 
     def _advance(self, part: Part | None) -> None:
         progress = self.progress

@@ -52,7 +52,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
         hooks.insert(1, Schedule(scheduler, every, monitor, validation))
 
     run.restore()
-    run.begin(_total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
+    run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
     stopped = train(run, task, datasets["train"], collate, config, hooks)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
@@ -64,7 +64,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
             measure, datasets["test"], batch_size, on=config.validation.on, collate=collate, name="test"
         )
         tested = {f"test/{name}": value for name, value in found.items()}
-        run.write_row(tested)
+        run.journal.write(run.progress, tested)
         metrics.update(tested)
     return {
         "status": "stopped early" if stopped else "completed",
