@@ -45,12 +45,13 @@ def main() -> None:
     parser = report.options(__doc__, repeats=9)
     parser.add_argument("--steps", type=int, help="steps per measurement (default: 3000; 300 with --quick)")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     chosen = report.parse(parser)
     steps = chosen.steps or (300 if chosen.quick else 3000)
 
     present = {module: report.installed(module) for module in ("lightning", "accelerate")}
     names = [name for name in chosen.only if present.get(NEEDS.get(name, ""), True)]
-    cases = [(name, processes) for name in names for processes in (1, 2)]
+    cases = [(name, processes) for name in names for processes in chosen.processes]
     found: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
     for name, processes in report.interleaved(cases, chosen):
         found[name, processes].append(measure(name, processes, steps))
@@ -69,7 +70,7 @@ def measure(name: str, processes: int, steps: int) -> dict[str, float]:
     stamps = stamps[WARM_UP:] if len(stamps) > 2 * WARM_UP else stamps[len(stamps) // 2 :]
     each = [1e6 * (after - before) for before, after in itertools.pairwise(stamps)]
     blocks = [statistics.fmean(each[at : at + BLOCK]) for at in range(0, len(each) - BLOCK + 1, BLOCK)]
-    return {"step": statistics.median(each), "block": statistics.median(blocks)}
+    return {"p10": statistics.quantiles(each, n=10)[0], "step": statistics.median(each), "block": statistics.median(blocks)}
 
 
 def command(name: str, processes: int, steps: int, stamps_file: Path) -> list[str]:
@@ -100,7 +101,7 @@ def make_table(found: dict[tuple[str, int], list[dict[str, float]]], names: list
         return [f"{step:.0f}", ratio, f"{block:.0f}"]
 
     header = ["", "1 process, µs", "to plain", "with all, µs", "2 processes, µs", "to plain", "with all, µs"]
-    return report.table(header, [[NAMES[name], *cells(name, 1), *cells(name, 2)] for name in names])
+    return report.table(header, [[NAMES[name], *(cell for p in processes for cell in cells(name, p))] for name in names])
 
 
 if __name__ == "__main__":

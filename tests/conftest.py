@@ -103,6 +103,7 @@ class Project:
         base: dict[str, Any] = {
             "name": "tiny",
             "task": {"type": f"{TASK_FILE}:Tiny"},
+            "runtime": "cpu",
             "processes": 2,
             "train": {"epochs": 2, "batch_size": 12},
             "optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},

@@ -21,7 +21,7 @@ from lockstep.strategy.ddp import DdpStrategy
 @pytest.mark.requirement("D02")
 def test_on_the_cpu_no_device_is_named_and_options_are_honoured(tmp_path: Path) -> None:
     strategy = {"type": "ddp", "find_unused_parameters": True, "bucket_mb": 7}
-    found = lockstep.launch(bodies.half_used, processes=2, out=tmp_path, strategy=strategy)
+    found = lockstep.launch(bodies.half_used, processes=2, runtime="cpu", out=tmp_path, strategy=strategy)
     for each in found:
         assert each["device_ids"] is None
         assert each["find_unused_parameters"] is True
@@ -33,7 +33,7 @@ def test_on_the_cpu_no_device_is_named_and_options_are_honoured(tmp_path: Path) 
 @pytest.mark.requirement("D02")
 def test_a_parameter_without_a_gradient_is_an_error_unless_it_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed, match="find_unused_parameters=True"):
-        lockstep.launch(bodies.half_used, processes=2, out=tmp_path)
+        lockstep.launch(bodies.half_used, processes=2, runtime="cpu", out=tmp_path)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import bodies
@@ -13,10 +14,13 @@ import pytest
 import lockstep
 from conftest import ROOT, losses, steps_saved
 
+# These are about ranks, not devices: two of them must fit on any machine.
+launch = partial(lockstep.launch, runtime="cpu")
+
 
 @pytest.mark.requirement("X07")
 def test_ranks_decide_together(tmp_path: Path) -> None:
-    zero, one, two = lockstep.launch(bodies.talk, processes=3, out=tmp_path)
+    zero, one, two = launch(bodies.talk, processes=3, out=tmp_path)
     for name in ("agree", "agree_callable", "gather", "rendezvous", "empty", "any", "all"):
         assert zero[name] == one[name] == two[name], name
     assert zero["agree"] == {"from": 0}
@@ -32,7 +36,7 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
 
 def test_a_time_out_names_the_wait_and_who_did_not_arrive(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
-        lockstep.launch(bodies.one_rank_is_missing, processes=3, out=tmp_path, launch={"timeout": 2})
+        launch(bodies.one_rank_is_missing, processes=3, out=tmp_path, launch={"timeout": 2})
     text = str(failed.value)
     assert failed.value.exit_code == 4
     assert "'the start of the feast'" in text and "limit 2 s" in text
@@ -41,15 +45,15 @@ def test_a_time_out_names_the_wait_and_who_did_not_arrive(tmp_path: Path) -> Non
 
 def test_a_failure_on_one_rank_is_raised_with_its_rank(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
-        lockstep.launch(bodies.one_rank_fails, processes=2, out=tmp_path)
+        launch(bodies.one_rank_fails, processes=2, out=tmp_path)
     assert failed.value.rank == 1
     assert "KeyError: 'what rank 1 was looking for'" in str(failed.value)
 
 
 @pytest.mark.requirement("D14")
 def test_an_own_loop_is_the_same_on_one_process_and_on_two(tmp_path: Path) -> None:
-    (alone,) = lockstep.launch(bodies.own_loop, processes=1, out=tmp_path / "one")
-    pair = lockstep.launch(bodies.own_loop, processes=2, out=tmp_path / "two")
+    (alone,) = launch(bodies.own_loop, processes=1, out=tmp_path / "one")
+    pair = launch(bodies.own_loop, processes=2, out=tmp_path / "two")
     assert [each["rank"] for each in pair] == [0, 1]
     assert pair[0]["weights"] == pair[1]["weights"]
     assert pair[0]["weights"] == pytest.approx(alone["weights"], rel=1e-5)
@@ -59,25 +63,25 @@ def test_an_own_loop_is_the_same_on_one_process_and_on_two(tmp_path: Path) -> No
 
 
 def test_an_own_loop_goes_on_where_it_was(tmp_path: Path) -> None:
-    whole = lockstep.launch(bodies.own_loop_longer, processes=2, folder=tmp_path / "whole")
-    lockstep.launch(bodies.own_loop, processes=2, folder=tmp_path / "run")
+    whole = launch(bodies.own_loop_longer, processes=2, folder=tmp_path / "whole")
+    launch(bodies.own_loop, processes=2, folder=tmp_path / "run")
     assert steps_saved(tmp_path / "run") == [5, 10]
-    again = lockstep.launch(bodies.own_loop_longer, processes=2, folder=tmp_path / "run")
+    again = launch(bodies.own_loop_longer, processes=2, folder=tmp_path / "run")
     assert [each["restored"] for each in again] == [True, True]
     assert again[0]["weights"] == whole[0]["weights"]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_every_rank_starts_from_the_same_weights_and_then_draws_its_own_numbers(tmp_path: Path) -> None:
-    zero, one = lockstep.launch(bodies.random_numbers, processes=2, out=tmp_path, seed=7)
+    zero, one = launch(bodies.random_numbers, processes=2, out=tmp_path, seed=7)
     assert zero["before"] == one["before"] and zero["weights"] == one["weights"]
     assert zero["after"] != one["after"]
-    (alone,) = lockstep.launch(bodies.random_numbers, processes=1, out=tmp_path, seed=7)
+    (alone,) = launch(bodies.random_numbers, processes=1, out=tmp_path, seed=7)
     assert alone["weights"] == zero["weights"]
 
 
 def test_variables_and_threads_of_each_rank(tmp_path: Path) -> None:
-    found = lockstep.launch(bodies.threads_and_variables, processes=2, out=tmp_path, launch={"threads": 1})
+    found = launch(bodies.threads_and_variables, processes=2, out=tmp_path, launch={"threads": 1})
     assert [each["RANK"] for each in found] == [each["LOCAL_RANK"] for each in found] == ["0", "1"]
     assert {each["WORLD_SIZE"] for each in found} == {"2"}
     assert {each["MASTER_ADDR"] for each in found} == {"127.0.0.1"}
@@ -86,7 +90,7 @@ def test_variables_and_threads_of_each_rank(tmp_path: Path) -> None:
 
 def test_settings_are_checked_like_a_config(tmp_path: Path) -> None:
     with pytest.raises(lockstep.ConfigError, match=r"log\.evry: unknown key, did you mean every\?"):
-        lockstep.launch(bodies.talk, processes=2, out=tmp_path, log={"evry": "1 step"})
+        launch(bodies.talk, processes=2, out=tmp_path, log={"evry": "1 step"})
 
 
 SCRIPT = """
@@ -101,7 +105,7 @@ def main(run):
         open({out!r}, "w").write(json.dumps(found))
 
 if __name__ == "__main__":
-    lockstep.launch(main, processes=2, out={runs!r})
+    lockstep.launch(main, processes=2, runtime="cpu", out={runs!r})
 """
 
 
@@ -124,7 +128,7 @@ def test_one_script_runs_by_itself_under_torchrun_and_under_lockstep_run(tmp_pat
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import lockstep\ndef main(run): pass\nlockstep.launch(main, processes=2)\n")
+    script.write_text("import lockstep\ndef main(run): pass\nlockstep.launch(main, processes=2, runtime='cpu')\n")
     finished = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert finished.returncode != 0
     assert 'Put the call under `if __name__ == "__main__":`' in finished.stderr
