@@ -39,13 +39,21 @@ def one_rank(command: Started, run: Path) -> None:
     os.kill(rank_pids(run)[1], signal.SIGTERM)
 
 
+def twice_at_once(command: Started, run: Path) -> None:
+    """As `timeout` does: the command first, then its group."""
+    command.process.send_signal(signal.SIGTERM)
+    os.killpg(command.process.pid, signal.SIGTERM)
+
+
 def whole_group(command: Started, run: Path) -> None:
-    """As `timeout` and batch systems do."""
+    """As batch systems do."""
     os.killpg(command.process.pid, signal.SIGTERM)
 
 
 @pytest.mark.requirement("D18")
-@pytest.mark.parametrize("ask", [terminal, launcher, one_rank, whole_group], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize(
+    "ask", [terminal, launcher, one_rank, whole_group, twice_at_once], ids=lambda ask: ask.__name__
+)
 def test_one_request_saves_and_leaves_on_all_ranks(project: Project, ask: Callable[[Started, Path], None]) -> None:
     command, run = started(project)
     ask(command, run)

@@ -99,6 +99,11 @@ def threads_and_variables(run: lockstep.Run) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), **{name: os.environ.get(name) for name in names}}
 
 
+def seventy_five(run: lockstep.Run) -> int:
+    """A value that is also an exit code."""
+    return 75
+
+
 def random_numbers(run: lockstep.Run) -> dict[str, Any]:
     before = torch.rand(3).tolist()
     model = nn.Linear(2, 2)

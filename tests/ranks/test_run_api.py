@@ -88,6 +88,10 @@ def test_variables_and_threads_of_each_rank(tmp_path: Path) -> None:
     assert {each["threads"] for each in found} == {1}
 
 
+def test_what_a_rank_returns_is_not_taken_for_an_exit_code(tmp_path: Path) -> None:
+    assert launch(bodies.seventy_five, processes=2, out=tmp_path) == [75, 75]
+
+
 def test_settings_are_checked_like_a_config(tmp_path: Path) -> None:
     with pytest.raises(lockstep.ConfigError, match=r"log\.evry: unknown key, did you mean every\?"):
         launch(bodies.talk, processes=2, out=tmp_path, log={"evry": "1 step"})

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,25 @@ _ORPHAN_SECONDS = 60.0
 _GRACEFUL = (None, 0, PREEMPTED_EXIT_CODE)
 
 
-def run_command(argv: tuple[str, ...], error_file: str) -> int:
-    """Run `python script.py ...` or `python -m module ...` in this process; its exit code where it ended in order."""
-    with_failure = _writing_failure(error_file, lambda: _run_python(argv))
-    return int(with_failure or 0)
+@dataclass(frozen=True)
+class Outcome:
+    """An orderly end: the exit code that a process would have had by itself, and what its function returned."""
+
+    exit_code: int = 0
+    value: Any = None
 
 
-def call_function(pickled: bytes, error_file: str) -> Any:
+def run_command(argv: tuple[str, ...], error_file: str) -> Outcome:
+    """Run `python script.py ...` or `python -m module ...` in this process."""
+    return _writing_failure(error_file, lambda: _run_python(argv))
+
+
+def call_function(pickled: bytes, error_file: str) -> Outcome:
     """Call a function that our own launcher pickled a moment ago."""
     return _writing_failure(error_file, pickle.loads(pickled))
 
 
-def _writing_failure(error_file: str, body: Callable[[], Any]) -> Any:
+def _writing_failure(error_file: str, body: Callable[[], Any]) -> Outcome:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # which the fork server ignores
     if stop_file(Path(error_file)).exists():
@@ -53,10 +61,10 @@ def _writing_failure(error_file: str, body: Callable[[], Any]) -> Any:
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        return body()
+        return Outcome(value=body())
     except SystemExit as leaving:
         if leaving.code in _GRACEFUL:
-            return leaving.code or 0
+            return Outcome(exit_code=int(leaving.code or 0))
         raise
     except BaseException as error:
         report(error, int(os.environ.get("RANK", "0")), socket.gethostname()).write(Path(error_file))
@@ -65,7 +73,7 @@ def _writing_failure(error_file: str, body: Callable[[], Any]) -> Any:
         parent.work_is_done()
 
 
-def _run_python(argv: tuple[str, ...]) -> int:
+def _run_python(argv: tuple[str, ...]) -> None:
     if argv[1] == "-m":
         sys.argv = list(argv[2:])
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
@@ -73,7 +81,6 @@ def _run_python(argv: tuple[str, ...]) -> int:
         sys.argv = list(argv[1:])
         sys.path.insert(0, str(Path(argv[1]).resolve().parent))
         runpy.run_path(argv[1], run_name="__main__")
-    return 0
 
 
 class _Parent:

@@ -108,8 +108,8 @@ def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Si
         if ended is not None and ended.exit_codes:
             return _failed(error_files, ended.exit_codes, stopping=asked > 0)
         if ended is not None:
-            codes = {value for value in ended.returned.values() if value == PREEMPTED_EXIT_CODE}
-            return Result(PREEMPTED_EXIT_CODE if codes else 0, ended.returned)
+            returned = {rank: outcome.value for rank, outcome in ended.returned.items()}
+            return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
         if signals.count > asked:
             asked, deadline = signals.count, time.monotonic() + grace
             if asked > 1:
@@ -178,9 +178,13 @@ class _Signals:
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
+    # A batch system may signal the launcher and then its group: two signals this close together are one request.
+    _SAME_REQUEST_SECONDS = 1.0
+
     def __init__(self) -> None:
         self.count = 0
         self.name = ""
+        self._last = float("-inf")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -195,5 +199,6 @@ class _Signals:
                 signal.signal(number, handler)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        self.name = signal.Signals(number).name
+        now = time.monotonic()
+        if now - self._last >= self._SAME_REQUEST_SECONDS:
+            self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now

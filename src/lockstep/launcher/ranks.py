@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import (
     SubprocessContext,
 )
 
-from lockstep.launcher.child import run_command
+from lockstep.launcher.child import Outcome, run_command
 from lockstep.launcher.plan import LaunchPlan
 
 # How long the other ranks get to end by themselves once one has failed.
@@ -33,7 +33,7 @@ _LEAVE_SECONDS = 30.0
 class Ended:
     """All ranks returned, or some ended with these exit codes before they did."""
 
-    returned: dict[int, Any] = field(default_factory=dict)
+    returned: dict[int, Outcome] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
 
 
@@ -98,7 +98,7 @@ class _Commands(SubprocessContext):
         if failed:
             self.close(signal.SIGTERM, timeout=int(END_SECONDS))
             return Ended(exit_codes=failed)
-        return Ended(returned=dict.fromkeys(gone, 0)) if len(gone) == self.nprocs else None
+        return Ended(returned=dict.fromkeys(gone, Outcome())) if len(gone) == self.nprocs else None
 
 
 def start_functions(
