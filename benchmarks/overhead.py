@@ -13,12 +13,15 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import report
 
+# what was found, by framework and number of processes, a mapping per measurement
+Found = dict[tuple[str, int], list[dict[str, float]]]
+
 HERE = Path(__file__).parent
 WARM_UP = 200
+BATCH = 32  # per process, as in workload.py
 BLOCK = 50  # Lockstep writes a row of metrics as often as this
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
@@ -34,8 +37,8 @@ NEEDS = {"fabric": "lightning", "lightning": "lightning", "accelerate": "acceler
 
 NOTES = """\
 An MLP of 64-128-10 on 16,384 examples in memory (a `TensorDataset`), SGD, float32, 32 examples per process and step,
-one thread per process, gloo between two. µs: the median step. With all: the median over blocks of 50 steps of their
-mean, which also holds what is done only now and then. Nobody saves, validates or shows progress. Plain, Fabric
+one thread per process, gloo between two. µs per step: the median over blocks of 50 steps of the mean step, so that what
+is done once in 50 steps is in it. Median step: without that. Nobody saves, validates or shows progress. Plain, Fabric
 and Accelerate log nothing; the Lightning Trainer is `barebones=True`; Lockstep, which has no such mode, brings together
 the mean loss of all ranks, looks for NaN, and writes it to metrics.jsonl and the log every 50 steps. All but Lockstep
 load with torch's `DataLoader` in the training process; Lockstep indexes the tensors of a whole batch at once."""
@@ -52,11 +55,11 @@ def main() -> None:
     present = {module: report.installed(module) for module in ("lightning", "accelerate")}
     names = [name for name in chosen.only if present.get(NEEDS.get(name, ""), True)]
     cases = [(name, processes) for name in names for processes in chosen.processes]
-    found: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
+    found: Found = defaultdict(list)
     for name, processes in report.interleaved(cases, chosen):
         found[name, processes].append(measure(name, processes, steps))
 
-    text = f"{make_table(found, names)}\n\n{NOTES}"
+    text = f"{make_table(found, names, chosen.processes)}\n\n{NOTES}"
     raw = {"steps": steps, "cases": [{"name": n, "processes": p, "found": f} for (n, p), f in found.items()]}
     report.publish(text, raw, chosen.json)
 
@@ -70,7 +73,7 @@ def measure(name: str, processes: int, steps: int) -> dict[str, float]:
     stamps = stamps[WARM_UP:] if len(stamps) > 2 * WARM_UP else stamps[len(stamps) // 2 :]
     each = [1e6 * (after - before) for before, after in itertools.pairwise(stamps)]
     blocks = [statistics.fmean(each[at : at + BLOCK]) for at in range(0, len(each) - BLOCK + 1, BLOCK)]
-    return {"p10": statistics.quantiles(each, n=10)[0], "step": statistics.median(each), "block": statistics.median(blocks)}
+    return {"block": statistics.median(blocks), "step": statistics.median(each)}
 
 
 def command(name: str, processes: int, steps: int, stamps_file: Path) -> list[str]:
@@ -79,7 +82,7 @@ def command(name: str, processes: int, steps: int, stamps_file: Path) -> list[st
             "task.steps": steps,
             "task.stamps": str(stamps_file),
             "train.steps": steps,
-            "train.batch_size": 32 * processes,
+            "train.batch_size": BATCH * processes,
             "processes": processes,
         }
         changes = [f"--set={key}={value}" for key, value in settings.items()]
@@ -91,17 +94,20 @@ def command(name: str, processes: int, steps: int, stamps_file: Path) -> list[st
     return [*report.torchrun(processes), *loop]
 
 
-def make_table(found: dict[tuple[str, int], list[dict[str, float]]], names: list[str]) -> str:
+def make_table(found: Found, names: list[str], counts: list[int]) -> str:
     def median(name: str, processes: int, what: str) -> float:
         return statistics.median(each[what] for each in found[name, processes])
 
-    def cells(name: str, processes: int) -> list[Any]:
-        step, block = (median(name, processes, what) for what in ("step", "block"))
-        ratio = f"{step / median('plain', processes, 'step'):.2f}" if "plain" in names else "-"
-        return [f"{step:.0f}", ratio, f"{block:.0f}"]
+    def cells(name: str, processes: int) -> list[str]:
+        block, step = (median(name, processes, what) for what in ("block", "step"))
+        ratio = f"{block / median('plain', processes, 'block'):.2f}" if "plain" in names else "-"
+        return [f"{block:.0f}", ratio, f"{step:.0f}"]
 
-    header = ["", "1 process, µs", "to plain", "with all, µs", "2 processes, µs", "to plain", "with all, µs"]
-    return report.table(header, [[NAMES[name], *(cell for p in processes for cell in cells(name, p))] for name in names])
+    header = [""]
+    for count in counts:
+        processes = "1 process" if count == 1 else f"{count} processes"
+        header += [f"{processes}, µs per step", "to plain", "median step"]
+    return report.table(header, [[NAMES[name], *(cell for n in counts for cell in cells(name, n))] for name in names])
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ from lockstep.topology import Topology
 
 Value = TypeVar("Value")
 
+# A message this small travels with its length in one collective; a longer one needs a second.
+INLINE_BYTES = 1000
+_HEADER = 8
+
 
 class Group:
     """All ranks of a run, as seen by one of them. A world of one needs no network and never waits."""
@@ -73,17 +77,12 @@ class Group:
         if self.world_size == 1:
             return [payload]
         with self._waiting(tag):
-            size = torch.tensor([len(payload)])
-            sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-            dist.all_gather(sizes, size, group=self._control)
-            longest = max(int(each) for each in sizes)
-            if longest == 0:
-                return [b""] * self.world_size
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-            parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.all_gather(parts, padded, group=self._control)
-            return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, sizes, strict=True)]
+            blocks = self._all_gather(_block(payload))
+            sizes = [_size(block) for block in blocks]
+            if max(sizes) <= INLINE_BYTES:
+                return [block[_HEADER : _HEADER + size] for block, size in zip(blocks, sizes, strict=True)]
+            parts = self._all_gather(payload.ljust(max(sizes), b"\0"))
+            return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def any(self, value: bool, name: str = "whether any rank wants to") -> bool:
         return any(self.gather(bool(value), name))
@@ -116,14 +115,22 @@ class Group:
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
+    def _all_gather(self, block: bytes) -> list[bytes]:
+        mine = _tensor(block)
+        blocks = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(blocks, mine, group=self._control)
+        return [each.numpy().tobytes() for each in blocks]
+
     def _broadcast(self, message: bytes) -> bytes:
-        size = torch.tensor([len(message)])
-        dist.broadcast(size, src=0, group=self._control)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        if self.rank == 0:
-            payload = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        dist.broadcast(payload, src=0, group=self._control)
-        return payload.numpy().tobytes()
+        block = _tensor(_block(message))
+        dist.broadcast(block, src=0, group=self._control)
+        first = block.numpy().tobytes()
+        size = _size(first)
+        if size <= INLINE_BYTES:
+            return first[_HEADER : _HEADER + size]
+        whole = _tensor(message.ljust(size, b"\0"))
+        dist.broadcast(whole, src=0, group=self._control)
+        return whole.numpy().tobytes()
 
     @contextlib.contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
@@ -227,6 +234,19 @@ def port_in_use(port: int) -> str:
         f"launch.port: port {port} is already in use on this host. "
         "Leave launch.port out and a free one is picked, or name another"
     )
+
+
+def _block(payload: bytes) -> bytes:
+    """The length of a payload and its beginning, in a block whose size every rank knows."""
+    return (len(payload).to_bytes(_HEADER, "little") + payload[:INLINE_BYTES]).ljust(_HEADER + INLINE_BYTES, b"\0")
+
+
+def _size(block: bytes) -> int:
+    return int.from_bytes(block[:_HEADER], "little")
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _encode(value: Any, name: str) -> bytes:

@@ -63,6 +63,8 @@ def talk(run: lockstep.Run) -> dict[str, Any]:
             part.decode() for part in run.rendezvous("exchange", f"from {run.rank}".encode() * (run.rank + 1))
         ],
         "empty": run.rendezvous("nothing"),
+        "long": [len(part) for part in run.rendezvous("much", b"x" * (5000 * run.rank))],
+        "agree_long": len(run.agree("y" * 5000)),
         "any": [run.any(run.rank == 1), run.any(False)],
         "all": [run.all(run.rank == 1), run.all(True)],
     }

@@ -27,6 +27,8 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
     assert zero["agree_callable"] == 100
     assert zero["gather"] == [[0, "x"], [1, "x"], [2, "x"]]
     assert zero["rendezvous"] == ["from 0", "from 1" * 2, "from 2" * 3]
+    assert zero["long"] == one["long"] == [0, 5000, 10000]
+    assert zero["agree_long"] == one["agree_long"] == 5000
     assert zero["any"] == [True, False] and zero["all"] == [False, True]
     assert zero["failure"] == "ValueError: no such thing"
     expected = "RankZeroFailed: rank 0 failed at 'something that fails on rank 0': ValueError: no such thing"
