@@ -31,6 +31,8 @@ Value = TypeVar("Value")
 # A message this small travels with its length in one collective; a longer one needs a second.
 INLINE_BYTES = 1000
 _HEADER = 8
+# How long the threads of a group get to let go of the last message before the group is taken apart.
+_SETTLE_SECONDS = 0.05
 
 
 class Group:
@@ -113,6 +115,9 @@ class Group:
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""
         if self.world_size > 1 and dist.is_initialized():
+            # Gloo's destructor joins its threads while it holds Python's lock. One of them that still has to let go of
+            # a tensor of ours needs that lock, and both would wait for ever: give them a moment without it.
+            time.sleep(_SETTLE_SECONDS)
             dist.destroy_process_group()
 
     def _all_gather(self, block: bytes) -> list[bytes]:
