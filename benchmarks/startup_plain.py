@@ -26,6 +26,7 @@ def main(file: str) -> None:
     optimizer.step()
     if dist.get_rank() == 0:
         Path(file).write_text(str(time.time()), encoding="ascii")
+    time.sleep(0.1)  # after the stamp: gloo's destructor can deadlock with a thread of its own that is still busy
     dist.destroy_process_group()
 
 

@@ -115,9 +115,7 @@ class Group:
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""
         if self.world_size > 1 and dist.is_initialized():
-            # Gloo's destructor joins its threads while it holds Python's lock. One of them that still has to let go of
-            # a tensor of ours needs that lock, and both would wait for ever: give them a moment without it.
-            time.sleep(_SETTLE_SECONDS)
+            settle()
             dist.destroy_process_group()
 
     def _all_gather(self, block: bytes) -> list[bytes]:
@@ -181,6 +179,15 @@ class Group:
                 count, name = json.loads(self._store.get(f"waits/{rank}"))
                 return int(count), str(name)
         return 0, ""
+
+
+def settle() -> None:
+    """Wait, without Python's lock, for the threads of a group to let go of their last tensors.
+
+    Gloo's destructor joins its threads while it holds that lock. A thread that still has a tensor of Python's to
+    release needs it too, and both would wait for ever.
+    """
+    time.sleep(_SETTLE_SECONDS)
 
 
 def join(topology: Topology, runtime: Runtime, join_timeout: float, timeout: float) -> Group:

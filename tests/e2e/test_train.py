@@ -258,3 +258,26 @@ def test_a_missing_script_and_a_missing_run(project: Project) -> None:
     empty.mkdir()
     resumed = project.run("resume", "empty")
     assert resumed.code == 2 and "holds no config.yaml" in resumed.err
+
+
+HASTY_SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    sys.setswitchinterval(60)  # Python's lock is not handed over: what is rare elsewhere happens every time
+    model(torch.randn(8, 64)).sum().backward()
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_a_script_that_leaves_right_after_a_step_does_not_wait_for_ever(project: Project) -> None:
+    script = project.folder / "hasty.py"
+    script.write_text(HASTY_SCRIPT)
+    finished = project.run("run", "--processes", "2", script, limit=60)
+    assert finished.code == 0, finished.text

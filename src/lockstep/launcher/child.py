@@ -5,6 +5,7 @@ Imported by the fork server before any process is made, so that all of them shar
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.group import settle
 from lockstep.launcher.failure import report, stop_file
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class Outcome:
 
 def run_command(argv: tuple[str, ...], error_file: str) -> Outcome:
     """Run `python script.py ...` or `python -m module ...` in this process."""
+    _make_leaving_safe()
     return _writing_failure(error_file, lambda: _run_python(argv))
 
 
@@ -71,6 +75,18 @@ def _writing_failure(error_file: str, body: Callable[[], Any]) -> Outcome:
         raise
     finally:
         parent.work_is_done()
+
+
+def _make_leaving_safe() -> None:
+    """A script that takes its group apart right after a step would now and then wait for ever (see group.settle)."""
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def settle_and_destroy(*args: Any, **kwargs: Any) -> None:
+        settle()
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = settle_and_destroy
 
 
 def _run_python(argv: tuple[str, ...]) -> None:
