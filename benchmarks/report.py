@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -79,13 +81,25 @@ class MeasurementFailed(SystemExit):
 
 
 def run(command: Sequence[str], limit: float, **variables: str) -> None:
-    """Run one measurement in a process of its own; its output is shown only where it fails."""
-    env = {**os.environ, **variables}
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=limit
+    """Run one measurement in processes of its own; their output is shown only where they fail."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
-    if done.returncode:
-        raise MeasurementFailed(f"{shlex.join(command)}\n{done.stdout[-6000:]}\nexit code {done.returncode}")
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise MeasurementFailed(f"{shlex.join(command)}\nhas not ended after {limit:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whatever it started and left behind
+    if process.returncode:
+        raise MeasurementFailed(f"{shlex.join(command)}\n{output[-6000:]}\nexit code {process.returncode}")
 
 
 def torchrun(processes: int) -> list[str]:
