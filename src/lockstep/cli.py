@@ -171,7 +171,7 @@ def _resolved(config: RunConfig) -> RunConfig:
     from lockstep import runtime
     from lockstep.config.load import check_batch_size, check_strategy
 
-    family, processes = runtime.resolve(config.runtime, config.processes)
+    family, processes = runtime.resolve(config.runtime, config.processes, config.launch.share_devices)
     if idle := runtime.unused_devices(family, processes):
         _say(idle)
     check_strategy(config.strategy.type, processes)
@@ -218,6 +218,7 @@ def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
 def _train(folder: Path, config: RunConfig) -> None:
     from lockstep import runfolder
     from lockstep.launcher import local
+    from lockstep.watch.stall import Limits
 
     plan = _training_plan(config, str(folder))
     count = len(plan.processes)
@@ -226,7 +227,9 @@ def _train(folder: Path, config: RunConfig) -> None:
         f"thread{'s' if plan.threads > 1 else ''} each; run folder {folder}"
     )
     with runfolder.locked(folder):
-        result = local.launch(plan, max_restarts=config.launch.max_restarts, grace=config.launch.grace)
+        result = local.launch(
+            plan, max_restarts=config.launch.max_restarts, grace=config.launch.grace, watch=Limits.of(config.watch)
+        )
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
     _tell(folder, result, config)

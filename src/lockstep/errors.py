@@ -10,6 +10,8 @@ class LockstepError(Exception):
     """The base of every error that Lockstep raises for its user."""
 
     exit_code = 1
+    # Whether it is about the ranks together, so that no single one can be called the one that failed.
+    concerns_all_ranks = False
 
 
 class ConfigError(LockstepError):
@@ -28,10 +30,39 @@ class LaunchError(LockstepError):
     exit_code = 2
 
 
+class RollCallError(LockstepError):
+    """The processes that met are not the run that was asked for."""
+
+    exit_code = 3
+    concerns_all_ranks = True
+
+
 class RankMissing(LockstepError):
     """Some ranks did not arrive at a wait within its limit."""
 
     exit_code = 4
+    concerns_all_ranks = True
+
+
+class RankStalled(LockstepError):
+    """A rank made no progress for longer than it may."""
+
+    exit_code = 4
+    concerns_all_ranks = True
+
+
+class OutOfStep(LockstepError):
+    """Ranks met at different places of the program: one of them took another branch."""
+
+    exit_code = 5
+    concerns_all_ranks = True
+
+
+class ReplicasDiffer(LockstepError):
+    """The replicas of the model are no longer equal on all ranks."""
+
+    exit_code = 5
+    concerns_all_ranks = True
 
 
 class PeerLost(LockstepError):

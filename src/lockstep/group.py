@@ -2,35 +2,33 @@
 
 The control plane carries small host messages (agree, gather, barrier, rendezvous) over a gloo group of its own,
 beside the data plane that carries tensors. Messages are JSON or bytes: nothing that arrives is ever unpickled.
-Every wait has a name and a limit; when the limit passes, the error says who did not arrive.
-
-Growth with the number of ranks: the store holds one small key per rank, and gloo opens a connection between every
-pair of ranks, so the control plane is meant for hundreds of ranks, not for tens of thousands.
+Every wait has a name and a limit. All ranks must wait for the same thing: where one took another branch, every rank
+is told at once which one and where it is; where one does not come at all, the error at the limit says who.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lockstep.errors import LOST_PEER, LaunchError, PeerLost, RankMissing, RankZeroFailed
-from lockstep.runtime.base import Runtime
-from lockstep.topology import Topology
+from lockstep.errors import LOST_PEER, OutOfStep, PeerLost, RankMissing, RankZeroFailed
+from lockstep.whereabouts import Beat, Whereabouts, beat_key
 
 Value = TypeVar("Value")
 
-# A message this small travels with its length in one collective; a longer one needs a second.
+# A message this small travels with its length and its name in one collective; a longer one needs a second.
 INLINE_BYTES = 1000
-_HEADER = 8
+_SIZE_BYTES, _NAME_BYTES = 8, 8
+_HEADER = _SIZE_BYTES + _NAME_BYTES
+_LONGEST_NAME = 200
 # How long the threads of a group get to let go of the last message before the group is taken apart.
 _SETTLE_SECONDS = 0.05
 
@@ -38,10 +36,18 @@ _SETTLE_SECONDS = 0.05
 class Group:
     """All ranks of a run, as seen by one of them. A world of one needs no network and never waits."""
 
-    def __init__(self, rank: int, world_size: int, timeout: float, store: Any = None, control: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        store: Any = None,
+        control: Any = None,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.whereabouts = whereabouts or Whereabouts()
         self._store, self._control = store, control
-        self._waits = 0
 
     @overload
     def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
@@ -52,19 +58,14 @@ class Group:
     def agree(self, value: Any, name: str = "a decision") -> Any:
         """Rank 0's value on every rank. A callable runs on rank 0 only; if it raises there, every rank raises."""
         if self.rank != 0:
-            with self._waiting(name):
-                return _unwrap(self._broadcast(b""))
+            return _unwrap(self._from_rank_0(name, b""))
         try:
             message = _encode({"value": value() if callable(value) else value}, name)
         except Exception as error:
             failure = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            if self.world_size > 1:
-                with self._waiting(name):
-                    self._broadcast(_encode({"failed": failure, "name": name}, name))
+            self._from_rank_0(name, _encode({"failed": failure, "name": name}, name))
             raise
-        if self.world_size > 1:
-            with self._waiting(name):
-                self._broadcast(message)
+        self._from_rank_0(name, message)
         return _unwrap(message)  # decoded, so that rank 0 sees just what the others see
 
     def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
@@ -79,7 +80,7 @@ class Group:
         if self.world_size == 1:
             return [payload]
         with self._waiting(tag):
-            blocks = self._all_gather(_block(payload))
+            blocks = self._meet(tag, payload)
             sizes = [_size(block) for block in blocks]
             if max(sizes) <= INLINE_BYTES:
                 return [block[_HEADER : _HEADER + size] for block, size in zip(blocks, sizes, strict=True)]
@@ -102,10 +103,9 @@ class Group:
             return error
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
-            seen = [f"rank {rank} at {last!r}" for rank in range(self.world_size) if (last := self._last_wait(rank)[1])]
             return RankMissing(
                 f"{name} did not come together within {self.timeout:g} s: a rank did not take part. "
-                f"Last heard of: {', '.join(seen) or 'nobody'}. Look at the logs of the other ranks; "
+                f"Last heard of: {self._last_heard()}. Look at the logs of the other ranks; "
                 "launch.timeout sets the limit"
             )
         if any(sign in text for sign in LOST_PEER):
@@ -118,67 +118,87 @@ class Group:
             settle()
             dist.destroy_process_group()
 
+    def _from_rank_0(self, name: str, message: bytes) -> bytes:
+        if self.world_size == 1:
+            return message
+        with self._waiting(name):
+            first = self._meet(name, message)[0]
+            size = _size(first)
+            if size <= INLINE_BYTES:
+                return first[_HEADER : _HEADER + size]
+            whole = _tensor(message.ljust(size, b"\0"))
+            dist.broadcast(whole, src=0, group=self._control)
+            return whole.numpy().tobytes()
+
+    def _meet(self, name: str, payload: bytes) -> list[bytes]:
+        """Every rank's block, after making sure that all of them came for the same thing."""
+        blocks = self._all_gather(_block(name, payload))
+        if len({_name(block) for block in blocks}) > 1:
+            told = self._all_gather(name.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0"))
+            raise OutOfStep(out_of_step([each.rstrip(b"\0").decode(errors="replace") for each in told]))
+        return blocks
+
     def _all_gather(self, block: bytes) -> list[bytes]:
         mine = _tensor(block)
         blocks = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(blocks, mine, group=self._control)
         return [each.numpy().tobytes() for each in blocks]
 
-    def _broadcast(self, message: bytes) -> bytes:
-        block = _tensor(_block(message))
-        dist.broadcast(block, src=0, group=self._control)
-        first = block.numpy().tobytes()
-        size = _size(first)
-        if size <= INLINE_BYTES:
-            return first[_HEADER : _HEADER + size]
-        whole = _tensor(message.ljust(size, b"\0"))
-        dist.broadcast(whole, src=0, group=self._control)
-        return whole.numpy().tobytes()
-
     @contextlib.contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
-        """Say in the store where this rank waits, and turn a failed wait into an error that names the absent."""
-        self._waits += 1
-        self._report_wait(name)
+        """Turn a failed wait into an error that names the absent."""
         began = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            waited = time.monotonic() - began
-            if waited >= self.timeout * 0.95:
-                raise RankMissing(self._who_is_missing(name, waited)) from None
-            raise PeerLost(
-                f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
-            ) from None
-
-    def _report_wait(self, name: str) -> None:
-        # Only for the message after a time-out: a store that is gone (its launcher died) must not stop a clean save.
-        try:
-            if self._store is not None:
-                self._store.set(f"waits/{self.rank}", json.dumps([self._waits, name]))
-        except RuntimeError:
-            self._store = None
+        with self.whereabouts.within(repr(name), waits=True):
+            try:
+                yield
+            except RuntimeError as error:
+                waited = time.monotonic() - began
+                if waited >= self.timeout * 0.95:
+                    raise RankMissing(self._who_is_missing(name, waited)) from None
+                raise PeerLost(
+                    f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
+                ) from None
 
     def _who_is_missing(self, name: str, waited: float) -> str:
-        here, missing = [], []
-        for rank in range(self.world_size):
-            count, last = self._last_wait(rank)
-            if count >= self._waits:
+        here, missing = [self.rank], []
+        for rank in (each for each in range(self.world_size) if each != self.rank):
+            beat = self._last_beat(rank)
+            if beat is not None and beat.waits and beat.doing == repr(name):
                 here.append(rank)
             else:
-                missing.append(f"rank {rank} (last seen at {last!r})" if last else f"rank {rank} (never seen)")
+                missing.append(f"rank {rank} ({beat.describe() if beat else 'never seen'})")
         return (
             f"waited {waited:.0f} s for {name!r} (limit {self.timeout:g} s). "
-            f"Did not arrive: {', '.join(missing) or 'unknown'}. Arrived: {', '.join(map(str, here)) or 'none'}. "
+            f"Did not arrive: {', '.join(missing) or 'unknown'}. Arrived: {', '.join(map(str, sorted(here)))}. "
             "Look at the log of the rank that is missing; launch.timeout sets the limit"
         )
 
-    def _last_wait(self, rank: int) -> tuple[int, str]:
-        with contextlib.suppress(Exception):
-            if self._store.check([f"waits/{rank}"]):
-                count, name = json.loads(self._store.get(f"waits/{rank}"))
-                return int(count), str(name)
-        return 0, ""
+    def _last_heard(self) -> str:
+        beats = {rank: self._last_beat(rank) for rank in range(self.world_size) if rank != self.rank}
+        return ", ".join(f"rank {rank} {beat.describe()}" for rank, beat in beats.items() if beat) or "nobody"
+
+    def _last_beat(self, rank: int) -> Beat | None:
+        with contextlib.suppress(Exception):  # a store that is gone must not hide what is being reported
+            if self._store.check([beat_key(rank)]):
+                return Beat.decode(self._store.get(beat_key(rank)))
+        return None
+
+
+def out_of_step(names: list[str]) -> str:
+    """What to tell ranks that met at different places."""
+    at: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        at.setdefault(name, []).append(rank)
+    places = "; ".join(f"{ranks_text(ranks)} at {name!r}" for name, ranks in at.items())
+    return (
+        f"the ranks are not in step: {places}. A call that all ranks must make was made, or left out, by some of "
+        "them: look for a branch on the rank (a save, a barrier or a decision on rank 0 only), or for ranks with "
+        "different numbers of batches"
+    )
+
+
+def ranks_text(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def settle() -> None:
@@ -190,71 +210,18 @@ def settle() -> None:
     time.sleep(_SETTLE_SECONDS)
 
 
-def join(topology: Topology, runtime: Runtime, join_timeout: float, timeout: float) -> Group:
-    """Meet all other ranks, with explicit rank, world size, address and limit; the last rank to come completes it."""
-    rank, world_size = topology.place.rank, topology.world_size
-    if world_size == 1:
-        return Group(0, 1, timeout)
-    store = _meet(topology, join_timeout)
-    limit = timedelta(seconds=timeout)
-    extra: dict[str, Any] = {"device_id": runtime.device} if runtime.backend == "nccl" else {}
-    dist.init_process_group(runtime.backend, store=store, rank=rank, world_size=world_size, timeout=limit, **extra)
-    if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        raise LaunchError(
-            f"this process was started as rank {rank} of {world_size}, but the group says it is rank "
-            f"{dist.get_rank()} of {dist.get_world_size()}"
-        )
-    control = dist.new_group(backend="gloo", timeout=limit)
-    return Group(rank, world_size, timeout, store, control)
-
-
-def _meet(topology: Topology, join_timeout: float) -> Any:
-    rank, world_size = topology.place.rank, topology.world_size
-    serves = rank == 0 and not topology.launcher_serves_store
-    try:
-        tcp = TCPStore(
-            topology.address,
-            topology.port,
-            is_master=serves,
-            timeout=timedelta(seconds=join_timeout),
-            wait_for_workers=False,
-        )
-    except (RuntimeError, dist.DistError) as error:
-        if serves and "use" in str(error):
-            raise LaunchError(port_in_use(topology.port)) from None
-        raise RankMissing(
-            f"nobody answers at {topology.address}:{topology.port} within {join_timeout:g} s, where "
-            f"rank 0 or the launcher should be. Check the address, the port and the firewall: {_first_line(error)}"
-        ) from None
-    store = PrefixStore(f"lockstep/attempt-{topology.attempt}", tcp)
-    store.set(f"joined/{rank}", topology.place.host)
-    names = [f"joined/{each}" for each in range(world_size)]
-    try:
-        store.wait(names, timedelta(seconds=join_timeout))
-    except (RuntimeError, dist.DistError):
-        missing = [each for each, name in enumerate(names) if not store.check([name])]
-        raise RankMissing(
-            f"waited {join_timeout:g} s for all {world_size} ranks to join. "
-            f"Did not arrive: rank {', '.join(map(str, missing))}. Look at their logs; "
-            "launch.join_timeout sets the limit"
-        ) from None
-    return store
-
-
-def port_in_use(port: int) -> str:
-    return (
-        f"launch.port: port {port} is already in use on this host. "
-        "Leave launch.port out and a free one is picked, or name another"
-    )
-
-
-def _block(payload: bytes) -> bytes:
-    """The length of a payload and its beginning, in a block whose size every rank knows."""
-    return (len(payload).to_bytes(_HEADER, "little") + payload[:INLINE_BYTES]).ljust(_HEADER + INLINE_BYTES, b"\0")
+def _block(name: str, payload: bytes) -> bytes:
+    """The length of a payload, what it is for, and its beginning, in a block whose size every rank knows."""
+    header = len(payload).to_bytes(_SIZE_BYTES, "little") + hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (header + payload[:INLINE_BYTES]).ljust(_HEADER + INLINE_BYTES, b"\0")
 
 
 def _size(block: bytes) -> int:
-    return int.from_bytes(block[:_HEADER], "little")
+    return int.from_bytes(block[:_SIZE_BYTES], "little")
+
+
+def _name(block: bytes) -> bytes:
+    return block[_SIZE_BYTES:_HEADER]
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -> Iterator[None]:
+def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -> Iterator[Path]:
     """Log to logs/rank-N.log while the block runs; with redirect, other ranks' output goes there altogether."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}.log"
@@ -36,7 +36,7 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
         ours.addHandler(handler)
     everything.addHandler(to_file)
     try:
-        yield
+        yield path
     finally:
         everything.removeHandler(to_file)
         ours.level, ours.propagate = before

@@ -34,16 +34,21 @@ class Meter:
                 )
             self._values.setdefault(name, []).append((step, examples, kept))
 
-    def read(self) -> tuple[Sums, tuple[int, float] | None]:
-        """Weighted sums, with one wait for the device per name, and the first step whose loss is not finite."""
+    def read(self, leave_out_bad: bool = False) -> tuple[Sums, tuple[int, float] | None]:
+        """Weighted sums, with one wait for the device per name, and the first step whose loss is not finite.
+
+        With `leave_out_bad`, values that are not finite are left out of the sums, and nothing is called bad.
+        """
         values, self._values = self._values, {}
         sums: Sums = {}
         first_bad: tuple[int, float] | None = None
         for name, entries in values.items():
             numbers = _numbers([value for _, _, value in entries])
             counted = [(number, n) for number, (_, n, _) in zip(numbers, entries, strict=True) if n]
+            if leave_out_bad:
+                counted = [(number, n) for number, n in counted if math.isfinite(number)]
             sums[name] = [math.fsum(number * n for number, n in counted), float(sum(n for _, n in counted))]
-            if name == "loss":
+            if name == "loss" and not leave_out_bad:
                 bad = [(step, number) for number, (step, _, _) in zip(numbers, entries, strict=True)
                        if not math.isfinite(number)]  # fmt: skip
                 first_bad = bad[0] if bad else None

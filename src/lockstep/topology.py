@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import TopologyError
 
+_OUR_RUN_ID = "lockstep"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -36,6 +38,8 @@ class Topology:
     attempt: int = 0
     # The launcher already serves the store at address:port, so rank 0 must not open a second one there.
     launcher_serves_store: bool = False
+    # Our own launcher: it reads the heartbeats, it ends those that do not get on, it speaks for all ranks.
+    launched_by_us: bool = False
 
     def __post_init__(self) -> None:
         place = self.place
@@ -73,7 +77,7 @@ class Topology:
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": "lockstep",
+            "TORCHELASTIC_RUN_ID": _OUR_RUN_ID if self.launched_by_us else "none",
             "TORCHELASTIC_USE_AGENT_STORE": str(self.launcher_serves_store),
         }
 
@@ -97,6 +101,7 @@ class Topology:
             port=_number(env, "MASTER_PORT", default=0),
             attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
             launcher_serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            launched_by_us=env.get("TORCHELASTIC_RUN_ID") == _OUR_RUN_ID,
         )
 
 

@@ -9,7 +9,9 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,35 @@ from lockstep import display, runfolder, runtime
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.errors import PREEMPTED_EXIT_CODE
-from lockstep.group import Group, join
 from lockstep.logs import rank_log
+from lockstep.meeting import another_connection, meet
 from lockstep.metrics import write_json
+from lockstep.rollcall.faults import SHOWN
+from lockstep.rollcall.hold import hold
+from lockstep.rollcall.report import Evidence, Report, table
+from lockstep.rollcall.source import source_files
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.run import Run
-from lockstep.train.stop import Preempted, StopRequest
+from lockstep.train.stop import Preempted, Requests
+from lockstep.train.task import import_object
 from lockstep.train.trainer import fit
+from lockstep.watch.heartbeat import Heartbeat
+from lockstep.watch.stacks import dumping_stacks
+from lockstep.watch.stall import Limits
+from lockstep.whereabouts import LEFT, Whereabouts
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
 
 def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]) -> int:
     """Train as one rank; the exit code of an orderly end."""
     check_batch_size(config.train.batch_size, topology.world_size, config.train.accumulate)
-    with joined(config, topology, make_folder, redirect=True) as run:
+
+    def load_task() -> Any:
+        return import_object(config.task.type, "task")
+
+    with joined(config, topology, make_folder, load_task, redirect=True) as run:
         try:
             outcome = fit(run, config)
         except Preempted as preempted:
@@ -46,58 +61,80 @@ def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]
 
 def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, make_folder: Callable[[], Path]) -> Any:
     """Call the user's own loop as one rank; what it returned."""
-    with joined(settings, topology, make_folder, redirect=topology.world_size > 1) as run:
+    with joined(settings, topology, make_folder, lambda: main, redirect=topology.world_size > 1) as run:
         try:
             returned = main(run)
         except Preempted as preempted:
             _conclude(run, {"status": "preempted", "reason": preempted.reason})
             raise
         run.finish()
-        _conclude(run, {"status": "completed"})
+        _conclude(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
         return returned
 
 
 @contextlib.contextmanager
-def joined(settings: RunSettings, topology: Topology, make_folder: Callable[[], Path], redirect: bool) -> Iterator[Run]:
-    """The run of this rank: device chosen, group joined, folder agreed, log open, signals heard."""
-    family, _ = runtime.resolve(settings.runtime, topology.local_world_size)
-    device = runtime.create(family, topology.place.local_rank)
+def joined(
+    settings: RunSettings,
+    topology: Topology,
+    make_folder: Callable[[], Path],
+    load_source: Callable[[], Any],
+    redirect: bool,
+) -> Iterator[Run]:
+    """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
+    share = settings.launch.share_devices
+    family, _ = runtime.resolve(settings.runtime, topology.local_world_size, share)
+    device = runtime.create(family, topology.place.local_rank, share)
     device.prepare()
-    stop_request = StopRequest()
-    launched_by_us = os.environ.get("TORCHELASTIC_RUN_ID") == "lockstep"
-    with stop_request.listening(launched_by_us):
-        group = join(topology, device, settings.launch.join_timeout, settings.launch.timeout)
-        folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
-        console = display.terminal() if topology.place.rank == 0 else None
-        screen = display.create(console)
-        with rank_log(folder / "logs", topology.place.rank, console, redirect):
-            _announce(group, topology, device, folder)
-            run = Run(topology, device, group, settings, folder, screen, stop_request)
-            try:
-                yield run
-            except Exception:
-                logging.getLogger().error("rank %d failed", run.rank, exc_info=True)  # to the rank's file only
-                raise
-            finally:
-                screen.close()
-            group.leave()
+    requests, whereabouts = Requests(), Whereabouts()
+    with requests.listening(topology.launched_by_us):
+        store = meet(topology, settings.launch.join_timeout)
+        with _heartbeat(topology, settings, whereabouts, store is not None) as heartbeat:
+            evidence = Evidence(settings.model_dump(mode="json", by_alias=True), source_files(load_source()))
+            began = time.monotonic()
+            reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
+            seconds = time.monotonic() - began
+            folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
+            rank, console = group.rank, display.terminal() if group.rank == 0 else None
+            screen = display.create(console)
+            with rank_log(folder / "logs", rank, console, redirect) as log, dumping_stacks(log) as heartbeat.stacks:
+                _announce(reports, topology, device, folder, seconds)
+                run = Run(topology, device, group, settings, folder, screen, requests)
+                try:
+                    yield run
+                except Exception:
+                    logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
+                    raise
+                finally:
+                    screen.close()
+                whereabouts.enter(LEFT, waits=True)
+                group.leave()
 
 
-def _announce(group: Group, topology: Topology, device: Runtime, folder: Path) -> None:
+@contextlib.contextmanager
+def _heartbeat(
+    topology: Topology, settings: RunSettings, whereabouts: Whereabouts, wanted: bool
+) -> Iterator[Heartbeat]:
+    """Let others know where this rank is, from the first moment on that there is a place to leave word."""
+    store = another_connection(topology, settings.launch.join_timeout) if wanted else None
+    heartbeat = Heartbeat(store, topology, whereabouts, Limits.of(settings.watch))
+    heartbeat.start()
+    try:
+        yield heartbeat
+    finally:
+        heartbeat.stop()
+
+
+def _announce(reports: list[Report], topology: Topology, device: Runtime, folder: Path, seconds: float) -> None:
     """Write down, and say, who takes part."""
-    place = topology.place
-    mine = {
-        "rank": place.rank,
-        "local_rank": place.local_rank,
-        "host": place.host,
-        "pid": os.getpid(),
-        "device": str(device.device),
-        "physical_device": device.identity(),
-    }
-    everyone = group.gather(mine, "who takes part")
-    if place.rank == 0:
-        write_json(folder / runfolder.TOPOLOGY_FILE, {"world_size": topology.world_size, "ranks": everyone})
-    logger.info("on %s, %s, pid %d", place.host, device.device, os.getpid())
+    logger.info("on %s, %s, pid %d", topology.place.host, device.device, os.getpid())
+    if topology.place.rank != 0:
+        return
+    found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
+    write_json(folder / runfolder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
+    if topology.world_size > 1:
+        more = f"\n  and {len(reports) - SHOWN} more in {runfolder.TOPOLOGY_FILE}" if len(reports) > SHOWN else ""
+        rows = "\n".join(table(reports[:SHOWN]))
+        logger.info("roll call: all %d ranks are here, in %.2f s\n%s%s", topology.world_size, seconds, rows, more)
 
 
 def _conclude(run: Run, outcome: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import PeerLost, RankMissing
-from lockstep.group import Group, port_in_use
+from lockstep.group import Group, out_of_step
+from lockstep.meeting import port_in_use
 
 
 @pytest.fixture

@@ -97,10 +97,10 @@ def test_the_interface_that_the_user_chose_is_respected() -> None:
     assert plan(env={"GLOO_SOCKET_IFNAME": "eth1"}).processes[0].env["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
-def test_a_process_alone_needs_no_interface_and_no_store() -> None:
+def test_a_process_alone_needs_no_interface_but_a_store_for_its_heartbeat() -> None:
     (process,) = plan(1).processes
     assert "GLOO_SOCKET_IFNAME" not in process.env
-    assert process.env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert process.env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_there_is_at_least_one_core() -> None:

@@ -20,7 +20,7 @@ from lockstep.group import Group
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.topology import Topology
 from lockstep.train.run import Run
-from lockstep.train.stop import Preempted, StopRequest
+from lockstep.train.stop import Preempted, Requests
 
 Runs = Callable[..., Run]
 DATA = TensorDataset(torch.randn(10, 3))
@@ -31,10 +31,10 @@ def new_run(tmp_path: Path) -> Iterator[Runs]:
     """Makes runs in one folder, as if each were resumed after the other."""
     made: list[Run] = []
 
-    def make(request: StopRequest | None = None, **settings: Any) -> Run:
+    def make(request: Requests | None = None, **settings: Any) -> Run:
         settings = {"checkpoint": {"async": False}, "log": {"every": "1 step"}, **settings}
         checked = RunSettings.model_validate(settings)
-        stop = request or StopRequest()
+        stop = request or Requests()
         made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path, Display(), stop))
         return made[-1]
 
@@ -204,13 +204,13 @@ def test_weights_that_do_not_fit_are_told_with_the_checkpoint(new_run: Runs) -> 
 
 
 def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, tmp_path: Path) -> None:
-    request = StopRequest()
+    request = Requests()
     run = new_run(request)
     set_up(run)
     with pytest.raises(Preempted) as left:
         for (batch,) in run.batches(DATA, 4):
             run.backward(run.model(batch).mean())
             run.step()
-            request.reason = "SIGTERM"
-    assert left.value.reason == "SIGTERM"
+            request.leave = "SIGTERM"
+    assert left.value.reason == "SIGTERM on rank 0"
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000001"]

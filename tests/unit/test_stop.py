@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PREEMPTED_EXIT_CODE
 from lockstep.group import Group
-from lockstep.train.stop import PULSE_SECONDS, Preempted, Pulse, StopRequest, steps_between_pulses
+from lockstep.train.stop import PULSE_SECONDS, Asked, Preempted, Pulse, Requests, steps_between_pulses
 
 
 @settings(deadline=None)
@@ -53,35 +53,35 @@ def test_a_steady_pace_is_reached_and_kept(step_seconds: float) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_remembered_and_handlers_are_put_back(number: signal.Signals) -> None:
-    request, before = StopRequest(), signal.getsignal(number)
+    request, before = Requests(), signal.getsignal(number)
     with request.listening(launched=False):
-        assert request.reason is None
+        assert request.leave is None
         os.kill(os.getpid(), number)
-        assert request.reason == number.name
+        assert request.leave == number.name
     assert signal.getsignal(number) is before
 
 
 def test_a_second_signal_at_once_is_the_same_request() -> None:
     """A terminal signals the launcher and all ranks together, and the launcher passes it on."""
-    request = StopRequest()
+    request = Requests()
     with request.listening(launched=False):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert request.reason == "SIGINT"
+    assert request.leave == "SIGINT"
 
 
 def test_under_a_launcher_the_terminal_is_left_to_it() -> None:
-    request = StopRequest()
+    request = Requests()
     with request.listening(launched=True):
         os.kill(os.getpid(), signal.SIGINT)
-        assert request.reason is None
+        assert request.leave is None
         os.kill(os.getpid(), signal.SIGTERM)
-    assert request.reason == "SIGTERM"
+    assert request.leave == "SIGTERM"
 
 
 def test_handlers_are_put_back_after_a_failure() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ValueError, match="inside"), StopRequest().listening(launched=False):
+    with pytest.raises(ValueError, match="inside"), Requests().listening(launched=False):
         raise ValueError("inside")
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -90,7 +90,7 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
     handlers = []
 
     def listen() -> None:
-        with StopRequest().listening(launched=False):
+        with Requests().listening(launched=False):
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
@@ -110,15 +110,15 @@ def test_preempted_is_an_orderly_exit_that_user_code_does_not_catch() -> None:
 
 
 def test_alone_a_request_is_known_at_the_next_step() -> None:
-    request = StopRequest()
+    request = Requests()
     pulse = Pulse(Group(0, 1, 10.0), request)
-    assert pulse.beat(1) is None
-    request.reason = "SIGTERM"
-    assert pulse.beat(2) == "SIGTERM"
+    assert pulse.beat(1) == Asked()
+    request.leave = "SIGTERM"
+    assert pulse.beat(2) == Asked(leave="SIGTERM on rank 0")
 
 
 def test_the_clock_goes_on_from_where_it_was_restored() -> None:
-    pulse = Pulse(Group(0, 1, 10.0), StopRequest())
+    pulse = Pulse(Group(0, 1, 10.0), Requests())
     pulse.start(step=7, clock=1000.0)
     assert pulse.clock == 1000.0
     pulse.beat(8)

@@ -22,6 +22,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         port=draw(st.integers(1, 65535)),
         attempt=draw(st.integers(0, 5)),
         launcher_serves_store=draw(st.booleans()),
+        launched_by_us=draw(st.booleans()),
     )
 
 

@@ -15,6 +15,7 @@ from lockstep.checkpoint.retention import to_delete
 from lockstep.checkpoint.store import Picture, Store, now
 from lockstep.config.schema import Keep
 from lockstep.errors import CheckpointError
+from lockstep.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ WRITE_LIMIT_SECONDS = 1800.0
 class Saver:
     """Writes checkpoints of one run, at most one at a time. Only rank 0 (or an owner of shards) has one."""
 
-    def __init__(self, store: Store, keep: Keep, asynchronous: bool) -> None:
+    def __init__(self, store: Store, keep: Keep, asynchronous: bool, whereabouts: Whereabouts | None = None) -> None:
         self.store, self._keep, self._asynchronous = store, keep, asynchronous
+        self._whereabouts = whereabouts or Whereabouts()
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-checkpoint")
         self._writing: concurrent.futures.Future[None] | None = None
@@ -53,7 +55,8 @@ class Saver:
         if writing is None:
             return
         try:
-            writing.result(timeout=WRITE_LIMIT_SECONDS)
+            with self._whereabouts.within("writing a checkpoint", limit=WRITE_LIMIT_SECONDS):
+                writing.result(timeout=WRITE_LIMIT_SECONDS)
         except concurrent.futures.TimeoutError:
             raise CheckpointError(
                 f"{self.store.folder}: writing a checkpoint has taken more than {WRITE_LIMIT_SECONDS:g} s; "

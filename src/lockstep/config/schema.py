@@ -32,6 +32,11 @@ def _as_mapping(kind: Any) -> BeforeValidator:
     )
 
 
+def _in_steps(value: Any) -> Any:
+    """A bare number counts steps."""
+    return f"{value} steps" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _processes(value: Any) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
@@ -80,6 +85,7 @@ class Train(Section):
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)
     compile: bool = False
+    on_nan: Literal["stop", "skip"] = Field("stop", description="what to do where the gradients are not finite")
 
     @model_validator(mode="after")
     def _one_limit(self) -> Train:
@@ -174,6 +180,17 @@ class Launch(Section):
     join_timeout: Seconds = Field(60.0, description="how long to wait for all ranks to arrive")
     timeout: Seconds = Field(1800.0, description="the longest wait for other ranks while training")
     grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
+    share_devices: bool = Field(False, description="let several processes use one physical device")
+
+
+class Watch(Section):
+    stall_after: Seconds | None = Field(
+        300.0, description="how long a rank may go without progress; null: for as long as it likes"
+    )
+    first_time: Seconds = Field(1800.0, description="the same, for what a process does for the first time (compiling)")
+    fingerprint_every: Annotated[Interval | None, BeforeValidator(_in_steps)] = Field(
+        Interval(1000, "step"), description="how often the replicas are compared; null: at checkpoints only"
+    )
 
 
 class RunSettings(Section):
@@ -188,6 +205,7 @@ class RunSettings(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     launch: Annotated[Launch, _as_mapping(Launch)] = Launch()
+    watch: Watch = Watch()
 
 
 class RunConfig(RunSettings):

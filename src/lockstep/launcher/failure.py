@@ -27,6 +27,7 @@ class Report:
     time: float
     traceback: str = ""  # empty where the message says all that the user needs
     consequence: bool = False
+    concerns_all_ranks: bool = False
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -43,10 +44,12 @@ class Failure:
     kind: str = ""
     traceback: str = ""
     followers: Mapping[int, str] = field(default_factory=dict)
+    concerns_all_ranks: bool = False
 
     def render(self, world_size: int) -> str:
         """One headline, the user's traceback where there is one, and the other ranks in a line."""
-        lines = [f"rank {self.rank} of {world_size} on {self.host} failed: {self.cause}"]
+        who = "" if self.concerns_all_ranks else f"rank {self.rank} of {world_size} on {self.host} failed: "
+        lines = [who + self.cause]
         if self.traceback:
             lines += ["", *("  " + line for line in self.traceback.rstrip().splitlines()), ""]
         if self.followers:
@@ -80,6 +83,7 @@ def report(error: BaseException, rank: int, host: str) -> Report:
         time=time.time(),
         traceback="" if ours or lost or _disk_is_full(error) else "".join(user_traceback(error)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
+        concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
     )
 
 
@@ -150,7 +154,18 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
         if each.rank != cause.rank
     }
     followers.update({rank: describe_exit(exit_codes[rank]) for rank in silent})
-    return Failure(cause.rank, cause.host, cause.message, cause.exit_code, cause.kind, cause.traceback, followers)
+    if cause.concerns_all_ranks:  # who says the same is no news
+        followers = {rank: text for rank, text in followers.items() if text != "the same"}
+    return Failure(
+        cause.rank,
+        cause.host,
+        cause.message,
+        cause.exit_code,
+        cause.kind,
+        cause.traceback,
+        followers,
+        cause.concerns_all_ranks,
+    )
 
 
 def _first_line(text: str) -> str:

@@ -20,6 +20,7 @@ from lockstep.launcher.child import call_function
 from lockstep.launcher.plan import local_plan
 from lockstep.topology import Topology, launched
 from lockstep.train.stop import Preempted
+from lockstep.watch.stall import Limits
 
 
 def launch(
@@ -46,7 +47,7 @@ def launch(
             "lockstep.launch was called while a rank was importing the script. "
             'Put the call under `if __name__ == "__main__":`'
         )
-    family, count = runtime.resolve(checked.runtime, checked.processes)
+    family, count = runtime.resolve(checked.runtime, checked.processes, checked.launch.share_devices)
     checked = checked.model_copy(update={"runtime": family, "processes": count})
     if count == 1:
         return [worker.call(main, checked, Topology(), make_folder)]
@@ -63,6 +64,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: P
             argument=_pickled(partial(_rank_main, main, settings, str(folder))),
             max_restarts=settings.launch.max_restarts,
             grace=settings.launch.grace,
+            watch=Limits.of(settings.watch),
         )
     if result.failure is not None:
         failure = result.failure

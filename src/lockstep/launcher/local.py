@@ -21,16 +21,21 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError, RankStalled
 from lockstep.launcher.failure import Failure, Report, find_cause, stop_file, worth_retrying
 from lockstep.launcher.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from lockstep.launcher.ranks import Ranks
+    from lockstep.watch.stall import Limits, Stall
+    from lockstep.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 0.5
+# How long ranks get to write down their stacks before they are ended.
+_DUMP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,20 @@ def launch(
     max_restarts: int = 0,
     grace: float = 60.0,
     fresh: bool = False,
+    watch: Limits | None = None,
 ) -> Result:
-    """Start all processes of a plan, wait for them, restart them where that is allowed and makes sense."""
+    """Start all processes of a plan, wait for them, restart them where that is allowed and makes sense.
+
+    With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on.
+    """
     warm_up(plan.threads)
-    signals = _Signals()
-    with signals.listening(), _store(plan) as port:
+    from torch._C._distributed_c10d import PrefixStore
+
+    signals = _Signals(save_on_request=watch is not None)
+    with signals.listening(), _store(plan) as (port, store):
         for attempt in range(max_restarts + 1):
-            result = _attempt(plan.at(port, attempt), entry, argument, grace, fresh, signals)
+            heartbeats = PrefixStore(f"lockstep/attempt-{attempt}", store)
+            result = _attempt(plan.at(port, attempt), entry, argument, grace, fresh, signals, heartbeats, watch)
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
@@ -85,8 +97,11 @@ def _attempt(
     grace: float,
     fresh: bool,
     signals: _Signals,
+    heartbeats: Any,
+    watch: Limits | None,
 ) -> Result:
     from lockstep.launcher.ranks import start_commands, start_functions
+    from lockstep.watch.watcher import Watcher
 
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         error_files = [Path(folder) / f"error-{rank}.json" for rank in range(len(plan.processes))]
@@ -95,14 +110,20 @@ def _attempt(
         else:
             ranks = start_functions(plan, entry, argument, error_files, Path(folder))
         try:
-            return _supervise(ranks, error_files, grace, signals)
+            watcher = None
+            if watch is not None:
+                watcher = Watcher(heartbeats, range(len(plan.processes)), watch, ranks.suspended)
+            return _supervise(ranks, error_files, grace, signals, watcher)
         finally:
             ranks.close(signal.SIGKILL)
 
 
-def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Signals) -> Result:
+def _supervise(
+    ranks: Ranks, error_files: list[Path], grace: float, signals: _Signals, watcher: Watcher | None
+) -> Result:
     asked = 0
     deadline = float("inf")
+    next_look = time.monotonic()
     while True:
         ended = ranks.poll()
         if ended is not None and ended.exit_codes:
@@ -122,11 +143,31 @@ def _supervise(ranks: Ranks, error_files: list[Path], grace: float, signals: _Si
             )
             ranks.ask_to_stop()
             stop_file(error_files[0]).touch()  # for a rank that is only now being made and did not hear it
+        if signals.save:
+            signals.save = False
+            ranks.ask_to_save()
+        if watcher is not None and time.monotonic() > next_look:
+            next_look = time.monotonic() + _LOOK_SECONDS
+            stall = watcher.look()
+            if stall is not None:
+                return _end_stalled(ranks, stall)
         if time.monotonic() > deadline:
             ranks.close(signal.SIGKILL)
             cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
             return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
         time.sleep(_POLL_SECONDS)
+
+
+def _end_stalled(ranks: Ranks, stall: Stall) -> Result:
+    """Have every rank write down its stacks, end all of them, and say who was stuck where."""
+    ranks.dump_stacks()
+    time.sleep(_DUMP_SECONDS)
+    ranks.close(signal.SIGKILL)
+    cause = f"{stall.message}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+    stuck = stall.ranks[0]
+    kind, code = RankStalled.__name__, RankStalled.exit_code
+    failure = Failure(stuck, socket.gethostname(), cause, code, kind, concerns_all_ranks=True)
+    return Result(code, failure=failure)
 
 
 def _failed(error_files: list[Path], exit_codes: dict[int, int], stopping: bool) -> Result:
@@ -141,14 +182,11 @@ def _failed(error_files: list[Path], exit_codes: dict[int, int], stopping: bool)
 
 
 @contextlib.contextmanager
-def _store(plan: LaunchPlan) -> Iterator[int]:
-    """Serve the store that ranks meet at, on loopback, for all attempts; yields its port."""
-    if len(plan.processes) == 1:
-        yield plan.port or 1
-        return
+def _store(plan: LaunchPlan) -> Iterator[tuple[int, Any]]:
+    """Serve the store that ranks meet at, on loopback, for all attempts; yields its port and itself."""
     from torch._C._distributed_c10d import TCPStore
 
-    from lockstep.group import port_in_use
+    from lockstep.meeting import port_in_use
 
     # A socket of our own: bound to loopback only, and never free for another process to take in between.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -169,21 +207,23 @@ def _store(plan: LaunchPlan) -> Iterator[int]:
             timeout=timedelta(seconds=60),
             master_listen_fd=listener.detach(),
         )
-        yield port
+        yield port, store
         del store
 
 
 class _Signals:
-    """Counts requests to stop that reach the launcher: it speaks for all ranks."""
+    """Requests that reach the launcher, which speaks for all ranks: how often to stop, and whether to save."""
 
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
     # A batch system may signal the launcher and then its group: two signals this close together are one request.
     _SAME_REQUEST_SECONDS = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, save_on_request: bool) -> None:
         self.count = 0
         self.name = ""
+        self.save = False  # asked to save now, and not yet passed on
+        self._numbers = (*self._STOP, *((signal.SIGUSR1,) if save_on_request else ()))
         self._last = float("-inf")
 
     @contextlib.contextmanager
@@ -191,7 +231,7 @@ class _Signals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._received) for number in self._NUMBERS}
+        before = {number: signal.signal(number, self._received) for number in self._numbers}
         try:
             yield
         finally:
@@ -199,6 +239,9 @@ class _Signals:
                 signal.signal(number, handler)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
         now = time.monotonic()
         if now - self._last >= self._SAME_REQUEST_SECONDS:
             self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now

@@ -66,7 +66,8 @@ def local_plan(
             world_size=processes,
             local_world_size=processes,
             port=port or 1,
-            launcher_serves_store=processes > 1,
+            launcher_serves_store=True,
+            launched_by_us=True,
         )
         variables = {**topology.to_env(), "MASTER_PORT": str(port or ANY_PORT), **shared}
         plans.append(ProcessPlan(host, tuple(argv), variables))

@@ -11,5 +11,6 @@ import lockstep.runfolder
 import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before
 
 # A signal to the whole process group must not take the fork server away: the launcher would lose sight of its ranks.
-for number in (signal.SIGTERM, signal.SIGHUP):
+# Nor may a request to save or to write down stacks end a rank that does not listen to it yet, as it would by default.
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)

@@ -44,9 +44,29 @@ class Ranks:
         self._context, self.poll = context, poll
 
     def ask_to_stop(self) -> None:
-        for pid in self._context.pids().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+        for rank in self._context.pids():
+            self._signal(rank, signal.SIGTERM)
+
+    def ask_to_save(self) -> None:
+        """Ask rank 0: the others learn of it from there, and one request leads to one save."""
+        self._signal(0, signal.SIGUSR1)
+
+    def dump_stacks(self) -> None:
+        for rank in self._context.pids():
+            self._signal(rank, signal.SIGUSR2)
+            self._signal(rank, signal.SIGCONT)  # a process that was stopped writes nothing down
+
+    def suspended(self, rank: int) -> bool:
+        """Whether a rank was stopped by a signal, where the system says so."""
+        try:
+            status = Path(f"/proc/{self._context.pids()[rank]}/stat").read_text()
+        except (OSError, KeyError):
+            return False
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._context.pids()[rank], number)
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
         self._context.close(number, timeout=int(END_SECONDS))

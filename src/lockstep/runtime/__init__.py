@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # torch is imported inside the functions below, so that a run on explicit settings is planned without it.
 
 
-def resolve(runtime: str, processes: str | int) -> tuple[str, int]:
+def resolve(runtime: str, processes: str | int, share: bool = False) -> tuple[str, int]:
     """The device family and the number of processes on this host that `auto` stands for here."""
     if runtime == "auto":
         runtime = "cuda" if _gpu_count() else "cpu"
@@ -26,7 +26,7 @@ def resolve(runtime: str, processes: str | int) -> tuple[str, int]:
 
         present = _gpu_count()
         wanted = max(present, 1) if processes == "auto" else int(processes)
-        check_devices(wanted, present)
+        check_devices(min(wanted, 1) if share else wanted, present)
         return runtime, wanted
     return runtime, 1 if processes == "auto" else int(processes)
 
@@ -38,12 +38,12 @@ def unused_devices(runtime: str, processes: int) -> str | None:
     return f"{processes} of {present} visible GPUs will be used; processes: auto uses them all"
 
 
-def create(runtime: str, local_rank: int) -> Runtime:
-    """The runtime of this process, on the device that its local rank picks."""
+def create(runtime: str, local_rank: int, share: bool = False) -> Runtime:
+    """The runtime of this process, on the device that its local rank picks; with `share`, others may have it too."""
     from lockstep.runtime.cpu import CpuRuntime
     from lockstep.runtime.cuda import CudaRuntime
 
-    return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank)
+    return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, share)
 
 
 def _gpu_count() -> int:

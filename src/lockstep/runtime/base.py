@@ -15,7 +15,7 @@ class Runtime(abc.ABC):
 
     name: ClassVar[str]
     # The torch.distributed backend that carries tensors between devices of this family.
-    backend: ClassVar[str]
+    backend: str
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,6 +48,10 @@ class Runtime(abc.ABC):
     def identity(self) -> str:
         """The physical device, by a name that no other device on any host has."""
         raise NotImplementedError
+
+    def world_size(self) -> int | None:
+        """How many ranks the device's own runtime believes in; None where it knows nothing of other ranks."""
+        return None
 
     def memory(self) -> dict[str, int]:
         """Bytes in use on the device, by kind; empty where the device does not say."""

@@ -13,10 +13,12 @@ from lockstep.runtime.base import Runtime
 
 class CudaRuntime(Runtime):
     name: ClassVar[str] = "cuda"
-    backend: ClassVar[str] = "nccl"
 
-    def __init__(self, local_rank: int = 0) -> None:
-        super().__init__(torch.device("cuda", local_rank))
+    def __init__(self, local_rank: int = 0, share: bool = False) -> None:
+        present = torch.cuda.device_count()
+        super().__init__(torch.device("cuda", local_rank % max(present, 1) if share else local_rank))
+        # NCCL refuses two ranks on one device; gloo carries their tensors through the host.
+        self.backend = "gloo" if share else "nccl"
 
     def prepare(self) -> None:
         check_devices(self.device.index + 1, torch.cuda.device_count())
@@ -44,7 +46,7 @@ class CudaRuntime(Runtime):
 
 
 def check_devices(wanted: int, present: int) -> None:
-    """Refuse more processes on a host than it has visible GPUs: two ranks on one device are never right."""
+    """Refuse more processes on a host than it has visible GPUs."""
     if wanted <= present:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -56,5 +58,6 @@ def check_devices(wanted: int, present: int) -> None:
         )
     raise ConfigError(
         f"processes: {wanted} processes need {wanted} GPUs on this host, but {present} are visible ({shown}). "
-        f"Set processes to {present} or less, or make more GPUs visible"
+        f"Set processes to {present} or less, make more GPUs visible, or let processes share a GPU with "
+        "launch.share_devices: true"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.runtime.base import Runtime
 
@@ -21,6 +21,10 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
         """The module to train with; its parameters are on the device and equal on all ranks."""
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        """What must be equal on all ranks between two steps."""
+        return {}
 
     @abc.abstractmethod
     def sync_gradients(self, wanted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Strategy as StrategySettings
@@ -47,6 +47,9 @@ class DdpStrategy(Strategy):
         if not self._settings.find_unused_parameters:
             _fix_bucket_layout(self._wrapped)
         return self._wrapped
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        return dict(model.named_parameters())
 
     def sync_gradients(self, wanted: bool) -> None:
         if self._wrapped is not None:

@@ -7,7 +7,7 @@ reason to stop training, if there is one. Reasons are agreed: no rank stops on s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -39,7 +39,9 @@ class Validation:
         settings: Validate,
         early_stopping: EarlyStopping | None,
         collate: Collate | None,
+        should_stop: Callable[[dict[str, float]], str | None],
     ) -> None:
+        self._should_stop = should_stop
         self._dataset, self._measure, self._batch_size = dataset, measure, batch_size
         self._settings, self._early_stopping, self._collate = settings, early_stopping, collate
         self._due = Due(settings.every)
@@ -77,6 +79,7 @@ class Validation:
 
     def _decide(self, run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
         stop = self._early_stopping.update(metrics) if self._early_stopping is not None else None
+        stop = self._should_stop(dict(metrics)) or stop
         self.history.append({"step": run.progress.step, "epoch": run.progress.epoch, **metrics})
         return {"stop": stop, "state": self.state_dict()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ from lockstep.group import Group
 from lockstep.metrics import Meter, Totals
 from lockstep.train.record import Record
 from lockstep.train.state import Due, Progress
+
+logger = logging.getLogger(__name__)
+
+# So many skipped steps one after the other are no accident: the weights themselves are not finite any more.
+SKIPS_IN_A_ROW = 100
 
 
 class Journal:
@@ -23,6 +29,8 @@ class Journal:
         self._since_row = Totals()
         self.since_validation = Totals()
         self._busy_seconds = 0.0
+        self.forgive_nan = False  # a loss that is not finite is left out of the means, and does not end the run
+        self._skips = {"since_row": 0, "in_a_row": 0, "last": 0}  # steps that left the weights as they were
         self._last_gathered_step = self._last_row_step = 0
 
     def note(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
@@ -33,13 +41,23 @@ class Journal:
         """Time that this rank took before it was ready to exchange gradients: what makes others wait."""
         self._busy_seconds += seconds
 
+    def skipped(self, step: int) -> None:
+        """A step left the weights as they were: its gradients were not finite. Known to all ranks alike."""
+        skips = self._skips
+        skips["in_a_row"] = skips["in_a_row"] + 1 if skips["last"] == step - 1 else 1
+        skips["since_row"], skips["last"] = skips["since_row"] + 1, step
+        logger.warning("step %d: the gradients are not finite; the weights are left as they were", step)
+        if skips["in_a_row"] >= SKIPS_IN_A_ROW:
+            raise NonFiniteLoss(step, self._group.rank, float("nan"))
+
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         if self._record is not None:
             self._record.begin(progress, total_steps)
 
     def bring_together(self, step: int) -> None:
         """Add up what all ranks noted since the last time; refuses to go on with a loss that is not a number."""
-        sums, bad = self._meter.read()
+        with self._group.whereabouts.within("reading the metrics", waits=True):  # of a device that others may hold up
+            sums, bad = self._meter.read(leave_out_bad=self.forgive_nan)
         steps = max(step - self._last_gathered_step, 1)
         message: Any = {"sums": sums, "bad": bad, "busy": self._busy_seconds / steps}
         self._busy_seconds, self._last_gathered_step = 0.0, step
@@ -65,6 +83,8 @@ class Journal:
         self._last_row_step = progress.step
         self.bring_together(progress.step)
         row: dict[str, Any] = dict(self._since_row.take())
+        if self._skips["since_row"]:
+            row["skipped_steps"], self._skips["since_row"] = self._skips["since_row"], 0
         if learning_rate is not None:
             row["lr"] = learning_rate
         self.write(progress, {**row, "examples": progress.examples})
@@ -81,10 +101,15 @@ class Journal:
             self._record.forget_after(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"since_row": self._since_row.sums, "since_validation": self.since_validation.sums}
+        return {
+            "since_row": self._since_row.sums,
+            "since_validation": self.since_validation.sums,
+            "skips": self._skips,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
+        self._skips = state.get("skips", self._skips)
 
     def close(self) -> None:
         if self._record is not None:

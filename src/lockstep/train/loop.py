@@ -41,4 +41,4 @@ def train(
             stop = next((reason for reason in reasons if reason), None)
             if stop or run.progress.step == limits.steps:
                 return stop
-    return None
+    return run.stopped

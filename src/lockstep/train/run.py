@@ -26,16 +26,18 @@ from lockstep.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
+from lockstep.train.fingerprint import combined, compare, fingerprint
 from lockstep.train.journal import Journal
 from lockstep.train.record import Record
 from lockstep.train.state import (
+    Due,
     Progress,
     Stateful,
     generator_states,
     seed_generators,
     set_generator_states,
 )
-from lockstep.train.stop import Preempted, Pulse, StopRequest
+from lockstep.train.stop import Preempted, Pulse, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Run:
         settings: RunSettings,
         folder: Path,
         display: Display,
-        stop_request: StopRequest,
+        requests: Requests,
     ) -> None:
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
@@ -63,7 +65,7 @@ class Run:
         self.optimizer: Optimizer | None = None
         self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self._store = Store(folder / "checkpoints")
-        self._saver = Saver(self._store, settings.checkpoint.keep, settings.checkpoint.asynchronous)
+        self._saver = Saver(self._store, settings.checkpoint.keep, settings.checkpoint.asynchronous, group.whereabouts)
         self._last_saved_step = -1
         self._attached: dict[str, Stateful] = {}
         self._loaders: dict[tuple[Any, ...], Loader] = {}
@@ -72,7 +74,11 @@ class Run:
         self._handed_out: Part | None = None  # the same, until the next one
         self._precision = "float32"
         self._clip_norm: float | None = None
-        self._pulse = Pulse(group, stop_request)
+        self._requests, self._pulse = requests, Pulse(group, requests)
+        self._whereabouts = group.whereabouts
+        self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
+        self._skip_nan = False
+        self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._busy_since = 0.0
         record = Record(folder, settings.log, display) if self.is_main else None
         self.journal = Journal(group, record, settings.log.every)
@@ -151,6 +157,17 @@ class Run:
     def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
         return self.group.rendezvous(tag, payload)
 
+    def stop(self, reason: str) -> None:
+        """End training on all ranks at the same step, whichever of them asks: `batches` and `epochs` then end there.
+
+        All ranks come to know of it with the next pulse, about half a second later; `run.stopped` has the reason.
+        """
+        self._requests.stop = self._requests.stop or reason
+
+    def working(self, name: str, limit: float) -> contextlib.AbstractContextManager[None]:
+        """For something of one's own that may take longer than `watch.stall_after`: up to so many seconds."""
+        return self._whereabouts.within(name, limit=limit)
+
     # Training
 
     def setup(
@@ -162,13 +179,18 @@ class Run:
         precision: str = "float32",
         clip_norm: float | None = None,
         compile: bool = False,
+        on_nan: str = "stop",
     ) -> Any:
-        """Place the model on the device, equal on all ranks. Returns what was given, in the same order."""
+        """Place the model on the device, equal on all ranks. Returns what was given, in the same order.
+
+        With `on_nan="skip"`, a step whose gradients are not finite leaves the weights as they are, on all ranks.
+        """
         if self._model is not None:
             raise ConfigError("run.setup was called twice: a run trains one model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
-        self._precision, self._clip_norm = precision, clip_norm
+        self._precision, self._clip_norm, self._skip_nan = precision, clip_norm, on_nan == "skip"
+        self.journal.forgive_nan = self._skip_nan
         if compile:
             model.compile()
         self._module, self.optimizer = model, optimizer
@@ -186,7 +208,7 @@ class Run:
 
     def epochs(self, count: int | None) -> Iterator[int]:
         """Epochs still to do: from where the run was restored, up to `count` (without end where there is none)."""
-        while count is None or self.progress.epoch < count:
+        while self.stopped is None and (count is None or self.progress.epoch < count):
             yield self.progress.epoch
 
     def batches(
@@ -218,6 +240,9 @@ class Run:
         while True:
             if self._part is None:
                 self._safe_point()
+                if self.stopped is not None:
+                    return
+            self._whereabouts.enter("data", self.progress.step + 1)
             self._busy_since = time.perf_counter()
             following = next(parts, None)
             if following is None:
@@ -226,7 +251,9 @@ class Run:
             self._handed_out = self._part
             if accumulate > 1:
                 self._strategy.sync_gradients(self._part.completes_batch)
-            yield self.runtime.move(batch)
+            batch = self.runtime.move(batch)
+            self._whereabouts.enter("loss")
+            yield batch
         if self.progress.epoch == epoch:  # a loop that does not step still gets on
             self.progress.epoch, self.progress.batch = epoch + 1, 0
 
@@ -240,10 +267,13 @@ class Run:
             raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
         self.journal.note_busy(time.perf_counter() - self._busy_since)
         weight = 1.0 if self._part is None else self._part.weight
+        exchanges = self.world_size > 1 and (self._part is None or self._part.completes_batch)
+        self._whereabouts.enter("gradient reduction" if exchanges else "backward", waits=exchanges)
         try:
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise self.group.explain(error, f"the gradients of step {self.progress.step + 1}") from error
+        self._whereabouts.enter("the optimizer")
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step the optimizer and clear the gradients; False, doing nothing, while parts of the batch are missing."""
@@ -253,11 +283,14 @@ class Run:
             return False
         if optimizer is None:
             raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
-        optimizer.step()
+        # Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
+        if not self._skip_nan or self._gradients_are_finite():
+            if self._clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._advance(part)
+        self._whereabouts.enter("the end", self.progress.step)
         return True
 
     def log(self, **values: Tensor | float) -> None:
@@ -288,7 +321,7 @@ class Run:
 
         def here() -> Any:
             with evaluating(self._module) if self._module is not None else contextlib.nullcontext():
-                return measure_sums(measure, loader, self.runtime.move)
+                return measure_sums(measure, loader, self._next_of(name))
 
         parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
         return combine(parts, count, name)
@@ -302,10 +335,12 @@ class Run:
         if self.progress.step == self._last_saved_step:
             return
         self._last_saved_step = self.progress.step
+        self._whereabouts.enter("saving")
         self._strategy.equalize_buffers(self.module)
-        generators = self.gather(generator_states(self.runtime), "generator states")
+        states = self._compared({"generators": generator_states(self.runtime)}, "generator states")
         if not self.is_main:
             return
+        generators = [each["generators"] for each in states]
         tensors = self.module.state_dict()
         model = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
         state = {
@@ -371,13 +406,43 @@ class Run:
     def _safe_point(self) -> None:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
         progress = self.progress
-        stop = self._pulse.beat(progress.step)
+        asked = self._pulse.beat(progress.step)
         self.write_due_row()
         self._saver.check()
-        if stop is not None:
+        if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
+            self._compared({}, f"the fingerprint of step {progress.step}")
+        if asked.leave or asked.save:
             self.checkpoint()
+        if asked.leave:
             self._saver.finish()
-            raise Preempted(stop)
+            raise Preempted(asked.leave)
+        if asked.save:
+            logger.info("saved at step %d: %s", progress.step, asked.save)
+        self.stopped = self.stopped or asked.stop
+
+    def _compared(self, message: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """Gather a message from all ranks, and with it make sure that their replicas are equal."""
+        replicas = self._strategy.replicas(self._module) if self._module is not None else {}
+        mine = fingerprint(replicas)
+        messages = self.gather({**message, "fingerprint": combined(mine)}, name)
+        compare(self.group, list(replicas), mine, [each["fingerprint"] for each in messages], self.progress.step)
+        return messages
+
+    def _gradients_are_finite(self) -> bool:
+        norms = [each.grad.isfinite().all() for each in self.module.parameters() if each.grad is not None]
+        if not norms or bool(torch.stack(norms).all()):
+            return True
+        self.journal.skipped(self.progress.step + 1)
+        return False
+
+    def _next_of(self, name: str) -> Callable[[Any], Any]:
+        """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
+
+        def move(batch: Any) -> Any:
+            self._whereabouts.enter(name)
+            return self.runtime.move(batch)
+
+        return move
 
     def _learning_rate(self) -> float | None:
         return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])

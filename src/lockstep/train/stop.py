@@ -1,4 +1,4 @@
-"""Being asked to stop: signals that one rank may see, and the pulse by which all ranks come to know of them."""
+"""Being asked to stop or to save: what one rank may see, and the pulse by which all ranks come to know of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.group import Group
+from lockstep.group import Group, ranks_text
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
 PULSE_SECONDS = 0.5
@@ -27,18 +29,25 @@ class Preempted(SystemExit):
         self.reason = reason
 
 
-class StopRequest:
-    """Remembers the first signal that asked this process to stop; a second one, later, ends it at once."""
+class Requests:
+    """What this process was asked for: to save and leave (the first signal counts, and a second one, later, ends it at
+    once), to save and go on, or, by the user's own code, to end training."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.leave: str | None = None
+        self.stop: str | None = None
+        self.save = False
         self._since = 0.0
         self._launched = False
 
+    @property
+    def any(self) -> bool:
+        return self.save or self.leave is not None or self.stop is not None
+
     @contextmanager
     def listening(self, launched: bool) -> Iterator[None]:
-        """Listen to SIGTERM and SIGINT. Under our launcher the terminal is left to it: it sends SIGTERM, and it ends
-        those that do not follow."""
+        """Listen to SIGTERM, SIGINT and SIGUSR1. Under our launcher the terminal is left to it: it sends SIGTERM, and
+        it ends those that do not follow."""
         self._launched = launched
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -46,6 +55,7 @@ class StopRequest:
         before = {
             signal.SIGTERM: signal.signal(signal.SIGTERM, self._received),
             signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._received),
+            signal.SIGUSR1: signal.signal(signal.SIGUSR1, self._received),
         }
         try:
             yield
@@ -55,21 +65,35 @@ class StopRequest:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.reason is None:
-            self.reason, self._since = signal.Signals(number).name, now
+        if number == signal.SIGUSR1:
+            self.save = True
+        elif self.leave is None:
+            self.leave, self._since = signal.Signals(number).name, now
         elif not self._launched and now - self._since > SAME_REQUEST_SECONDS:
             os._exit(INTERRUPTED_EXIT_CODE)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What any of the ranks was asked for; the same on all of them."""
+
+    leave: str | None = None
+    stop: str | None = None
+    save: str | None = None
+
+
+NOTHING = Asked()
+
+
 class Pulse:
-    """Every so many steps, all ranks tell each other whether they were asked to stop, and share rank 0's clock.
+    """Every so many steps, all ranks tell each other what they were asked for, and share rank 0's clock.
 
     The number of steps follows from the measured step time, so that the exchange costs a fixed small share of the
     time and not something per step; it is computed from what was exchanged, so all ranks compute the same.
     """
 
-    def __init__(self, group: Group, request: StopRequest) -> None:
-        self._group, self._request = group, request
+    def __init__(self, group: Group, requests: Requests) -> None:
+        self._group, self._requests = group, requests
         self._start = self._last_time = time.monotonic()
         self._last_step = 0
         self._next_step = 0
@@ -92,26 +116,38 @@ class Pulse:
         """Seconds since this start of the run, restored or not, as all ranks know them."""
         return self.clock - self._clock_at_start
 
-    def beat(self, step: int) -> str | None:
-        """Why all ranks are to stop at this step, if they are."""
+    def beat(self, step: int) -> Asked:
+        """What all ranks are to do at this step, if any of them was asked for something."""
         now = time.monotonic()
         if self._group.world_size == 1:
             self.clock = now - self._start
-            return self._request.reason
+            return _asked([self._take()]) if self._requests.any else NOTHING
         if step < self._next_step:
-            return None
+            return NOTHING
         message = {
-            "stop": self._request.reason,
+            **self._take(),
             "clock": now - self._start,
             "step_seconds": (now - self._last_time) / max(step - self._last_step, 1),
         }
         messages = self._group.gather(message, f"the pulse at step {step}")
-        self.clock = float(messages[0]["clock"])  # type: ignore[arg-type]
-        slowest = max(float(each["step_seconds"]) for each in messages)  # type: ignore[arg-type]
+        self.clock = float(messages[0]["clock"])
+        slowest = max(float(each["step_seconds"]) for each in messages)
         self._every = steps_between_pulses(slowest, self._every)
         self._last_step, self._last_time, self._next_step = step, time.monotonic(), step + self._every
-        asked = [(rank, each["stop"]) for rank, each in enumerate(messages) if each["stop"]]
-        return f"{asked[0][1]} on rank {', '.join(str(rank) for rank, _ in asked)}" if asked else None
+        return _asked(messages)
+
+    def _take(self) -> dict[str, Any]:
+        requests = self._requests
+        save, requests.save = requests.save, False  # whoever asks again after this asks for another save
+        return {"leave": requests.leave, "stop": requests.stop, "save": "SIGUSR1" if save else None}
+
+
+def _asked(messages: list[dict[str, Any]]) -> Asked:
+    def first(name: str) -> str | None:
+        asked = [(rank, each[name]) for rank, each in enumerate(messages) if each[name]]
+        return f"{asked[0][1]} on {ranks_text([rank for rank, _ in asked])}" if asked else None
+
+    return Asked(first("leave"), first("stop"), first("save"))
 
 
 def steps_between_pulses(step_seconds: float, before: int) -> int:

@@ -52,6 +52,11 @@ class Task(abc.ABC):
         """Used where the config names no scheduler; stepped every epoch."""
         return None
 
+    def should_stop(self, metrics: dict[str, float]) -> str | None:
+        """A reason to end training on all ranks, for instance that a trial is pruned; asked on rank 0, after every
+        validation."""
+        return None
+
     # A task may define collate(examples) to build batches in its own way.
 
 

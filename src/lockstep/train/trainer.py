@@ -37,13 +37,21 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     scheduler, every = _scheduler(task, optimizer, config)
     limits = config.train
     run.setup(
-        model, optimizer, scheduler, precision=limits.precision, clip_norm=limits.clip_norm, compile=limits.compile
+        model,
+        optimizer,
+        scheduler,
+        precision=limits.precision,
+        clip_norm=limits.clip_norm,
+        compile=limits.compile,
+        on_nan=limits.on_nan,
     )
 
     measure = _measure(run, task)
     batch_size = config.validation.batch_size or limits.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
-    validation = Validation(datasets.get("val"), measure, batch_size, config.validation, stopping, collate)
+    validation = Validation(
+        datasets.get("val"), measure, batch_size, config.validation, stopping, collate, task.should_stop
+    )
     checkpointing = Checkpointing(config.checkpoint, validation)
     run.attach("validation", validation)
     hooks: list[Hook] = [validation, checkpointing]

@@ -1,0 +1,96 @@
+"""How ranks find each other: the store where they leave word, and the groups that they form.
+
+Growth with the number of ranks: the store has two connections from every rank. Gloo connects ranks only when they
+first talk: a gathering goes round in a ring, so every rank is connected to two others, and a broadcast of a long
+message adds about log2(N) more. Nobody but the store is ever connected to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lockstep.errors import LaunchError, RollCallError
+from lockstep.group import Group
+from lockstep.runtime.base import Runtime
+from lockstep.topology import Topology
+from lockstep.whereabouts import Whereabouts
+
+
+def meet(topology: Topology, limit: float) -> Any:
+    """A new connection to the store where all ranks of this attempt leave word; None for a process on its own."""
+    if topology.world_size == 1 and not topology.launched_by_us:
+        return None
+    serves = topology.place.rank == 0 and not topology.launcher_serves_store
+    return PrefixStore(f"lockstep/attempt-{topology.attempt}", _connect(topology, serves, limit))
+
+
+def another_connection(topology: Topology, limit: float) -> Any:
+    """A second connection to the same store: a thread that waits on one of them holds up nobody on the other."""
+    return PrefixStore(f"lockstep/attempt-{topology.attempt}", _connect(topology, False, limit))
+
+
+def join(
+    topology: Topology, runtime: Runtime, store: Any, timeout: float, whereabouts: Whereabouts | None = None
+) -> Group:
+    """Form the group with all other ranks, with explicit rank, world size and limit."""
+    rank, world_size = topology.place.rank, topology.world_size
+    if world_size == 1:
+        return Group(0, 1, timeout, whereabouts=whereabouts)
+    limit = timedelta(seconds=timeout)
+    extra: dict[str, Any] = {"device_id": runtime.device} if runtime.backend == "nccl" else {}
+    with _connecting_when_needed():
+        dist.init_process_group(runtime.backend, store=store, rank=rank, world_size=world_size, timeout=limit, **extra)
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise RollCallError(
+                f"this process was started as rank {rank} of {world_size}, but the group says it is rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}"
+            )
+        control = dist.new_group(backend="gloo", timeout=limit)
+    return Group(rank, world_size, timeout, store, control, whereabouts)
+
+
+@contextlib.contextmanager
+def _connecting_when_needed() -> Iterator[None]:
+    """Let gloo open the connections that are used, and not one between every two ranks."""
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+def _connect(topology: Topology, serves: bool, limit: float) -> Any:
+    try:
+        return TCPStore(
+            topology.address,
+            topology.port,
+            is_master=serves,
+            timeout=timedelta(seconds=limit),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, dist.DistError) as error:
+        if serves and "use" in str(error):
+            raise LaunchError(port_in_use(topology.port)) from None
+        raise RollCallError(
+            f"rank {topology.place.rank} on {topology.place.host}: nobody answers at {topology.address}:"
+            f"{topology.port} within {limit:g} s, where rank 0 or the launcher should be. Check that rank 0 was "
+            f"started, the address, the port and the firewall ({str(error).strip().splitlines()[0]}); "
+            "launch.join_timeout sets the limit"
+        ) from None
+
+
+def port_in_use(port: int) -> str:
+    return (
+        f"launch.port: port {port} is already in use on this host. "
+        "Leave launch.port out and a free one is picked, or name another"
+    )

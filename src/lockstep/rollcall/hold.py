@@ -1,0 +1,63 @@
+"""The whole roll call of one rank: it reports, the group is formed, and the data plane is proven."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from lockstep.config.schema import Launch
+from lockstep.group import Group
+from lockstep.meeting import join
+from lockstep.rollcall.call import call
+from lockstep.rollcall.proof import prove
+from lockstep.rollcall.report import Evidence, Report, digest
+from lockstep.runtime.base import Runtime
+from lockstep.topology import Topology
+from lockstep.whereabouts import Whereabouts
+
+
+def hold(
+    topology: Topology,
+    runtime: Runtime,
+    store: Any,
+    limits: Launch,
+    evidence: Evidence,
+    whereabouts: Whereabouts,
+) -> tuple[list[Report], Group]:
+    """Everybody's reports (on rank 0; on the others, their own) and the group, of which all members are known."""
+    mine = report(topology, runtime, evidence)
+    with whereabouts.within("the roll call", waits=True, limit=limits.join_timeout):
+        reports = call(store, mine, evidence, limits.join_timeout, limits.share_devices)
+        group = join(topology, runtime, store, limits.timeout, whereabouts)
+        prove(group, runtime, limits.join_timeout)
+    return reports, group
+
+
+def report(topology: Topology, runtime: Runtime, evidence: Evidence) -> Report:
+    place = topology.place
+    return Report(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        host=place.host,
+        pid=os.getpid(),
+        device=str(runtime.device),
+        physical_device=runtime.identity(),
+        world_size=topology.world_size,
+        runtime_world=runtime.world_size(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        lockstep=_version(),
+        config=digest(evidence.config),
+        source=digest(evidence.source),
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("lockstep-train")
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return "unknown"

@@ -1,0 +1,118 @@
+"""The heartbeat of a rank: a thread that tells the store where the training thread is, and hears when all must end."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from lockstep.errors import RankStalled
+from lockstep.topology import Topology
+from lockstep.watch.stall import Limits
+from lockstep.watch.watcher import Watcher
+from lockstep.whereabouts import Beat, Whereabouts, beat_key
+
+logger = logging.getLogger(__name__)
+
+VERDICT = "stalled"
+_INTERVAL = 1.0
+_NOT_THE_USERS = tuple(
+    str(Path(folder).resolve())
+    for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+)
+
+
+def interval(limits: Limits) -> float:
+    """Seconds between two beats: a second, or less where a stall is to be noticed within a few."""
+    return min(_INTERVAL, limits.stall_after / 8)
+
+
+class Heartbeat:
+    """Beats until it is stopped. Where no launcher of ours watches, ranks 0 and 1 watch, each also the other."""
+
+    def __init__(self, store: Any, topology: Topology, whereabouts: Whereabouts, limits: Limits) -> None:
+        self._store, self._rank, self._world_size = store, topology.place.rank, topology.world_size
+        self._whereabouts, self._limits = whereabouts, limits
+        self._watched = topology.launched_by_us
+        self._watches = not self._watched and self._rank < 2
+        self._training_thread = threading.get_ident()
+        self._count = 0
+        self._last_answer = time.monotonic()
+        self._stopping = threading.Event()
+        self.stacks: TextIO = sys.stderr
+        self._threads = [threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True)]
+        if not self._watched:
+            self._threads.append(threading.Thread(target=self._mind_the_store, name="lockstep-store", daemon=True))
+
+    def start(self) -> None:
+        """Begin to beat, unless this is a process on its own and there is no store."""
+        if self._store is not None:
+            for thread in self._threads:
+                thread.start()
+
+    def stop(self) -> None:
+        """Send the last beat and end. Limited, since the store may be gone or out of reach."""
+        self._stopping.set()
+        if self._store is not None:
+            self._threads[0].join(timeout=2 * interval(self._limits))
+
+    def _beat(self) -> None:
+        watcher = Watcher(self._store, range(self._world_size), self._limits) if self._watches else None
+        try:
+            while not self._stopping.wait(interval(self._limits)):
+                self._send()
+                if watcher is not None and (stall := watcher.look()) is not None:
+                    self._store.set(VERDICT, stall.message)
+                if not self._watched and self._store.check([VERDICT]):
+                    self._end(self._store.get(VERDICT).decode())
+                self._last_answer = time.monotonic()
+            self._send()
+        except RuntimeError:
+            return  # the store is gone, with its launcher or with rank 0, and they are told of in another way
+
+    def _send(self) -> None:
+        self._count += 1
+        now = self._whereabouts.now
+        still = time.monotonic() - now.since
+        where = user_line(sys._current_frames().get(self._training_thread)) if still > _INTERVAL / 2 else ""
+        beat = Beat(
+            self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where
+        )
+        self._store.set(beat_key(self._rank), beat.encode())
+
+    def _mind_the_store(self) -> None:
+        """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""
+        while not self._stopping.wait(interval(self._limits)):
+            quiet = time.monotonic() - self._last_answer
+            if self._threads[0].is_alive() and quiet > self._limits.stall_after:
+                now = self._whereabouts.now
+                self._end(
+                    f"rank {self._rank} has had no answer from the store for {quiet:.0f} s, while it was in "
+                    f"{now.doing}: the network to rank 0's host is cut, or that host is gone"
+                )
+
+    def _end(self, message: str) -> None:
+        """End this process from here: the training thread is stuck, or waits for one that is."""
+        logger.error("%s. Ended; the stacks of all threads follow", message)
+        faulthandler.dump_traceback(self.stacks, all_threads=True)
+        if self._rank == 0 or "no answer" in message:
+            print(f"lockstep: {message}", file=sys.stderr, flush=True)
+        os._exit(RankStalled.exit_code)
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`train.py:42`: the innermost line that is neither ours nor a library's."""
+    innermost = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", *_NOT_THE_USERS)) and "site-packages" not in file:
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return f"{Path(innermost.f_code.co_filename).name}:{innermost.f_lineno}" if innermost is not None else ""

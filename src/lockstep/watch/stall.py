@@ -1,0 +1,129 @@
+"""When ranks that do not get on are stuck, and which of them: one pure function, and the message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.config.schema import Watch
+from lockstep.group import ranks_text
+from lockstep.whereabouts import Beat
+
+# Ranks that wait for different things wait for ever: no need to give them all of `stall_after`.
+APART_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank may go without progress: while it does something for the first time, and later."""
+
+    stall_after: float
+    first_time: float
+
+    @classmethod
+    def of(cls, settings: Watch) -> Limits:
+        return cls(math.inf if settings.stall_after is None else settings.stall_after, settings.first_time)
+
+    def for_beat(self, beat: Beat | None) -> float:
+        first = beat is None or beat.first
+        return max(self.stall_after, self.first_time if first else 0.0, beat.limit if beat else 0.0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a watcher knows of a rank."""
+
+    rank: int
+    beat: Beat | None  # its newest, if there was any
+    quiet: float  # seconds since that beat came, by the watcher's clock
+    suspended: bool = False  # stopped by a signal, where the watcher can see that
+
+    @property
+    def still(self) -> float:
+        """Seconds without progress."""
+        return self.quiet + (self.beat.still if self.beat else 0.0)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks that are stuck, and what to tell the user."""
+
+    ranks: tuple[int, ...]
+    message: str
+
+
+def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
+    """A rank that waits for others is not stuck as long as one of them still gets on."""
+    there = [each for each in everyone if each.beat is None or not each.beat.left]
+    silent = [each for each in there if each.quiet > limits.for_beat(each.beat)]
+    stuck = [each for each in everyone if _works(each) and each.still > limits.for_beat(each.beat)]
+    if silent or stuck:
+        found = sorted({each.rank for each in (*silent, *stuck)})
+        return Stall(tuple(found), _message(everyone, set(found)))
+    if not there or any(_works(each) for each in there):
+        return None
+    return _all_wait(everyone, limits)
+
+
+def _all_wait(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
+    still = min(each.still for each in everyone if each.beat and not each.beat.left)
+    places = {each.beat.at for each in everyone if each.beat}
+    limit = max(limits.for_beat(each.beat) for each in everyone)
+    first = any(each.beat and each.beat.first for each in everyone)
+    if len(places) > 1 and still > (limit if first or limit == math.inf else min(limit, APART_SECONDS)):
+        return Stall(
+            tuple(each.rank for each in everyone),
+            f"the ranks wait for different things, since {still:.0f} s: {_waits(everyone)}. One of them left out, or "
+            "added, a call that all must make: look for a branch on the rank, a batch that only some ranks skip, or "
+            "ranks with different numbers of batches",
+        )
+    if still > limit:
+        return Stall(
+            tuple(each.rank for each in everyone),
+            f"all ranks wait, and nothing comes: {_waits(everyone)}, since {still:.0f} s. The connection between them "
+            "may be cut",
+        )
+    return None
+
+
+def _works(seen: Seen) -> bool:
+    return seen.beat is None or not seen.beat.waits
+
+
+def _message(everyone: Sequence[Seen], stuck: set[int]) -> str:
+    lines = [_stuck(each) for each in everyone if each.rank in stuck]
+    others = [each for each in everyone if each.rank not in stuck]
+    waiting = [each for each in others if each.beat and each.beat.waits]
+    working = [each for each in others if _works(each)]
+    if waiting:
+        lines.append(_waits(waiting))
+    if working:
+        lines.append(f"{ranks_text([each.rank for each in working])} still at work")
+    return "; ".join(lines)
+
+
+def _stuck(seen: Seen) -> str:
+    beat = seen.beat
+    if beat is None:
+        return f"rank {seen.rank}: never gave a sign of life"
+    doing = f"waits in {beat.at}" if beat.waits else f"in {beat.at}"
+    where = f", {beat.where}" if beat.where else ""
+    if seen.suspended:
+        return f"rank {seen.rank}: stopped by a signal (SIGSTOP) {doing}{where}, since {seen.still:.0f} s"
+    if seen.quiet > max(beat.still, 5.0):
+        return (
+            f"rank {seen.rank}: no sign of life since {seen.quiet:.0f} s, last {doing}{where} (stopped, out of reach, "
+            "or in native code that holds Python's lock)"
+        )
+    return f"rank {seen.rank}: {doing}{where}, since {seen.still:.0f} s"
+
+
+def _waits(waiting: Sequence[Seen]) -> str:
+    at: dict[str, list[int]] = {}
+    for each in waiting:
+        assert each.beat is not None
+        at.setdefault(each.beat.at, []).append(each.rank)
+    return "; ".join(
+        f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()
+    )
