@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -73,8 +73,16 @@ class Group:
         # Encoded in a world of one as well: what works there must work, and look the same, on several ranks.
         return [json.loads(message) for message in self.rendezvous(name, _encode(value, name))]
 
-    def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
-        """Exchange bytes among all ranks; returns every rank's payload in rank order once all have arrived."""
+    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Exchange bytes among all ranks; returns every rank's payload in rank order once all have arrived.
+
+        Naming `ranks` that are not all of them is refused: those left out could not know.
+        """
+        if ranks is not None and sorted(ranks) != list(range(self.world_size)):
+            raise ValueError(
+                f"rendezvous {tag!r}: ranks={list(ranks)} is not all of the {self.world_size} ranks; all of them must "
+                "take part"
+            )
         if not isinstance(payload, bytes):
             raise TypeError(f"rendezvous {tag!r}: the payload must be bytes, got {type(payload).__name__}")
         if self.world_size == 1:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -140,3 +142,110 @@ def half_used(run: lockstep.Run) -> dict[str, Any]:
         "parameter_devices": sorted({str(each.device) for each in run.module.parameters()}),
         "steps": run.progress.step,
     }
+
+
+def connections(run: lockstep.Run) -> int:
+    """How many others this rank is connected to, after it talked to all of them in every way."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    run.backward(run.model(torch.ones(2, 4)).mean())
+    run.gather("a word")
+    run.barrier("before counting")
+    mine = psutil.Process().net_connections("tcp")
+    count = sum(each.status == psutil.CONN_ESTABLISHED for each in mine)
+    run.barrier("after counting")
+    return count
+
+
+def rank_1_stops_training(run: lockstep.Run) -> dict[str, Any]:
+    """Only one rank knows why, and only it asks."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in run.epochs(100):
+        for inputs, targets in run.batches(dataset(), batch_size=12):
+            run.backward(F.mse_loss(run.model(inputs), targets))
+            run.step()
+            time.sleep(0.02)
+            if run.rank == 1 and run.progress.step == 7:
+                run.stop("pruned")
+    return {"step": run.progress.step, "stopped": run.stopped}
+
+
+def skipping_nan(run: lockstep.Run) -> dict[str, Any]:
+    """Rank 1 has a batch that cannot be right at step 3."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), on_nan="skip")
+    weights = []
+    for _ in run.epochs(1):
+        for inputs, targets in run.batches(dataset(), batch_size=10):
+            loss = F.mse_loss(run.model(inputs), targets)
+            if run.rank == 1 and run.progress.step == 2:
+                loss = loss * float("nan")
+            run.log(loss=loss)
+            run.backward(loss)
+            run.step()
+            weights.append(run.module.weight.flatten().tolist())
+    return {"weights": weights, "steps": run.progress.step}
+
+
+def always_nan(run: lockstep.Run) -> None:
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05), on_nan="skip")
+    for _ in run.epochs(None):
+        for inputs, _ in run.batches(dataset(), batch_size=10):
+            run.backward(run.model(inputs).mean() * float("nan"))
+            run.step()
+
+
+# Mistakes that everybody makes once
+
+
+def train_one_epoch(run: lockstep.Run) -> None:
+    for inputs, targets in run.batches(dataset(), batch_size=10):
+        run.backward(F.mse_loss(run.model(inputs), targets))
+        run.step()
+
+
+def validating_through_the_wrapper_on_rank_0(run: lockstep.Run) -> int:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in run.epochs(2):
+        if run.is_main:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            model.train()
+        train_one_epoch(run)
+    return run.progress.step
+
+
+def saving_on_rank_0_with_a_barrier_elsewhere(run: lockstep.Run) -> None:
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in run.epochs(2):
+        train_one_epoch(run)
+        if run.is_main:
+            run.checkpoint()
+        else:
+            run.barrier("rank 0 has saved")
+
+
+def different_numbers_of_batches(run: lockstep.Run) -> None:
+    """A loader of one's own, that gives rank 1 one batch more."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in range(5 + run.rank):
+        run.backward(run.model(torch.ones(2, 4)).mean())
+        run.step()
+
+
+def replicas_that_drift_apart(run: lockstep.Run) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in run.epochs(10):
+        for inputs, targets in run.batches(dataset(), batch_size=12):
+            run.backward(F.mse_loss(run.model(inputs), targets))
+            run.step()
+            if run.rank == 2 and run.progress.step == 5:
+                with torch.no_grad():
+                    run.module[1].weight[0, 0] += 1e-6

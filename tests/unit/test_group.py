@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import PeerLost, RankMissing
-from lockstep.group import Group, out_of_step
+from lockstep.group import Group
 from lockstep.meeting import port_in_use
 
 

@@ -33,7 +33,9 @@ def test_a_topology_comes_back_from_its_environment(topology: Topology) -> None:
 
 
 def test_the_environment_is_what_torchrun_sets() -> None:
-    topology = Topology(Place(rank=3, local_rank=1, host_index=1), 4, 2, "10.0.0.7", 29500, attempt=2)
+    topology = Topology(
+        Place(rank=3, local_rank=1, host_index=1), 4, 2, "10.0.0.7", 29500, attempt=2, launched_by_us=True
+    )
     assert topology.to_env() == {
         "RANK": "3",
         "WORLD_SIZE": "4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +16,31 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 
+logger = logging.getLogger(__name__)
+
 # Buffers are made equal where it matters, before they are evaluated or saved. Broadcasting them in every forward pass
 # would make a rank that evaluates through the wrapper alone wait for the others for ever. Torch 2.13 renamed it.
 _BROADCAST_OPTION = "forward_sync_buffers"
 if _BROADCAST_OPTION not in inspect.signature(DistributedDataParallel).parameters:
     _BROADCAST_OPTION = "broadcast_buffers"
 _NO_BROADCAST: dict[str, Any] = {_BROADCAST_OPTION: False}
+
+
+class Replica(DistributedDataParallel):
+    """Torch's wrapper, which without gradients is the module that it wraps: a rank may then evaluate alone."""
+
+    _warned = False
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super().forward(*inputs, **keywords)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the model was called through its DDP wrapper without gradients; it was passed by, so that no rank "
+                "waits. Evaluate with run.module (in a Task, with the model that metrics() is given)"
+            )
+        return self.module(*inputs, **keywords)
 
 
 class DdpStrategy(Strategy):
@@ -36,7 +56,7 @@ class DdpStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError("task: the model has no parameter that requires a gradient, so there is nothing to train")
         on_gpu = self.runtime.device.type == "cuda"
-        self._wrapped = DistributedDataParallel(
+        self._wrapped = Replica(
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
             output_device=self._settings.output_device if on_gpu else None,

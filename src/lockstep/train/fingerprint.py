@@ -43,7 +43,7 @@ def difference(step: int, name: str, found: list[int]) -> str:
     counted = Counter(found).most_common()
     usual, votes = counted[0]
     odd = [rank for rank, each in enumerate(found) if each != usual]
-    who = f"{ranks_text(odd)} from the others" if votes > len(found) / 2 else "between all ranks"
+    who = f"on {ranks_text(odd)} from the others" if votes > len(found) / 2 else "between all ranks"
     return (
         f"the replicas of the model are not equal any more at step {step}: {name!r} differs {who}, and it is the first "
         "parameter that does. No checkpoint was written from this state. A rank changed its weights by itself (a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -154,8 +154,9 @@ class Run:
     def barrier(self, name: str = "a barrier") -> None:
         self.group.barrier(name)
 
-    def rendezvous(self, tag: str, payload: bytes = b"") -> list[bytes]:
-        return self.group.rendezvous(tag, payload)
+    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Exchange bytes among all ranks; asking for some of them only is refused."""
+        return self.group.rendezvous(tag, payload, ranks)
 
     def stop(self, reason: str) -> None:
         """End training on all ranks at the same step, whichever of them asks: `batches` and `epochs` then end there.
@@ -268,7 +269,8 @@ class Run:
         self.journal.note_busy(time.perf_counter() - self._busy_since)
         weight = 1.0 if self._part is None else self._part.weight
         exchanges = self.world_size > 1 and (self._part is None or self._part.completes_batch)
-        self._whereabouts.enter("gradient reduction" if exchanges else "backward", waits=exchanges)
+        doing = "gradient reduction" if exchanges else "backward"
+        self._whereabouts.enter(doing, self.progress.step + 1, waits=exchanges)
         try:
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:

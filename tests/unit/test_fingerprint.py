@@ -1,0 +1,60 @@
+"""A fingerprint changes with any bit of any parameter, and with nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.group import Group
+from lockstep.train.fingerprint import combined, compare, difference, fingerprint
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (4, 6), (5, 7)], ids=str)
+def test_one_changed_element_changes_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    before = fingerprint({"w": tensor})
+    assert fingerprint({"w": tensor.clone()}) == before
+    tensor.view(-1)[-1] = 0
+    assert fingerprint({"w": tensor}) != before
+
+
+def test_the_last_bit_counts() -> None:
+    tensor = torch.randn(1000)
+    before = fingerprint({"w": tensor})
+    tensor.view(torch.int32)[500] ^= 1
+    assert fingerprint({"w": tensor}) != before
+
+
+def test_memory_that_is_not_in_one_piece() -> None:
+    tensor = torch.randn(6, 8).t()
+    before = fingerprint({"w": tensor})
+    tensor[3, 2] += 1e-6
+    assert fingerprint({"w": tensor}) != before
+    part = torch.randn(9)[1:]  # does not begin at a whole word
+    assert len(fingerprint({"w": part})) == 1
+
+
+def test_no_parameters() -> None:
+    assert fingerprint({}) == []
+    compare(Group(0, 1, 1.0), [], [], [combined([])], 3)
+
+
+def test_the_order_of_parameters_counts() -> None:
+    assert combined([1, 2]) != combined([2, 1])
+
+
+@pytest.mark.parametrize(
+    ("found", "who"),
+    [
+        ([5, 5, 7, 5], "differs on rank 2 from the others"),
+        ([5, 7], "between all ranks"),
+        ([1, 2, 3], "between all ranks"),
+    ],
+)
+def test_the_odd_one_out_is_named_where_there_is_a_majority(found: list[int], who: str) -> None:
+    text = difference(12, "layers.0.weight", found)
+    assert who in text
+    assert "at step 12" in text and "'layers.0.weight'" in text

@@ -1,0 +1,127 @@
+"""When ranks that do not get on are stuck, and which of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.config.schema import Watch
+from lockstep.watch.heartbeat import interval, user_line
+from lockstep.watch.stall import APART_SECONDS, Limits, Seen, find_stall
+from lockstep.whereabouts import LEFT, Beat, Whereabouts
+
+LIMITS = Limits(stall_after=300.0, first_time=1800.0)
+
+
+def seen(rank: int, doing: str, still: float, *, quiet: float = 0.5, suspended: bool = False, **changes: Any) -> Seen:
+    usual = Beat(9, 5, 118, doing, False, False, 0.0, max(still - quiet, 0.0), "")
+    return Seen(rank, replace(usual, **changes), quiet, suspended)
+
+
+def waiting(rank: int, doing: str = "gradient reduction", still: float = 305.0, **changes: Any) -> Seen:
+    return seen(rank, doing, still, waits=True, **changes)
+
+
+def test_who_is_stuck_and_who_waits_for_them() -> None:
+    stall = find_stall([waiting(0), seen(1, "loss", 310, where="train.py:42"), waiting(2), waiting(3)], LIMITS)
+    assert stall is not None
+    assert stall.ranks == (1,)
+    assert stall.message == (
+        "rank 1: in loss of step 118, train.py:42, since 310 s; ranks 0, 2, 3 wait in gradient reduction of step 118"
+    )
+
+
+@pytest.mark.parametrize(
+    "everyone",
+    [
+        pytest.param([seen(0, "loss", 200), waiting(1, still=200)], id="within the limit"),
+        pytest.param([seen(0, "loss", 2), waiting(1, still=3000)], id="a rank that waits is not stuck while one works"),
+        pytest.param([seen(0, "loss", 1500, first=True), waiting(1, still=1500)], id="the first time may take longer"),
+        pytest.param([seen(0, "sampling", 900, limit=3600.0), waiting(1, still=900)], id="the user said it takes long"),
+        pytest.param([waiting(0, still=20), waiting(1, "'metrics of step 9'", still=20)], id="apart, but not for long"),
+        pytest.param([waiting(0, still=200), waiting(1, still=200)], id="a slow exchange"),
+        pytest.param([seen(0, LEFT, 5000, waits=True, quiet=5000), seen(1, "loss", 3)], id="one is done"),
+        pytest.param([seen(0, LEFT, 5000, waits=True, quiet=5000)], id="all are done"),
+        pytest.param([Seen(0, None, 1000)], id="not yet heard of, and there is time"),
+    ],
+)
+def test_ranks_that_get_on(everyone: list[Seen]) -> None:
+    assert find_stall(everyone, LIMITS) is None
+
+
+def test_ranks_that_wait_for_different_things_are_told_before_the_limit() -> None:
+    everyone = [waiting(0, still=31), waiting(1, "'metrics of step 117'", still=40)]
+    assert APART_SECONDS < 31
+    stall = find_stall(everyone, LIMITS)
+    assert stall is not None and stall.ranks == (0, 1)
+    assert "rank 0 waits in gradient reduction of step 118; rank 1 waits in 'metrics of step 117'" in stall.message
+    assert "different numbers of batches" in stall.message
+    assert find_stall(everyone, Limits.of(Watch(stall_after=None))) is None
+
+
+def test_a_rank_that_left_while_another_waits_for_it() -> None:
+    stall = find_stall([waiting(0, still=40), seen(1, LEFT, 50, waits=True)], LIMITS)
+    assert stall is not None and "rank 1 waits in done" in stall.message
+
+
+def test_all_wait_for_the_same_and_it_does_not_come() -> None:
+    stall = find_stall([waiting(0), waiting(1)], LIMITS)
+    assert stall is not None
+    assert "all ranks wait, and nothing comes: ranks 0, 1 wait in gradient reduction of step 118" in stall.message
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (seen(1, "loss", 310, quiet=305, suspended=True), "rank 1: stopped by a signal (SIGSTOP) in loss of step 118"),
+        (waiting(1, still=310, quiet=305), "rank 1: no sign of life since 305 s, last waits in gradient reduction"),
+        (Seen(1, None, 1801), "rank 1: never gave a sign of life"),
+    ],
+)
+def test_a_rank_that_gives_no_sign_of_life(rank: Seen, words: str) -> None:
+    stall = find_stall([waiting(0), rank], LIMITS)
+    assert stall is not None and stall.ranks == (1,)
+    assert words in stall.message
+
+
+def test_beats_come_often_enough_for_a_short_limit() -> None:
+    assert interval(LIMITS) == 1.0
+    assert interval(Limits(4.0, 8.0)) == 0.5
+
+
+def test_a_beat_survives_its_way_through_the_store() -> None:
+    beat = seen(0, "loss", 3.0, where="train.py:1").beat
+    assert beat is not None and Beat.decode(beat.encode()) == beat
+    assert Beat.decode(b"") is None
+
+
+def test_the_line_of_the_user_and_not_of_a_library() -> None:
+    assert user_line(sys._getframe()).startswith("test_stall.py:")
+    assert user_line(None) == ""
+
+
+# Whereabouts
+
+
+def test_something_is_the_first_of_its_kind_only_once() -> None:
+    here = Whereabouts()
+    here.enter("loss", step=1)
+    assert here.now.first and here.now.step == 1
+    here.enter("data")
+    here.enter("loss", step=2)
+    assert not here.now.first
+
+
+def test_what_happens_within_something_else_leaves_it_as_it_was() -> None:
+    here = Whereabouts()
+    here.enter("validation", step=4)
+    before = here.now
+    with here.within("'metrics of step 4'", waits=True):
+        assert here.now.waits and here.now.doing == "'metrics of step 4'" and not here.now.first
+    assert here.now._replace(number=before.number, since=before.since) == before
+    assert here.now.number == before.number + 2, "coming back is progress"
+    assert time.monotonic() - here.now.since < 5
