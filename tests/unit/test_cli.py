@@ -68,6 +68,8 @@ def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> N
         (["run", "nowhere.py"], 2),
         (["run", "--processes", "2", "--dry-run", "task.py"], 0),
         (["init", "new"], 0),
+        (["doctor", "--help"], 0),
+        (["doctor", "--runtime", "tpu"], 2),
     ]
     argv = [sys.executable, "-c", PROGRAM, json.dumps([arguments for arguments, _ in commands])]
     finished = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
@@ -115,6 +117,9 @@ def test_every_public_name_is_there_and_no_other() -> None:
         (["trian"], "No such command 'trian'"),
         (["train", "config.yaml", "--dryrun"], "No such option"),
         (["run", "--processes", "0", "task.py"], "Invalid value for '--processes'"),
+        (["doctor", "--runtime", "tpu"], "Invalid value for '--runtime'"),
+        (["doctor", "--processes", "0"], "Invalid value for '--processes'"),
+        (["doctor", "--limit", "0"], "Invalid value for '--limit'"),
     ],
 )
 def test_a_mistake_is_told_on_stderr_with_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:

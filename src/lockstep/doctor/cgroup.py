@@ -1,0 +1,60 @@
+"""What the control groups of this process leave it of the machine's cores and memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+# Version 1 writes a number of this order where there is no limit.
+_UNLIMITED = 2**60
+
+
+def core_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
+    """Cores' worth of time by the tightest limit on the way up; none where there is no limit."""
+    texts = _read(root, membership, "", "cpu.max")
+    quotas = _read(root, membership, "cpu", "cpu.cfs_quota_us")
+    periods = _read(root, membership, "cpu", "cpu.cfs_period_us")
+    texts += [f"{quota} {period}" for quota, period in zip(quotas, periods, strict=False)]
+    return min((cores for text in texts if (cores := cores_of(text)) is not None), default=None)
+
+
+def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Bytes by the tightest limit on the way up; none where there is no limit."""
+    texts = _read(root, membership, "", "memory.max")
+    texts += _read(root, membership, "memory", "memory.limit_in_bytes")
+    return min((limit for text in texts if (limit := bytes_of(text)) is not None), default=None)
+
+
+def cores_of(text: str) -> float | None:
+    """Quota and period in microseconds, as `cpu.max` has them."""
+    quota, _, period = text.partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def bytes_of(text: str) -> int | None:
+    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
+
+
+def _read(root: Path, membership: Path, controller: str, file: str) -> list[str]:
+    """What the file says in this process's group and in every group above it; version 2 has one nameless controller."""
+    texts = []
+    for folder in _folders(root, membership, controller):
+        with contextlib.suppress(OSError):
+            texts.append((folder / file).read_text(encoding="utf-8").strip())
+    return texts
+
+
+def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    # In a container the path may be the host's, which does not exist here; the limit is then at the root.
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            group = PurePosixPath(path)
+            for each in (group, *group.parents):
+                yield root / controller / str(each).lstrip("/")

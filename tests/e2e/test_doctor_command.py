@@ -1,0 +1,77 @@
+"""`lockstep doctor` as a user runs it: what works is proved, what does not is named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+
+from conftest import ROOT, Project, Started
+
+HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def by_name(text: str) -> dict[str, Any]:
+    return {check["name"]: check for check in json.loads(text)["checks"]}
+
+
+def test_what_is_here_as_json(project: Project) -> None:
+    finished = project.run("doctor", "--json", env={**HIDE_GPUS, "SECRET_TOKEN": "hunter2"})
+    assert finished.code == 0, finished.text
+    assert json.loads(finished.out)["verdict"] in ("ok", "warn")
+    checks = by_name(finished.out)
+    assert all(set(check) == {"name", "verdict", "found", "remedy", "data"} for check in checks.values())
+    assert {"python", "lockstep", "torch", "optional", "variables", "cores", "memory", "shared memory", "open files",
+            "ports", "hostname", "disk", "cpu", "cuda", "clock"} <= checks.keys()  # fmt: skip
+    (cpu,) = checks["cpu"]["data"]["devices"]
+    assert cpu["losses"][0] > cpu["losses"][1] and "/cpu/pid-" in cpu["identity"]
+    assert checks["cuda"]["verdict"] == "none"
+    assert checks["variables"]["data"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert "hunter2" not in finished.text
+    assert {path.name for path in project.folder.iterdir()} == {".stdout", ".stderr"}
+
+
+def test_processes_come_together_and_measure_how_they_talk(project: Project) -> None:
+    finished = project.run("doctor", "--runtime", "cpu", "--processes", "2")
+    assert finished.code == 0, finished.text
+    lines = {line[6:23].strip(): line for line in finished.out.splitlines()}
+    assert "2 processes came together" in lines["processes on cpu"]
+    assert "all_reduce of 4 bytes" in lines["latency"] and "barrier" in lines["latency"]
+    assert "32 MiB at" in lines["bandwidth"] and "GB/s" in lines["bandwidth"]
+    assert "cuda" not in lines
+    assert finished.out.splitlines()[-1].startswith("everything works")
+    assert "\x1b" not in finished.out
+
+
+def test_what_was_asked_for_and_does_not_work_fails_with_its_remedy(project: Project) -> None:
+    (project.folder / "file").touch()
+    finished = project.run("doctor", "--runtime", "cuda", "--out", project.folder / "file" / "runs", env=HIDE_GPUS)
+    assert finished.code == 1, finished.text
+    lines = finished.out.splitlines()
+    assert lines[-1] == "does not work: disk, cuda"
+    after = {line: following for line, following in pairwise(lines) if line.startswith("fail")}
+    disk, cuda = after
+    assert "cannot be written: Not a directory" in disk and "--out" in after[disk]
+    assert "hidden by CUDA_VISIBLE_DEVICES" in cuda and "unset CUDA_VISIBLE_DEVICES" in after[cuda]
+
+
+def test_without_torch_and_with_few_files_it_still_speaks(tmp_path: Path) -> None:
+    """An environment that has Lockstep and click, and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "click").symlink_to(Path(click.__file__).parent)
+    modules = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path / 'packages'}"}
+    command = f"ulimit -n 48; exec '{tmp_path}/bare/bin/python' -m lockstep doctor --runtime cpu --json"
+    finished = Started(["bash", "-c", command], tmp_path, modules).wait()
+    assert finished.code == 1, finished.text
+    checks = by_name(finished.out)
+    assert {name for name, check in checks.items() if check["verdict"] == "fail"} == {"torch", "open files", "cpu"}
+    assert checks["torch"]["remedy"].startswith("pip install 'torch>=")
+    assert checks["open files"]["remedy"].startswith("ulimit -n 1024")
+    assert "Traceback" not in finished.text
