@@ -79,6 +79,7 @@ def test_all_wait_for_the_same_and_it_does_not_come() -> None:
     [
         (seen(1, "loss", 310, quiet=305, suspended=True), "rank 1: stopped by a signal (SIGSTOP) in loss of step 118"),
         (waiting(1, still=310, quiet=305), "rank 1: no sign of life since 305 s, last waits in gradient reduction"),
+        (seen(1, "loss", 310, quiet=305, first=True), "rank 1: no sign of life since 305 s, last in loss of step 118"),
         (Seen(1, None, 1801), "rank 1: never gave a sign of life"),
     ],
 )

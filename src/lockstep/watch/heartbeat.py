@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -47,6 +48,7 @@ class Heartbeat:
         self._last_answer = time.monotonic()
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
+        self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
         self._threads = [threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True)]
         if not self._watched:
             self._threads.append(threading.Thread(target=self._mind_the_store, name="lockstep-store", daemon=True))
@@ -62,6 +64,7 @@ class Heartbeat:
         self._stopping.set()
         if self._store is not None:
             self._threads[0].join(timeout=2 * interval(self._limits))
+        os.close(self._terminal)
 
     def _beat(self) -> None:
         watcher = Watcher(self._store, range(self._world_size), self._limits) if self._watches else None
@@ -71,7 +74,7 @@ class Heartbeat:
                 if watcher is not None and (stall := watcher.look()) is not None:
                     self._store.set(VERDICT, stall.message)
                 if not self._watched and self._store.check([VERDICT]):
-                    self._end(self._store.get(VERDICT).decode())
+                    self._end(self._store.get(VERDICT).decode(), self._all_have_heard)
                 self._last_answer = time.monotonic()
             self._send()
         except RuntimeError:
@@ -98,13 +101,22 @@ class Heartbeat:
                     f"{now.doing}: the network to rank 0's host is cut, or that host is gone"
                 )
 
-    def _end(self, message: str) -> None:
+    def _end(self, message: str, wait: Callable[[], None] = lambda: None) -> None:
         """End this process from here: the training thread is stuck, or waits for one that is."""
         logger.error("%s. Ended; the stacks of all threads follow", message)
         faulthandler.dump_traceback(self.stacks, all_threads=True)
-        if self._rank == 0 or "no answer" in message:
-            print(f"lockstep: {message}", file=sys.stderr, flush=True)
-        os._exit(RankStalled.exit_code)
+        os.write(self._terminal, f"lockstep: {message}\n".encode())
+        try:
+            wait()
+        finally:
+            os._exit(RankStalled.exit_code)
+
+    def _all_have_heard(self) -> None:
+        """Leave together: the first to go would look like the cause to those that it was talking to."""
+        deadline = time.monotonic() + 3 * interval(self._limits)
+        self._store.add(f"{VERDICT}/heard", 1)
+        while self._store.add(f"{VERDICT}/heard", 0) < self._world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def user_line(frame: FrameType | None) -> str:

@@ -25,9 +25,13 @@ class Limits:
     def of(cls, settings: Watch) -> Limits:
         return cls(math.inf if settings.stall_after is None else settings.stall_after, settings.first_time)
 
-    def for_beat(self, beat: Beat | None) -> float:
+    def without_progress(self, beat: Beat | None) -> float:
         first = beat is None or beat.first
         return max(self.stall_after, self.first_time if first else 0.0, beat.limit if beat else 0.0)
+
+    def without_a_beat(self, beat: Beat | None) -> float:
+        """Beats come from a thread of their own, whatever the rank does for the first time."""
+        return max(self.stall_after, self.first_time if beat is None else beat.limit)
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,11 @@ class Stall:
 def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     """A rank that waits for others is not stuck as long as one of them still gets on."""
     there = [each for each in everyone if each.beat is None or not each.beat.left]
-    silent = [each for each in there if each.quiet > limits.for_beat(each.beat)]
-    stuck = [each for each in everyone if _works(each) and each.still > limits.for_beat(each.beat)]
+    silent = [each for each in there if each.quiet > limits.without_a_beat(each.beat)]
+    stuck = [each for each in everyone if _works(each) and each.still > limits.without_progress(each.beat)]
     if silent or stuck:
         found = sorted({each.rank for each in (*silent, *stuck)})
-        return Stall(tuple(found), _message(everyone, set(found)))
+        return Stall(tuple(found), _message(everyone, set(found), {each.rank for each in silent}))
     if not there or any(_works(each) for each in there):
         return None
     return _all_wait(everyone, limits)
@@ -69,7 +73,7 @@ def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
 def _all_wait(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     still = min(each.still for each in everyone if each.beat and not each.beat.left)
     places = {each.beat.at for each in everyone if each.beat}
-    limit = max(limits.for_beat(each.beat) for each in everyone)
+    limit = max(limits.without_progress(each.beat) for each in everyone)
     first = any(each.beat and each.beat.first for each in everyone)
     if len(places) > 1 and still > (limit if first or limit == math.inf else min(limit, APART_SECONDS)):
         return Stall(
@@ -91,8 +95,8 @@ def _works(seen: Seen) -> bool:
     return seen.beat is None or not seen.beat.waits
 
 
-def _message(everyone: Sequence[Seen], stuck: set[int]) -> str:
-    lines = [_stuck(each) for each in everyone if each.rank in stuck]
+def _message(everyone: Sequence[Seen], stuck: set[int], silent: set[int]) -> str:
+    lines = [_stuck(each, each.rank in silent) for each in everyone if each.rank in stuck]
     others = [each for each in everyone if each.rank not in stuck]
     waiting = [each for each in others if each.beat and each.beat.waits]
     working = [each for each in others if _works(each)]
@@ -103,7 +107,7 @@ def _message(everyone: Sequence[Seen], stuck: set[int]) -> str:
     return "; ".join(lines)
 
 
-def _stuck(seen: Seen) -> str:
+def _stuck(seen: Seen, silent: bool) -> str:
     beat = seen.beat
     if beat is None:
         return f"rank {seen.rank}: never gave a sign of life"
@@ -111,7 +115,7 @@ def _stuck(seen: Seen) -> str:
     where = f", {beat.where}" if beat.where else ""
     if seen.suspended:
         return f"rank {seen.rank}: stopped by a signal (SIGSTOP) {doing}{where}, since {seen.still:.0f} s"
-    if seen.quiet > max(beat.still, 5.0):
+    if silent:
         return (
             f"rank {seen.rank}: no sign of life since {seen.quiet:.0f} s, last {doing}{where} (stopped, out of reach, "
             "or in native code that holds Python's lock)"
