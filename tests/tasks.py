@@ -83,6 +83,19 @@ class Tiny(lockstep.Task):
             time.sleep(3600)
 
 
+class Pruned(Tiny):
+    """Some judge of trials, that only rank 0 can ask, has had enough after the second validation."""
+
+    def __init__(self, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.asked = 0
+
+    def should_stop(self, metrics: dict[str, float]) -> str | None:
+        assert os.environ.get("RANK", "0") == "0" and "val/loss" in metrics
+        self.asked += 1
+        return "pruned" if self.asked == 2 else None
+
+
 class NoLoss(lockstep.Task):
     def model(self) -> nn.Module:
         return nn.Linear(1, 1)

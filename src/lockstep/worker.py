@@ -132,9 +132,10 @@ def _announce(reports: list[Report], topology: Topology, device: Runtime, folder
     found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
     write_json(folder / runfolder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
     if topology.world_size > 1:
-        more = f"\n  and {len(reports) - SHOWN} more in {runfolder.TOPOLOGY_FILE}" if len(reports) > SHOWN else ""
-        rows = "\n".join(table(reports[:SHOWN]))
-        logger.info("roll call: all %d ranks are here, in %.2f s\n%s%s", topology.world_size, seconds, rows, more)
+        logger.info("roll call: all %d ranks are here, in %.2f s", topology.world_size, seconds)
+        more = [f"  and {len(reports) - SHOWN} more in {runfolder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
+        for line in (*table(reports[:SHOWN]), *more):
+            logger.info(line)
 
 
 def _conclude(run: Run, outcome: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -281,3 +282,15 @@ def test_a_script_that_leaves_right_after_a_step_does_not_wait_for_ever(project:
     script.write_text(HASTY_SCRIPT)
     finished = project.run("run", "--processes", "2", script, limit=60)
     assert finished.code == 0, finished.text
+
+
+@pytest.mark.requirement("D18")
+def test_a_skipped_step_and_a_pruned_trial_are_the_same_on_all_ranks(project: Project) -> None:
+    run = project.train(
+        task={"type": f"{TASK_FILE}:Pruned", "fail_at": {"rank": 1, "step": 3, "how": "nan"}},
+        train={"epochs": 9, "batch_size": 12, "on_nan": "skip"},
+    )
+    assert [row["step"] for row in rows(run) if "skipped_steps" in row] == [3]
+    assert all(math.isfinite(loss) for loss in losses(run).values())
+    end = summary(run)
+    assert (end["status"], end["reason"], end["epoch"]) == ("stopped early", "pruned", 2)

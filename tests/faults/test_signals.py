@@ -97,3 +97,19 @@ def test_a_signal_while_ranks_are_starting_leaves_no_process(project: Project) -
     finished = command.wait()
     assert finished.code == 75, finished.text
     assert "Traceback" not in finished.err
+
+
+def test_a_request_to_save_is_one_save_on_all_ranks_and_training_goes_on(project: Project) -> None:
+    command, run = started(project)
+    os.kill(rank_pids(run)[1], signal.SIGUSR1)  # one rank alone
+    first = wait_until(lambda: steps_saved(run), what="a checkpoint")
+    command.process.send_signal(signal.SIGUSR1)  # the launcher
+    both = wait_until(lambda: len(steps_saved(run)) == 2 and steps_saved(run), what="another checkpoint")
+    assert both[0] == first[0]
+    wait_until(lambda: max(losses(run)) > both[1] + 3, what="training to go on")
+    assert steps_saved(run) == both, "one request, one save"
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait().code == 75
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert f"saved at step {both[0]}: SIGUSR1 on rank 1" in log
+    assert f"saved at step {both[1]}: SIGUSR1 on rank 0" in log

@@ -71,10 +71,10 @@ def launch(
     With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on.
     """
     warm_up(plan.threads)
-    from torch._C._distributed_c10d import PrefixStore
-
     signals = _Signals(save_on_request=watch is not None)
     with signals.listening(), _store(plan) as (port, store):
+        from torch._C._distributed_c10d import PrefixStore
+
         for attempt in range(max_restarts + 1):
             heartbeats = PrefixStore(f"lockstep/attempt-{attempt}", store)
             result = _attempt(plan.at(port, attempt), entry, argument, grace, fresh, signals, heartbeats, watch)
