@@ -29,7 +29,7 @@ STEPS = {
 }
 
 NOTES = """\
-A stack of {blocks} blocks of {width}-{inner}-{width} (Linear, GELU, Linear, with a residual connection), float32,
+A stack of {blocks} x {width}-{inner}-{width} (Linear, GELU, Linear, with a residual connection), float32,
 {parameters:.1f} million parameters in {tensors} tensors; a row is what a token is to a GPT, and there is no attention.
 Batches as small as these make steps cheaper than any that one would train with, so the shares are upper bounds.
 Fingerprint: `lockstep.train.fingerprint.fingerprint` of all parameters; the exchange of one number per rank, as much as
@@ -45,7 +45,7 @@ def main() -> None:
     if chosen.child:
         case, file = chosen.child
         device, kind = case.split("-")
-        found = measure_here(device, kind, blocks, rounds=2 if chosen.quick else 4)
+        found = measure_here(device, kind, blocks, rounds=2 if chosen.quick else 3)
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return
     cases = [f"{device}-{kind}" for device in devices() for kind in STEPS]

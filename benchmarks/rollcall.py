@@ -42,9 +42,10 @@ IMPATIENT = "timeout:1 attempts:1"
 
 NOTES_REAL = """\
 Fresh processes on this host, through the launcher; medians, with the slowest in brackets. Together: from the moment
-that the last rank begins to report until the data plane is proven on all ranks, which is the sum of the three before
-it: the verdict of rank 0 is known everywhere, the groups are formed, a reduction and a gathering have shown that
-everybody takes part. Before that, on each rank: two connections to the store, and the digests of the task's source."""
+that the last rank begins to report until the data plane is proven on all ranks. In each measurement that is the sum of
+the three before it: the verdict of rank 0 is known everywhere, the groups are formed, a reduction and a gathering have
+shown that everybody takes part. Before that, on each rank: two connections to the store, and the digests of the task's
+source."""
 
 NOTES_GROWTH = """\
 Ranks that are threads of one process, each with its own two connections to a store that another process serves, and
