@@ -6,12 +6,13 @@ machine then hits all of them alike.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ NOTES_STEPS = """\
 The network of overhead.py, on two processes with one thread each, rank 0. Steps: the median over blocks of about
 {seconds:g} s of their mean step, by the clock and in time of the processor that all threads of the process used, which
 others on the same machine disturb less. The ratio is taken between blocks of the same round: its median, and in
-brackets its quartiles. Without pulse and heartbeat, nobody would know where a rank is, or that another one was asked to
-stop."""
+brackets its quartiles. Inside the pulse: the share of the time that rank 0 spends there, waiting for the other rank
+included. Without pulse and heartbeat, nobody would know where a rank is, or that another one was asked to stop."""
 
 
 def main() -> None:
@@ -112,8 +113,9 @@ def time_steps(run: Any, blocks: list[str]) -> list[tuple[str, dict[str, float]]
     found = []
     for name in blocks:
         run.barrier("the next block")
-        with_variant(run, name, lambda name=name: training.go(steps, asking=name == "asking"))
-        found.append((name, training.step))
+        with silence(run) if name == "silent" else timed_pulse(run) as pulses:
+            training.go(steps, asking=name == "asking")
+        found.append((name, {**training.step, "pulse": sum(pulses or ()) / steps}))
     return found
 
 
@@ -144,11 +146,9 @@ class Training:
         self.step = {"clock": clock / steps, "processor": processor / steps}
 
 
-def with_variant(run: Any, name: str, action: Callable[[], None]) -> None:
-    """Do something without what makes a rank known to others, or just do it."""
-    if name != "silent":
-        action()
-        return
+@contextlib.contextmanager
+def silence(run: Any) -> Iterator[None]:
+    """Without what makes a rank known to others."""
     from lockstep.train.stop import NOTHING
     from lockstep.watch.heartbeat import Heartbeat
 
@@ -156,10 +156,29 @@ def with_variant(run: Any, name: str, action: Callable[[], None]) -> None:
     pulse.beat, whereabouts.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
     Heartbeat._send = lambda self: None
     try:
-        action()
+        yield
     finally:
         Heartbeat._send = send
         del pulse.beat, whereabouts.enter
+
+
+@contextlib.contextmanager
+def timed_pulse(run: Any) -> Iterator[list[float]]:
+    """How long every look at the pulse took, waiting for the other rank included."""
+    pulse, times = run._pulse, []
+    beat = pulse.beat
+
+    def timed(step: int) -> Any:
+        began = time.perf_counter()
+        asked = beat(step)
+        times.append(time.perf_counter() - began)
+        return asked
+
+    pulse.beat = timed
+    try:
+        yield times
+    finally:
+        del pulse.beat
 
 
 # Here again
@@ -189,8 +208,10 @@ def steps_table(found: list[dict[str, Any]]) -> str:
             ratios = [each[name][what] / each["silent"][what] for each in rounds]
             cells.append(f"{1e6 * statistics.median(each[name][what] for each in rounds):.0f}")
             cells.append("1.00" if name == "silent" else spread(ratios))
-        rows.append([label, *cells])
-    return report.table(["", "µs per step", "to silence", "of the processor, µs", "to silence"], rows)
+        inside = statistics.median(each[name]["pulse"] / each[name]["clock"] for each in rounds)
+        rows.append([label, *cells, "-" if name == "silent" else f"{inside:.2%}"])
+    header = ["", "µs per step", "to silence", "of the processor, µs", "to silence", "inside the pulse"]
+    return report.table(header, rows)
 
 
 def spread(ratios: list[float]) -> str:
