@@ -20,7 +20,8 @@ $(error ENV=$(ENV) is not known: use ENV=torch or ENV=xla)
 endif
 
 TEST_PYTHON = .venv-$(TEST)/bin/python
-BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py
+BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
+    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py
 
 .PHONY: help train test lint format bench clean train-environment test-environment bench-environment
 
@@ -29,7 +30,7 @@ help:
 	@echo 'make test     lint, then all tests; ENV=xla runs them with torch_xla'
 	@echo 'make lint     ruff, mypy and the import layers'
 	@echo 'make format   format the code and fix what can be fixed by itself'
-	@echo 'make bench    the benchmarks: overhead, start-up, checkpoints'
+	@echo 'make bench    the benchmarks: overhead, start-up, checkpoints, roll call, fingerprints, control'
 	@echo 'make clean    remove environments and build products from this folder (runs/ stays)'
 	@echo
 	@echo 'ARGS="..."         more arguments, e.g. make test ARGS="-k checkpoint"'

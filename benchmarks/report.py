@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +100,20 @@ def run(command: Sequence[str], limit: float, **variables: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)  # whatever it started and left behind
     if process.returncode:
         raise MeasurementFailed(f"{shlex.join(command)}\n{output[-6000:]}\nexit code {process.returncode}")
+
+
+@contextlib.contextmanager
+def silent_processes() -> Iterator[None]:
+    """Keep what the ranks of a run print out of the table that goes to the same output."""
+    sys.stdout.flush()
+    before, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(nowhere)
 
 
 def torchrun(processes: int) -> list[str]:
