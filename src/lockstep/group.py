@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import LOST_PEER, OutOfStep, PeerLost, RankMissing, RankZeroFailed
+from lockstep.topology import ranks_text
 from lockstep.whereabouts import Beat, Whereabouts, beat_key
 
 Value = TypeVar("Value")
@@ -203,10 +204,6 @@ def out_of_step(names: list[str]) -> str:
         "them: look for a branch on the rank (a save, a barrier or a decision on rank 0 only), or for ranks with "
         "different numbers of batches"
     )
-
-
-def ranks_text(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def settle() -> None:

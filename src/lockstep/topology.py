@@ -7,7 +7,7 @@ rank and world size are passed as parameters.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import TopologyError
@@ -108,6 +108,11 @@ class Topology:
 def launched(env: Mapping[str, str]) -> bool:
     """Whether some launcher has already given this process a rank."""
     return "RANK" in env or "WORLD_SIZE" in env
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 2`: how messages name them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

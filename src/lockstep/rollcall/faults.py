@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.changes import changes
-from lockstep.group import ranks_text
 from lockstep.rollcall.report import Evidence, Report, table
+from lockstep.topology import ranks_text
 from lockstep.whereabouts import Beat
 
 # Rows of a table beyond this are left to topology.json.

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import RollCallError
-from lockstep.group import Group, ranks_text
+from lockstep.group import Group
 from lockstep.runtime.base import Runtime
+from lockstep.topology import ranks_text
 
 
 def prove(group: Group, runtime: Runtime, limit: float) -> None:

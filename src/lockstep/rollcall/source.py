@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,20 @@ def source_files(thing: Any) -> dict[str, str]:
     if file is None:
         return {}
     home = Path(file).resolve()
-    root = _package_root(module, home)
+    root = root_of(module, home)
+    # Thousands of modules are loaded: most are told apart by how their path begins, without asking the system.
+    beginnings = tuple({f"{root}{os.sep}", f"{root_of(module, Path(file))}{os.sep}"})
     found = {home}
     for loaded in list(sys.modules.values()):
         other = getattr(loaded, "__file__", None)
-        if isinstance(other, str) and other.endswith(".py"):
+        if isinstance(other, str) and other.startswith(beginnings) and other.endswith(".py"):
             path = Path(other).resolve()
             if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
                 found.add(path)
     return {str(path.relative_to(root)): _digest(path) for path in sorted(found) if path.is_file()}
 
 
-def _package_root(module: Any, home: Path) -> Path:
+def root_of(module: Any, home: Path) -> Path:
     """The folder of the outermost package that a module belongs to, or just the folder that its file is in."""
     depth = getattr(module, "__name__", "").count(".")
     if not depth:

@@ -33,7 +33,7 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         if torch.is_grad_enabled():
-            return super().forward(*inputs, **keywords)
+            return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ReplicasDiffer
-from lockstep.group import Group, ranks_text
+from lockstep.group import Group
+from lockstep.topology import ranks_text
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8

@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.group import Group, ranks_text
+from lockstep.group import Group
+from lockstep.topology import ranks_text
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
 PULSE_SECONDS = 0.5

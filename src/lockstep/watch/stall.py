@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.config.schema import Watch
-from lockstep.group import ranks_text
+from lockstep.topology import ranks_text
 from lockstep.whereabouts import Beat
 
 # Ranks that wait for different things wait for ever: no need to give them all of `stall_after`.
