@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import PeerLost, RankMissing
-from lockstep.group import Group
+from lockstep.group import Group, out_of_step
 from lockstep.meeting import port_in_use
 
 
@@ -82,3 +82,8 @@ def test_a_port_in_use_is_told_with_the_remedy() -> None:
         "launch.port: port 29500 is already in use on this host. "
         "Leave launch.port out and a free one is picked, or name another"
     )
+
+
+def test_ranks_at_different_places_are_named_by_place() -> None:
+    text = out_of_step(["metrics of step 5", "a barrier", "metrics of step 5"])
+    assert text.startswith("the ranks are not in step: ranks 0, 2 at 'metrics of step 5'; rank 1 at 'a barrier'. ")
