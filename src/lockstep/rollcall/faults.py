@@ -26,6 +26,7 @@ class Fault:
 
 def find_faults(reports: list[Report], world_size: int, share_devices: bool) -> list[Fault]:
     """Everything that the reports show to be wrong, gravest first."""
+    reports = sorted(reports, key=lambda each: each.rank)
     return [
         *_rank_faults(reports, world_size),
         *_unequal(reports, "world_size", "WORLD_SIZE differs"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,18 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Store
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunSettings
-from lockstep.data import Collate, Loader, Loading, Part, Walk, check_dataset
+from lockstep.data import Collate, Part, Walk, check_dataset
 from lockstep.display import Display
 from lockstep.errors import ConfigError
 from lockstep.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
+from lockstep.train.deciding import Deciding
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
 from lockstep.train.fingerprint import combined, compare, fingerprint
 from lockstep.train.journal import Journal
+from lockstep.train.kept import Kept
+from lockstep.train.loaders import Loaders
 from lockstep.train.record import Record
 from lockstep.train.state import (
     Due,
@@ -41,10 +44,8 @@ from lockstep.train.stop import Preempted, Pulse, Requests
 
 logger = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
 
-
-class Run:
+class Run(Deciding):
     """What `main(run)` is given on every rank. Batch sizes are global; every decision is made once and shared."""
 
     def __init__(
@@ -57,18 +58,16 @@ class Run:
         display: Display,
         requests: Requests,
     ) -> None:
-        self.topology, self.runtime, self.group = topology, runtime, group
+        super().__init__(group)
+        self.topology, self.runtime = topology, runtime
         self.settings, self.folder = settings, folder
         self.progress = Progress()
         self._model: nn.Module | None = None
-        self._module: nn.Module | None = None
-        self.optimizer: Optimizer | None = None
         self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self._store = Store(folder / "checkpoints")
         self._saver = Saver(self._store, settings.checkpoint.keep, settings.checkpoint.asynchronous, group.whereabouts)
         self._last_saved_step = -1
-        self._attached: dict[str, Stateful] = {}
-        self._loaders: dict[tuple[Any, ...], Loader] = {}
+        self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, self.device.type == "cuda")
         self._walk: Walk | None = None
         self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
         self._handed_out: Part | None = None  # the same, until the next one
@@ -82,21 +81,10 @@ class Run:
         self._busy_since = 0.0
         record = Record(folder, settings.log, display) if self.is_main else None
         self.journal = Journal(group, record, settings.log.every)
+        self._kept = Kept(self.progress, self.journal)
         seed_generators(runtime, settings.seed)
 
     # Who and where
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.group.world_size
-
-    @property
-    def is_main(self) -> bool:
-        return self.group.rank == 0
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +102,11 @@ class Run:
     @property
     def module(self) -> nn.Module:
         """The model without its wrapper: what to evaluate and save."""
-        return self._set_up(self._module)
+        return self._set_up(self._kept.module)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._kept.optimizer
 
     @property
     def seconds(self) -> float:
@@ -130,33 +122,7 @@ class Run:
         """Seconds of training by this rank's own clock."""
         return self._pulse.elapsed()
 
-    # Deciding together
-
-    @overload
-    def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
-
-    @overload
-    def agree(self, value: Value, name: str = ...) -> Value: ...
-
-    def agree(self, value: Any, name: str = "a decision") -> Any:
-        """Rank 0's value on every rank; a callable runs on rank 0 only, and its exception is raised on every rank."""
-        return self.group.agree(value, name)
-
-    def any(self, value: bool, name: str = "whether any rank wants to") -> bool:
-        return self.group.any(value, name)
-
-    def all(self, value: bool, name: str = "whether all ranks want to") -> bool:
-        return self.group.all(value, name)
-
-    def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
-        return self.group.gather(value, name)
-
-    def barrier(self, name: str = "a barrier") -> None:
-        self.group.barrier(name)
-
-    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
-        """Exchange bytes among all ranks; asking for some of them only is refused."""
-        return self.group.rendezvous(tag, payload, ranks)
+    # Deciding together; what needs no more than the group is inherited
 
     def stop(self, reason: str) -> None:
         """End training on all ranks at the same step, whichever of them asks: `batches` and `epochs` then end there.
@@ -194,7 +160,7 @@ class Run:
         self.journal.forgive_nan = self._skip_nan
         if compile:
             model.compile()
-        self._module, self.optimizer = model, optimizer
+        self._kept.module, self._kept.optimizer = model, optimizer
         self._model = self._strategy.place(model)
         if scheduler is not None:
             self.attach("scheduler", scheduler)
@@ -205,7 +171,7 @@ class Run:
 
     def attach(self, name: str, part: Stateful) -> None:
         """Save and restore something else along with the model."""
-        self._attached[name] = part
+        self._kept.attached[name] = part
 
     def epochs(self, count: int | None) -> Iterator[int]:
         """Epochs still to do: from where the run was restored, up to `count` (without end where there is none)."""
@@ -229,7 +195,9 @@ class Run:
         where it is: the next call goes on from there.
         """
         check_batch_size(batch_size, self.world_size, accumulate, "batch_size")
-        loader = self._loader(dataset, batch_size, shuffle, drop_last, accumulate, collate, alone=False)
+        loader = self._loaders.get(
+            dataset, batch_size, collate, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate
+        )
         if loader.walk.batches == 0:
             raise ConfigError(
                 f"the training data has {loader.walk.count} examples, fewer than one batch of {batch_size}, and "
@@ -316,13 +284,13 @@ class Run:
         Runs on all ranks or on rank 0 alone. Use run.module inside, never the wrapper: nothing then waits for others.
         """
         count = check_dataset(dataset, name)
-        if self._module is not None:
-            self._strategy.equalize_buffers(self._module)
+        if self._kept.module is not None:
+            self._strategy.equalize_buffers(self._kept.module)
         alone = on == "rank0"
-        loader = self._loader(dataset, batch_size, False, False, 1, collate, alone)
+        loader = self._loaders.get(dataset, batch_size, collate, alone=alone)
 
         def here() -> Any:
-            with evaluating(self._module) if self._module is not None else contextlib.nullcontext():
+            with evaluating(self._kept.module) if self._kept.module is not None else contextlib.nullcontext():
                 return measure_sums(measure, loader, self._next_of(name))
 
         parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
@@ -342,18 +310,8 @@ class Run:
         states = self._compared({"generators": generator_states(self.runtime)}, "generator states")
         if not self.is_main:
             return
-        generators = [each["generators"] for each in states]
-        tensors = self.module.state_dict()
-        model = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
-        state = {
-            "progress": self.progress.state_dict(),
-            "seconds": self.seconds,
-            "model_extra": {name: each for name, each in tensors.items() if name not in model},
-            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
-            "attached": {name: part.state_dict() for name, part in self._attached.items()},
-            "journal": self.journal.state_dict(),
-            "generators": generators,
-        }
+        model, state = self._kept.model_and_state()
+        state |= {"seconds": self.seconds, "generators": [each["generators"] for each in states]}
         about = {
             "epoch": self.progress.epoch,
             "world_size": self.world_size,
@@ -373,15 +331,8 @@ class Run:
             return False
         loaded = self._store.read(step)
         state = loaded.state
-        self._load_model({**loaded.model, **state["model_extra"]}, step)
-        if self.optimizer is not None and state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        for name, part in self._attached.items():
-            if name in state["attached"]:
-                part.load_state_dict(state["attached"][name])
-        self.progress.load_state_dict(state["progress"])
-        self.journal.load_state_dict(state["journal"])
-        self.journal.start_at(step)
+        self._set_up(self._kept.module)
+        self._kept.load(loaded.model, state, str(self._store.path(step)))
         self._last_saved_step = step
         self._pulse.start(step, state["seconds"])
         if len(state["generators"]) == self.world_size:
@@ -399,8 +350,7 @@ class Run:
         """Write what is still unwritten: the last row, the save under way."""
         self.journal.write_last_row(self.progress, self._learning_rate())
         self._saver.close()
-        for loader in self._loaders.values():
-            loader.close()
+        self._loaders.close()
         self.journal.close()
 
     # Inside
@@ -424,7 +374,7 @@ class Run:
 
     def _compared(self, message: dict[str, Any], name: str) -> list[dict[str, Any]]:
         """Gather a message from all ranks, and with it make sure that their replicas are equal."""
-        replicas = self._strategy.replicas(self._module) if self._module is not None else {}
+        replicas = self._strategy.replicas(self._kept.module) if self._kept.module is not None else {}
         mine = fingerprint(replicas)
         messages = self.gather({**message, "fingerprint": combined(mine)}, name)
         compare(self.group, list(replicas), mine, [each["fingerprint"] for each in messages], self.progress.step)
@@ -461,40 +411,8 @@ class Run:
                 progress.epoch, progress.batch, progress.epoch_ended = progress.epoch + 1, 0, True
         self._part = None
 
-    def _loader(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        accumulate: int,
-        collate: Collate | None,
-        alone: bool,
-    ) -> Loader:
-        """The loader for a dataset, kept from epoch to epoch with its worker processes."""
-        # The loader holds on to its dataset, so that no other one can come to have the same id.
-        key = (id(dataset), collate, batch_size, shuffle, drop_last, accumulate, alone)
-        if key not in self._loaders:
-            data = self.settings.data
-            rank, world_size = (0, 1) if alone else (self.rank, self.world_size)
-            count = check_dataset(dataset, "the dataset")
-            walk = Walk(count, batch_size, rank, world_size, self.settings.seed, shuffle, drop_last, accumulate)
-            pin = self.device.type == "cuda" if data.pin_memory is None else data.pin_memory
-            loading = Loading(data.workers, pin, data.prefetch)
-            self._loaders[key] = Loader(dataset, walk, collate, loading)
-        return self._loaders[key]
-
     @staticmethod
     def _set_up(model: nn.Module | None) -> nn.Module:
         if model is None:
             raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
         return model
-
-    def _load_model(self, state: Mapping[str, Any], step: int) -> None:
-        try:
-            self.module.load_state_dict(state)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{self._store.path(step)}: the saved weights do not fit this model: {error}. "
-                "Resume with the task that the run was started with, or start a new run"
-            ) from None
