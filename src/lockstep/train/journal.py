@@ -94,22 +94,26 @@ class Journal:
         if self._record is not None:
             self._record.write({"step": progress.step, "epoch": progress.epoch, **values})
 
-    def start_at(self, step: int) -> None:
+    def start_at(self, step: int, state: dict[str, Any] | None = None) -> None:
         """Forget rows after a step: of a run that is restored there, or that ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
+        if state is not None:
+            self._load_state_dict(state)
         if self._record is not None:
-            self._record.forget_after(step)
+            self._record.forget_after(step, self._last_row_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "since_row": self._since_row.sums,
             "since_validation": self.since_validation.sums,
             "skips": self._skips,
+            "last_row_step": self._last_row_step,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
         self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
         self._skips = state.get("skips", self._skips)
+        self._last_row_step = state.get("last_row_step", self._last_row_step)
 
     def close(self) -> None:
         if self._record is not None:

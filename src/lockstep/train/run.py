@@ -380,8 +380,7 @@ class Run:
             if name in state["attached"]:
                 part.load_state_dict(state["attached"][name])
         self.progress.load_state_dict(state["progress"])
-        self.journal.load_state_dict(state["journal"])
-        self.journal.start_at(step)
+        self.journal.start_at(step, state["journal"])
         self._last_saved_step = step
         self._pulse.start(step, state["seconds"])
         if len(state["generators"]) == self.world_size:
