@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.config.schema import Watch
 from lockstep.group import ranks_text
@@ -56,7 +56,7 @@ class Stall:
 def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     """A rank that waits for others is not stuck as long as one of them still gets on."""
     there = [each for each in everyone if each.beat is None or not each.beat.left]
-    silent = [each for each in there if each.quiet > limits.for_beat(each.beat)]
+    silent = [each for each in there if each.quiet > _longest_silence(each, limits)]
     stuck = [each for each in everyone if _works(each) and each.still > limits.for_beat(each.beat)]
     if silent or stuck:
         found = sorted({each.rank for each in (*silent, *stuck)})
@@ -66,11 +66,19 @@ def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     return _all_wait(everyone, limits)
 
 
+def _longest_silence(seen: Seen, limits: Limits) -> float:
+    """A process that was stopped does not do what it was given more time for."""
+    if seen.suspended and _works(seen) and seen.beat is not None:
+        return limits.for_beat(replace(seen.beat, limit=0.0))
+    return limits.for_beat(seen.beat)
+
+
 def _all_wait(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
-    still = min(each.still for each in everyone if each.beat and not each.beat.left)
+    waiting = [each for each in everyone if each.beat and not each.beat.left]
+    still = min(each.still for each in waiting)
     places = {each.beat.at for each in everyone if each.beat}
-    limit = max(limits.for_beat(each.beat) for each in everyone)
-    first = any(each.beat and each.beat.first for each in everyone)
+    limit = max(limits.for_beat(each.beat) for each in waiting)
+    first = any(each.beat and each.beat.first for each in waiting)
     if len(places) > 1 and still > (limit if first or limit == math.inf else min(limit, APART_SECONDS)):
         return Stall(
             tuple(each.rank for each in everyone),
@@ -121,9 +129,9 @@ def _stuck(seen: Seen) -> str:
 
 def _waits(waiting: Sequence[Seen]) -> str:
     at: dict[str, list[int]] = {}
+    left: list[int] = []
     for each in waiting:
         assert each.beat is not None
-        at.setdefault(each.beat.at, []).append(each.rank)
-    return "; ".join(
-        f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()
-    )
+        (left if each.beat.left else at.setdefault(each.beat.at, [])).append(each.rank)
+    words = [f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()]
+    return "; ".join([*words, *([f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left"] if left else [])])
