@@ -24,7 +24,7 @@ from lockstep.meeting import another_connection, meet
 from lockstep.metrics import write_json
 from lockstep.rollcall.faults import SHOWN
 from lockstep.rollcall.hold import hold
-from lockstep.rollcall.report import Evidence, Report, table
+from lockstep.rollcall.report import Evidence, Report, comparable, table
 from lockstep.rollcall.source import source_files
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
@@ -89,7 +89,8 @@ def joined(
     with requests.listening(topology.launched_by_us):
         store = meet(topology, settings.launch.join_timeout)
         with _heartbeat(topology, settings, whereabouts, store is not None) as heartbeat:
-            evidence = Evidence(settings.model_dump(mode="json", by_alias=True), source_files(load_source()))
+            config = comparable(settings.model_dump(mode="json", by_alias=True))
+            evidence = Evidence(config, source_files(load_source()))
             began = time.monotonic()
             reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
             seconds = time.monotonic() - began
