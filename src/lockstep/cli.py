@@ -249,7 +249,10 @@ def _train(folder: Path, config: RunConfig) -> None:
     )
     with runfolder.locked(folder):
         result = local.launch(
-            plan, max_restarts=config.launch.max_restarts, grace=config.launch.grace, watch=Limits.of(config.watch)
+            plan,
+            max_restarts=config.launch.max_restarts,
+            grace=config.launch.grace,
+            watch=Limits.of(config.watch, config.runtime),
         )
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
@@ -263,7 +266,10 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> None:
     if result.failure is not None:
         failure = result.failure
         record_failure(folder, failure.cause)
-        _say(f"{failure.render(int(config.processes))}\nlog: {folder / 'logs' / f'rank-{failure.rank}.log'}")
+        _say(failure.render(int(config.processes)))
+        log = folder / "logs" / f"rank-{failure.rank}.log"
+        if log.exists():  # a rank has one from the roll call on
+            _say(f"log: {log}")
         if any((folder / "checkpoints").glob("step-*")):
             _say(f"go on from the last checkpoint with: lockstep resume {folder}")
         return

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lockstep.errors import LaunchError, RollCallError
+from lockstep.errors import RollCallError
 from lockstep.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
@@ -80,7 +80,10 @@ def _connect(topology: Topology, serves: bool, limit: float) -> Any:
         )
     except (RuntimeError, dist.DistError) as error:
         if serves and "use" in str(error):
-            raise LaunchError(port_in_use(topology.port)) from None
+            raise RollCallError(
+                f"rank 0 on {topology.place.host}: port {topology.port} is in use on this host (MASTER_PORT), where "
+                "rank 0 serves the store. RANK=0 is given to another process as well, or another run has that port"
+            ) from None
         raise RollCallError(
             f"rank {topology.place.rank} on {topology.place.host}: nobody answers at {topology.address}:"
             f"{topology.port} within {limit:g} s, where rank 0 or the launcher should be. Check that rank 0 was "

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.plain import finite
 
 Row = dict[str, Any]
+SPEED = "examples_per_second"  # what rows of training have, and others do not
 # name -> (weighted sum, weight)
 Sums = dict[str, list[float]]
 
@@ -130,11 +131,15 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int) -> None:
-    """Forget rows that a resumed run will write again, replacing the file in one move."""
+def drop_rows_after(path: Path, step: int, training_step: int | None = None) -> None:
+    """Forget rows that a resumed run will write again, replacing the file in one move.
+
+    Those of training may be further back than the rest: the row that a run ends with comes after its last checkpoint.
+    """
     if not path.exists():
         return
-    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row.get("step", 0) <= step]
+    last = {True: step if training_step is None else training_step, False: step}
+    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row.get("step", 0) <= last[SPEED in row]]
     replacement = path.with_suffix(".partial")
     replacement.write_text("".join(kept), encoding="utf-8")
     replacement.replace(path)

@@ -24,7 +24,7 @@ from lockstep.meeting import another_connection, meet
 from lockstep.metrics import write_json
 from lockstep.rollcall.faults import SHOWN
 from lockstep.rollcall.hold import hold
-from lockstep.rollcall.report import Evidence, Report, table
+from lockstep.rollcall.report import Evidence, Report, comparable, table
 from lockstep.rollcall.source import source_files
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
@@ -88,8 +88,9 @@ def joined(
     requests, whereabouts = Requests(), Whereabouts()
     with requests.listening(topology.launched_by_us):
         store = meet(topology, settings.launch.join_timeout)
-        with _heartbeat(topology, settings, whereabouts, store is not None) as heartbeat:
-            evidence = Evidence(settings.model_dump(mode="json", by_alias=True), source_files(load_source()))
+        with _heartbeat(topology, settings, family, whereabouts, store is not None) as heartbeat:
+            config = comparable(settings.model_dump(mode="json", by_alias=True))
+            evidence = Evidence(config, source_files(load_source()))
             began = time.monotonic()
             reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
             seconds = time.monotonic() - began
@@ -112,11 +113,11 @@ def joined(
 
 @contextlib.contextmanager
 def _heartbeat(
-    topology: Topology, settings: RunSettings, whereabouts: Whereabouts, wanted: bool
+    topology: Topology, settings: RunSettings, family: str, whereabouts: Whereabouts, wanted: bool
 ) -> Iterator[Heartbeat]:
     """Let others know where this rank is, from the first moment on that there is a place to leave word."""
     store = another_connection(topology, settings.launch.join_timeout) if wanted else None
-    heartbeat = Heartbeat(store, topology, whereabouts, Limits.of(settings.watch))
+    heartbeat = Heartbeat(store, topology, whereabouts, Limits.of(settings.watch, family))
     heartbeat.start()
     try:
         yield heartbeat

@@ -145,6 +145,18 @@ def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_the_row_that_a_run_ended_with_is_written_again_if_no_checkpoint_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 12, "loss": 1.0, "examples_per_second": 5.0},
+        {"step": 14, "val/loss": 2.0},
+        {"step": 14, "loss": 1.0, "examples_per_second": 5.0},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drop_rows_after(file, 14, training_step=12)
+    assert read_rows(file) == rows[:2]
+
+
 def test_where_nothing_was_written_nothing_is_dropped(tmp_path: Path) -> None:
     drop_rows_after(tmp_path / "metrics.jsonl", 2)
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from lockstep.errors import RollCallError
 from lockstep.rollcall.call import call
 from lockstep.rollcall.faults import SHOWN, differences, find_faults, render
 from lockstep.rollcall.proof import contributions_fault
-from lockstep.rollcall.report import Evidence, Report, digest
+from lockstep.rollcall.report import Evidence, Report, comparable, digest
 from lockstep.rollcall.source import source_files
 
 NO_EVIDENCE = Evidence({}, {})
@@ -204,7 +205,7 @@ def test_a_missing_rank_is_named_on_all_others_when_the_limit_is_over(store: Any
 
 
 def test_a_missing_rank_0_is_named_too(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.rollcall.call._VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.rollcall.call.VERDICT_SECONDS", 0.5)
     answers = call_all(store, [report(1), report(2, 3)], limit=0.5)
     assert all("rank 0 of" in str(each) for each in answers.values())
 
@@ -213,6 +214,28 @@ def test_a_rank_that_is_there_twice_does_not_wait_for_the_limit(store: Any) -> N
     answers = call_all(store, [report(0, 3), report(1, 3), report(1, 3, pid=77)], limit=20.0)
     assert all("rank 1 is claimed 2 times" in str(each) for each in answers.values())
     assert all("rank 2 of 3 did not arrive" in str(each) for each in answers.values())
+
+
+def test_rank_0_speaks_for_all_even_if_it_arrives_as_one_too_many(store: Any) -> None:
+    others = threading.Thread(target=lambda: answers.update(call_all(store, [report(1), report(1, pid=77)], 20.0)))
+    answers: dict[int, Any] = {}
+    others.start()
+    arrived = PrefixStore("run", store)
+    deadline = time.monotonic() + 10
+    while arrived.add("rollcall/arrivals", 0) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    verdict = call_all(store, [report(0)])[0]
+    others.join(30)
+    assert "rank 1 is claimed 2 times" in str(verdict)
+    assert {str(each) for each in answers.values()} == {str(verdict)}
+
+
+def test_hosts_may_keep_the_task_in_folders_of_their_own() -> None:
+    here, there = ({"seed": 1, "task": {"type": f"/{host}/task.py:Net", "width": 3}} for host in ("a", "b"))
+    assert comparable(here) == comparable(there) == {"seed": 1, "task": {"type": "task.py:Net", "width": 3}}
+    package = {"task": {"type": "package.module:Net"}}
+    assert comparable(package) == package
+    assert comparable({"seed": 1}) == {"seed": 1}, "a loop of the user's own has no task"
 
 
 def test_one_process_too_many_is_refused(store: Any) -> None:

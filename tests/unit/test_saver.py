@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import MODEL_FILE, Store
-from lockstep.config.schema import Keep
+from lockstep.config.schema import Checkpoint, Keep
 from lockstep.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ class Savers:
         self.made: list[Saver] = []
 
     def __call__(self, asynchronous: bool = True, **keep: Any) -> Saver:
-        self.made.append(Saver(Store(self.folder), Keep(**keep), asynchronous))
+        self.made.append(Saver(Store(self.folder), Checkpoint(keep=Keep(**keep), asynchronous=asynchronous)))
         return self.made[-1]
 
 

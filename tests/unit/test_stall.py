@@ -14,7 +14,7 @@ from lockstep.watch.heartbeat import interval, user_line
 from lockstep.watch.stall import APART_SECONDS, Limits, Seen, find_stall
 from lockstep.whereabouts import LEFT, Beat, Whereabouts
 
-LIMITS = Limits(stall_after=300.0, first_time=1800.0)
+LIMITS = Limits(stall_after=300.0, first_time=1800.0, apart=APART_SECONDS)
 
 
 def seen(rank: int, doing: str, still: float, *, quiet: float = 0.5, suspended: bool = False, **changes: Any) -> Seen:
@@ -60,12 +60,16 @@ def test_ranks_that_wait_for_different_things_are_told_before_the_limit() -> Non
     assert stall is not None and stall.ranks == (0, 1)
     assert "rank 0 waits in gradient reduction of step 118; rank 1 waits in 'metrics of step 117'" in stall.message
     assert "different numbers of batches" in stall.message
-    assert find_stall(everyone, Limits.of(Watch(stall_after=None))) is None
+    assert find_stall(everyone, Limits.of(Watch(stall_after=None), "cpu")) is None
+    assert find_stall(everyone, Limits.of(Watch(), "cuda")) is None, "a device may still be at work on its queue"
+    assert find_stall(everyone, Limits.of(Watch(), "cpu")) is not None
 
 
 def test_a_rank_that_left_while_another_waits_for_it() -> None:
-    stall = find_stall([waiting(0, still=40), seen(1, LEFT, 50, waits=True)], LIMITS)
-    assert stall is not None and "rank 1 waits in done" in stall.message
+    """Leaving is something that a rank does for the first time, which gives those that wait for it no more time."""
+    stall = find_stall([waiting(0, still=40), seen(1, LEFT, 50, waits=True, first=True)], LIMITS)
+    assert stall is not None
+    assert "rank 0 waits in gradient reduction of step 118; rank 1 has left" in stall.message
 
 
 def test_all_wait_for_the_same_and_it_does_not_come() -> None:
@@ -87,6 +91,13 @@ def test_a_rank_that_gives_no_sign_of_life(rank: Seen, words: str) -> None:
     stall = find_stall([waiting(0), rank], LIMITS)
     assert stall is not None and stall.ranks == (1,)
     assert words in stall.message
+
+
+def test_a_process_that_was_stopped_gets_no_more_time_for_what_it_was_doing() -> None:
+    stopped = seen(1, "writing a checkpoint", 310, quiet=305, suspended=True, limit=1800.0)
+    stall = find_stall([waiting(0), stopped], LIMITS)
+    assert stall is not None and stall.ranks == (1,)
+    assert find_stall([waiting(0), replace(stopped, suspended=False)], LIMITS) is None, "may be a slow disk"
 
 
 def test_beats_come_often_enough_for_a_short_limit() -> None:

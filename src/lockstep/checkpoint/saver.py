@@ -13,21 +13,22 @@ import torch
 from lockstep.checkpoint import codec
 from lockstep.checkpoint.retention import to_delete
 from lockstep.checkpoint.store import Picture, Store, now
-from lockstep.config.schema import Keep
+from lockstep.config.schema import Checkpoint
 from lockstep.errors import CheckpointError
 from lockstep.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
-# The longest that a save may hold up the next one, or the end of the run.
-WRITE_LIMIT_SECONDS = 1800.0
+# What a rank gets beyond its own limit, so that it is the one to say what held it up.
+_TELL_SECONDS = 30.0
 
 
 class Saver:
     """Writes checkpoints of one run, at most one at a time. Only rank 0 (or an owner of shards) has one."""
 
-    def __init__(self, store: Store, keep: Keep, asynchronous: bool, whereabouts: Whereabouts | None = None) -> None:
-        self.store, self._keep, self._asynchronous = store, keep, asynchronous
+    def __init__(self, store: Store, settings: Checkpoint, whereabouts: Whereabouts | None = None) -> None:
+        self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
+        self._limit = settings.timeout  # the longest that a save may hold up the next one, or the end of the run
         self._whereabouts = whereabouts or Whereabouts()
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-checkpoint")
@@ -55,12 +56,12 @@ class Saver:
         if writing is None:
             return
         try:
-            with self._whereabouts.within("writing a checkpoint", limit=WRITE_LIMIT_SECONDS):
-                writing.result(timeout=WRITE_LIMIT_SECONDS)
+            with self._whereabouts.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS):
+                writing.result(timeout=self._limit)
         except concurrent.futures.TimeoutError:
             raise CheckpointError(
-                f"{self.store.folder}: writing a checkpoint has taken more than {WRITE_LIMIT_SECONDS:g} s; "
-                "the disk or the network file system does not answer"
+                f"{self.store.folder}: writing a checkpoint has taken more than {self._limit:g} s; "
+                "the disk or the network file system does not answer. checkpoint.timeout sets the limit"
             ) from None
 
     def close(self) -> None:

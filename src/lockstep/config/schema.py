@@ -164,6 +164,7 @@ class Checkpoint(Section):
     every: Interval | None = EVERY_EPOCH
     keep: Keep = Keep()
     asynchronous: bool = Field(True, alias="async")
+    timeout: Seconds = Field(1800.0, description="how long writing one may take")
 
 
 class Log(Section):

@@ -64,7 +64,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: P
             argument=_pickled(partial(_rank_main, main, settings, str(folder))),
             max_restarts=settings.launch.max_restarts,
             grace=settings.launch.grace,
-            watch=Limits.of(settings.watch),
+            watch=Limits.of(settings.watch, settings.runtime),
         )
     if result.failure is not None:
         failure = result.failure

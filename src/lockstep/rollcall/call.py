@@ -1,16 +1,15 @@
 """Calling the roll: every rank reports through the store, rank 0 compares, and its verdict reaches every rank.
 
 This needs a connection from every rank to the store and none between ranks. Its cost grows in proportion to the
-number of ranks: three small messages to the store and one wait per rank, and one read per rank by rank 0.
+number of ranks: three small messages to the store per rank and one read per rank by rank 0, and while some ranks are
+late, a question a second by every other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +22,9 @@ from lockstep.whereabouts import Beat, beat_key
 # Once something is known to be wrong, how long the others get to complete the picture.
 _COMPLETE_SECONDS = 1.0
 # How much longer than rank 0 the others wait for its verdict.
-_VERDICT_SECONDS = 5.0
+VERDICT_SECONDS = 5.0
+# How often to ask for a word that is not there yet: first, as a share of the time waited, and at the least.
+_POLL_SECONDS, _POLL_SHARE, _LONGEST_POLL_SECONDS = 0.005, 0.05, 1.0
 
 
 def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devices: bool = False) -> list[Report]:
@@ -37,12 +38,12 @@ def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devic
     # Longer, and of interest only where a digest differs: kept apart so that a good roll call does not carry them.
     store.set(f"rollcall/evidence/{number}", json.dumps(asdict(evidence)))
     store.set(f"rollcall/report/{number}", json.dumps(asdict(mine)))
-    if number > mine.world_size:
-        _refuse_one_too_many(store, mine)
     if mine.rank != 0:
+        if number > mine.world_size:
+            _refuse_one_too_many(store, mine)
         _hear_verdict(store, mine, limit)
         return [mine]
-    reports = _collect(store, mine.world_size, limit)
+    reports = _collect(store, max(number, mine.world_size), mine.world_size, limit)
     faults = find_faults(list(reports.values()), mine.world_size, share_devices)
     faults += differences(reports, lambda number: _evidence(store, number))
     message = render(faults, list(reports.values()), _beats(store, faults)) if faults else ""
@@ -57,11 +58,11 @@ def _evidence(store: Any, number: int) -> Evidence:
     return Evidence(**json.loads(store.get(f"rollcall/evidence/{number}")))
 
 
-def _collect(store: Any, world_size: int, limit: float) -> dict[int, Report]:
+def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int, Report]:
     """Reports by number of arrival, until all are there, the limit has passed, or it is clear that it failed."""
     deadline = time.monotonic() + limit
     reports: dict[int, Report] = {}
-    for number in range(1, world_size + 1):
+    for number in range(1, count + 1):
         remaining = max(deadline - time.monotonic(), 0.001)
         if not _wait(store, f"rollcall/report/{number}", remaining):
             break
@@ -73,7 +74,7 @@ def _collect(store: Any, world_size: int, limit: float) -> dict[int, Report]:
 
 
 def _hear_verdict(store: Any, mine: Report, limit: float) -> None:
-    if not _wait(store, "rollcall/verdict", limit + _VERDICT_SECONDS):
+    if not _wait(store, "rollcall/verdict", limit + VERDICT_SECONDS):
         arrived = _arrived(store)
         faults = find_faults(arrived, mine.world_size, share_devices=True) or [
             Fault(f"rank 0 gave no verdict within {limit:g} s", (0,), missing=True)
@@ -87,7 +88,7 @@ def _hear_verdict(store: Any, mine: Report, limit: float) -> None:
 
 def _let_the_others_hear(store: Any, others: int) -> None:
     """Stay until they have read the verdict: where rank 0 serves the store, it would take that away with it."""
-    deadline = time.monotonic() + _VERDICT_SECONDS
+    deadline = time.monotonic() + VERDICT_SECONDS
     while store.add("rollcall/heard", 0) < others and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -117,11 +118,14 @@ def _beats(store: Any, faults: list[Fault]) -> dict[int, Beat | None]:
 
 
 def _wait(store: Any, key: str, seconds: float) -> bool:
+    """Ask again and again, the less often the longer it takes: the store's own wait prints warnings when it is over."""
+    began = time.monotonic()
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        while not store.check([key]):
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                return False
+            time.sleep(min(max(waited * _POLL_SHARE, _POLL_SECONDS), _LONGEST_POLL_SECONDS, seconds - waited))
     except (RuntimeError, dist.DistError) as error:
-        with contextlib.suppress(Exception):
-            store.check([key])  # answers where only the time was up
-            return False
         raise PeerLost(f"lost the connection to the store during the roll call: {error}") from None
     return True

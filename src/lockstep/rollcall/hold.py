@@ -12,7 +12,7 @@ import torch
 from lockstep.config.schema import Launch
 from lockstep.group import Group
 from lockstep.meeting import join
-from lockstep.rollcall.call import call
+from lockstep.rollcall.call import VERDICT_SECONDS, call
 from lockstep.rollcall.proof import prove
 from lockstep.rollcall.report import Evidence, Report, digest
 from lockstep.runtime.base import Runtime
@@ -30,7 +30,9 @@ def hold(
 ) -> tuple[list[Report], Group]:
     """Everybody's reports (on rank 0; on the others, their own) and the group, of which all members are known."""
     mine = report(topology, runtime, evidence)
-    with whereabouts.within("the roll call", waits=True, limit=limits.join_timeout):
+    # Longer than both of its own waits, so that it is the roll call that says who is missing, and not the watch.
+    limit = 2 * (limits.join_timeout + VERDICT_SECONDS)
+    with whereabouts.within("the roll call", waits=True, limit=limit):
         reports = call(store, mine, evidence, limits.join_timeout, limits.share_devices)
         group = join(topology, runtime, store, limits.timeout, whereabouts)
         prove(group, runtime, limits.join_timeout)

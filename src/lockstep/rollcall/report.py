@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -34,6 +35,17 @@ class Evidence:
 
     config: Mapping[str, Any]
     source: Mapping[str, str]  # file -> digest
+
+
+def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as far as ranks must agree on it: where a host keeps the task's file is its own affair.
+
+    What is in the file is compared by its digest.
+    """
+    task = config.get("task")
+    if not task:
+        return dict(config)
+    return {**config, "task": {**task, "type": Path(task["type"]).name}}
 
 
 def digest(value: Any) -> str:

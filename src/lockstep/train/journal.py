@@ -56,7 +56,7 @@ class Journal:
 
     def bring_together(self, step: int) -> None:
         """Add up what all ranks noted since the last time; refuses to go on with a loss that is not a number."""
-        with self._group.whereabouts.within("reading the metrics", waits=True):  # of a device that others may hold up
+        with self._group.whereabouts.within("reading the metrics"):
             sums, bad = self._meter.read(leave_out_bad=self.forgive_nan)
         steps = max(step - self._last_gathered_step, 1)
         message: Any = {"sums": sums, "bad": bad, "busy": self._busy_seconds / steps}
@@ -94,22 +94,26 @@ class Journal:
         if self._record is not None:
             self._record.write({"step": progress.step, "epoch": progress.epoch, **values})
 
-    def start_at(self, step: int) -> None:
+    def start_at(self, step: int, state: dict[str, Any] | None = None) -> None:
         """Forget rows after a step: of a run that is restored there, or that ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
+        if state is not None:
+            self._load_state_dict(state)
         if self._record is not None:
-            self._record.forget_after(step)
+            self._record.forget_after(step, self._last_row_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "since_row": self._since_row.sums,
             "since_validation": self.since_validation.sums,
             "skips": self._skips,
+            "last_row_step": self._last_row_step,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
         self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
         self._skips = state.get("skips", self._skips)
+        self._last_row_step = state.get("last_row_step", self._last_row_step)
 
     def close(self) -> None:
         if self._record is not None:

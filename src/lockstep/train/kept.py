@@ -46,8 +46,7 @@ class Kept:
             if name in state["attached"]:
                 part.load_state_dict(state["attached"][name])
         self.progress.load_state_dict(state["progress"])
-        self.journal.load_state_dict(state["journal"])
-        self.journal.start_at(self.progress.step)
+        self.journal.start_at(self.progress.step, state["journal"])
 
     def _load_model(self, state: Mapping[str, Any], source: str) -> None:
         assert self.module is not None

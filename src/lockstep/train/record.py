@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.config.schema import Log
 from lockstep.display import Display
-from lockstep.metrics import JsonlWriter, Row, TensorBoardWriter, Writer, drop_rows_after
+from lockstep.metrics import SPEED, JsonlWriter, Row, TensorBoardWriter, Writer, drop_rows_after
 from lockstep.train.state import Progress
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ class Record:
         self._last = (time.perf_counter(), 0)  # when, and examples so far
         self.lags: list[float] = []
 
-    def forget_after(self, step: int) -> None:
-        """Drop rows of steps that are about to be done again."""
+    def forget_after(self, step: int, row_step: int) -> None:
+        """Drop rows of steps that are about to be done again, and of training those that are not written yet."""
         self._restored_step = step
-        drop_rows_after(self._folder / METRICS_FILE, step)
+        drop_rows_after(self._folder / METRICS_FILE, step, row_step)
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         self._last = (time.perf_counter(), progress.examples)
@@ -50,7 +50,7 @@ class Record:
         (then, before), now = self._last, time.perf_counter()
         examples = row.pop("examples")
         self._last = (now, examples)
-        row["examples_per_second"] = round((examples - before) / max(now - then, 1e-9), 1)
+        row[SPEED] = round((examples - before) / max(now - then, 1e-9), 1)
         return row
 
     def _open(self) -> list[Writer]:

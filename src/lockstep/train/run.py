@@ -65,7 +65,7 @@ class Run(Deciding):
         self._model: nn.Module | None = None
         self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self._store = Store(folder / "checkpoints")
-        self._saver = Saver(self._store, settings.checkpoint.keep, settings.checkpoint.asynchronous, group.whereabouts)
+        self._saver = Saver(self._store, settings.checkpoint, group.whereabouts)
         self._last_saved_step = -1
         self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, self.device.type == "cuda")
         self._walk: Walk | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.config.schema import Watch
 from lockstep.topology import ranks_text
 from lockstep.whereabouts import Beat
 
-# Ranks that wait for different things wait for ever: no need to give them all of `stall_after`.
+# Ranks that wait for different things wait for ever: no need to give them all of `stall_after`. On the CPU, that is:
+# where a device works through a queue of its own, the host of one rank may wait for it while another has gone on.
 APART_SECONDS = 30.0
 
 
@@ -20,10 +21,14 @@ class Limits:
 
     stall_after: float
     first_time: float
+    apart: float = math.inf  # while they wait for different things, where that is shorter
 
     @classmethod
-    def of(cls, settings: Watch) -> Limits:
-        return cls(math.inf if settings.stall_after is None else settings.stall_after, settings.first_time)
+    def of(cls, settings: Watch, runtime: str) -> Limits:
+        """The limits for ranks on a device family; null is no limit."""
+        if settings.stall_after is None:
+            return cls(math.inf, math.inf)
+        return cls(settings.stall_after, settings.first_time, APART_SECONDS if runtime == "cpu" else math.inf)
 
     def without_progress(self, beat: Beat | None) -> float:
         first = beat is None or beat.first
@@ -60,7 +65,7 @@ class Stall:
 def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     """A rank that waits for others is not stuck as long as one of them still gets on."""
     there = [each for each in everyone if each.beat is None or not each.beat.left]
-    silent = [each for each in there if each.quiet > limits.without_a_beat(each.beat)]
+    silent = [each for each in there if each.quiet > _longest_silence(each, limits)]
     stuck = [each for each in everyone if _works(each) and each.still > limits.without_progress(each.beat)]
     if silent or stuck:
         found = sorted({each.rank for each in (*silent, *stuck)})
@@ -70,12 +75,20 @@ def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     return _all_wait(everyone, limits)
 
 
+def _longest_silence(seen: Seen, limits: Limits) -> float:
+    """A process that was stopped does not do what it was given more time for."""
+    if seen.suspended and _works(seen) and seen.beat is not None:
+        return limits.without_a_beat(replace(seen.beat, limit=0.0))
+    return limits.without_a_beat(seen.beat)
+
+
 def _all_wait(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
-    still = min(each.still for each in everyone if each.beat and not each.beat.left)
+    waiting = [each for each in everyone if each.beat and not each.beat.left]
+    still = min(each.still for each in waiting)
     places = {each.beat.at for each in everyone if each.beat}
-    limit = max(limits.without_progress(each.beat) for each in everyone)
-    first = any(each.beat and each.beat.first for each in everyone)
-    if len(places) > 1 and still > (limit if first or limit == math.inf else min(limit, APART_SECONDS)):
+    limit = max(limits.without_progress(each.beat) for each in waiting)
+    first = any(each.beat and each.beat.first for each in waiting)
+    if len(places) > 1 and still > (limit if first else min(limit, limits.apart)):
         return Stall(
             tuple(each.rank for each in everyone),
             f"the ranks wait for different things, since {still:.0f} s: {_waits(everyone)}. One of them left out, or "
@@ -125,9 +138,9 @@ def _stuck(seen: Seen, silent: bool) -> str:
 
 def _waits(waiting: Sequence[Seen]) -> str:
     at: dict[str, list[int]] = {}
+    left: list[int] = []
     for each in waiting:
         assert each.beat is not None
-        at.setdefault(each.beat.at, []).append(each.rank)
-    return "; ".join(
-        f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()
-    )
+        (left if each.beat.left else at.setdefault(each.beat.at, [])).append(each.rank)
+    words = [f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()]
+    return "; ".join([*words, *([f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left"] if left else [])])
