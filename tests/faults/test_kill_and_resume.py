@@ -99,10 +99,12 @@ def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Pro
     assert summary(run)["status"] == "completed"
 
 
-def test_restart_policy_goes_on_from_the_newest_checkpoint(project: Project) -> None:
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_restart_policy_goes_on_from_the_newest_checkpoint(project: Project, how: str) -> None:
     reference = project.train(out="reference", task=task(), **HARD)
-    fault = {"rank": 1, "step": 8, "how": "kill", "once": str(project.folder / "once")}
-    run = project.train(out="restarted", task=task(fail_at=fault), launch={"max_restarts": 2}, **HARD)
+    fault = {"rank": 1, "step": 8, "how": how, "once": str(project.folder / "once")}
+    again: dict[str, Any] = {"launch": {"max_restarts": 2}, "watch": {"stall_after": "3 s"}}
+    run = project.train(out="restarted", task=task(fail_at=fault), **again, **HARD)
     assert (project.folder / "once").exists()
     assert "restored step-0000000" in (run / "logs" / "rank-0.log").read_text()
     assert_same_end(run, reference)
