@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from conftest import TASK_FILE, Project, losses, rows, steps_saved, summary
+from conftest import TASK_FILE, Project, Started, losses, rows, steps_saved, summary
 
 TINY = f"{TASK_FILE}:Tiny"
 
@@ -294,3 +294,12 @@ def test_a_skipped_step_and_a_pruned_trial_are_the_same_on_all_ranks(project: Pr
     assert all(math.isfinite(loss) for loss in losses(run).values())
     end = summary(run)
     assert (end["status"], end["reason"], end["epoch"]) == ("stopped early", "pruned", 2)
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_told_with_the_remedy(project: Project) -> None:
+    inside = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
+    run = "sys.argv[0] = 'lockstep'; runpy.run_module('lockstep', run_name='__main__', alter_sys=False)"
+    finished = Started([sys.executable, "-c", inside + run, "train", str(project.config())], project.folder).wait()
+    assert finished.code == 2, finished.text
+    assert "2 processes could not be started: Too many open files; the limit of open files is 40" in finished.err
+    assert "Traceback" not in finished.err

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
-from lockstep.doctor import cgroup, clock, disk, installed, machine, network, processes, report, runtimes, versions
+from lockstep.doctor import clock, disk, installed, machine, network, processes, report, runtimes, versions
 from lockstep.doctor.ask import Answer, Question, unanswered
 from lockstep.doctor.check import Check, exit_code, overall
 from lockstep.doctor.units import GIB, MIB, duration, size
+from lockstep.launcher import cgroup
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

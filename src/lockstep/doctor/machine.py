@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lockstep.doctor import cgroup
 from lockstep.doctor.check import Check
 from lockstep.doctor.units import MIB, size
+from lockstep.launcher import cgroup
 from lockstep.launcher.plan import available_cores
 
 # The variables that change what a run does here; no other is ever shown.

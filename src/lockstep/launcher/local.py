@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import resource
 import signal
 import socket
 import sys
@@ -103,12 +105,15 @@ def _attempt(
     from lockstep.launcher.ranks import start_commands, start_functions
     from lockstep.watch.watcher import Watcher
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
         error_files = [Path(folder) / f"error-{rank}.json" for rank in range(len(plan.processes))]
-        if fresh:
-            ranks = start_commands(plan, Path(folder))
-        else:
-            ranks = start_functions(plan, entry, argument, error_files, Path(folder))
+        try:
+            if fresh:
+                ranks = start_commands(plan, Path(folder))
+            else:
+                ranks = start_functions(plan, entry, argument, error_files, Path(folder))
+        except OSError as error:
+            raise LaunchError(cannot_start(len(plan.processes), error)) from None
         try:
             watcher = None
             if watch is not None:
@@ -116,6 +121,17 @@ def _attempt(
             return _supervise(ranks, error_files, grace, signals, watcher)
         finally:
             ranks.close(signal.SIGKILL)
+
+
+def cannot_start(count: int, error: OSError) -> str:
+    """What to tell where the system does not give what processes need."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = {
+        errno.EMFILE: f"the limit of open files is {files}; raise it (ulimit -n)",
+        errno.EAGAIN: "the limit of processes is reached; raise it (ulimit -u), or end some",
+        errno.ENOMEM: "there is not enough memory; use fewer processes",
+    }.get(error.errno or 0, "`lockstep doctor` looks for what is wrong")
+    return f"{count} processes could not be started: {error.strerror or error}; {remedy}"
 
 
 def _supervise(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.launcher import cgroup
 from lockstep.topology import Place, Topology
 
 # The port is chosen when the launcher opens its store, so that nobody can take it in between.
@@ -76,9 +77,9 @@ def local_plan(
 
 def available_cores() -> int:
     """The cores that this process may use, which in a container are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup.core_limit()
+    return present if limit is None else max(1, min(present, int(limit)))
 
 
 def _number(text: str | None) -> int | None:
