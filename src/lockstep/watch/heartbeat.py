@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 VERDICT = "stalled"
 _INTERVAL = 1.0
+# How long a rank that must end may take to write down why.
+_END_SECONDS = 10.0
 _NOT_THE_USERS = tuple(
     str(Path(folder).resolve())
     for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -64,11 +66,13 @@ class Heartbeat:
         self._stopping.set()
         if self._store is not None:
             self._threads[0].join(timeout=2 * interval(self._limits))
-        os.close(self._terminal)
+        if not self._threads[0].is_alive():
+            os.close(self._terminal)
 
     def _beat(self) -> None:
         watcher = Watcher(self._store, range(self._world_size), self._limits) if self._watches else None
         try:
+            self._send()
             while not self._stopping.wait(interval(self._limits)):
                 self._send()
                 if watcher is not None and (stall := watcher.look()) is not None:
@@ -103,6 +107,10 @@ class Heartbeat:
 
     def _end(self, message: str, wait: Callable[[], None] = lambda: None) -> None:
         """End this process from here: the training thread is stuck, or waits for one that is."""
+        # Writing may hang as well, on a disk that does not answer or a lock that the stuck thread holds.
+        in_any_case = threading.Timer(_END_SECONDS, os._exit, (RankStalled.exit_code,))
+        in_any_case.daemon = True
+        in_any_case.start()
         logger.error("%s. Ended; the stacks of all threads follow", message)
         faulthandler.dump_traceback(self.stacks, all_threads=True)
         os.write(self._terminal, f"lockstep: {message}\n".encode())
