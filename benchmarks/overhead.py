@@ -33,6 +33,7 @@ NAMES = {
     "lockstep-run": "Lockstep Run",
     "lockstep-trainer": "Lockstep Trainer",
 }
+OTHER = "lockstep-other"
 NEEDS = {"fabric": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
 
 NOTES = """\
@@ -49,26 +50,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps per measurement (default: 3000; 300 with --quick)")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    parser.add_argument(
+        "--other", metavar="CHECKOUT", type=Path, help="another version of Lockstep, to measure as well"
+    )
     chosen = report.parse(parser)
     steps = chosen.steps or (300 if chosen.quick else 3000)
 
     present = {module: report.installed(module) for module in ("lightning", "accelerate")}
     names = [name for name in chosen.only if present.get(NEEDS.get(name, ""), True)]
+    if chosen.other:
+        NAMES[OTHER] = f"Lockstep Trainer, {chosen.other.name}"
+        names.append(OTHER)
     cases = [(name, processes) for name in names for processes in chosen.processes]
     found: Found = defaultdict(list)
     for name, processes in report.interleaved(cases, chosen):
-        found[name, processes].append(measure(name, processes, steps))
+        found[name, processes].append(measure(name, processes, steps, chosen.other))
 
     text = f"{make_table(found, names, chosen.processes)}\n\n{NOTES}"
     raw = {"steps": steps, "cases": [{"name": n, "processes": p, "found": f} for (n, p), f in found.items()]}
     report.publish(text, raw, chosen.json)
 
 
-def measure(name: str, processes: int, steps: int) -> dict[str, float]:
+def measure(name: str, processes: int, steps: int, other: Path | None) -> dict[str, float]:
     """Microseconds per step of one fresh run."""
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         stamps_file = Path(folder) / "stamps.json"
-        report.run(command(name, processes, steps, stamps_file), limit=600, **ONE_THREAD)
+        source = {"PYTHONPATH": str(other.resolve() / "src")} if other and name == OTHER else {}
+        report.run(command(name, processes, steps, stamps_file), limit=600, **ONE_THREAD, **source)
         stamps = json.loads(stamps_file.read_text(encoding="utf-8"))
     stamps = stamps[WARM_UP:] if len(stamps) > 2 * WARM_UP else stamps[len(stamps) // 2 :]
     each = [1e6 * (after - before) for before, after in itertools.pairwise(stamps)]
@@ -77,7 +85,7 @@ def measure(name: str, processes: int, steps: int) -> dict[str, float]:
 
 
 def command(name: str, processes: int, steps: int, stamps_file: Path) -> list[str]:
-    if name == "lockstep-trainer":
+    if name in ("lockstep-trainer", OTHER):
         settings = {
             "task.steps": steps,
             "task.stamps": str(stamps_file),
