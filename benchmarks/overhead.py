@@ -50,9 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps per measurement (default: 3000; 300 with --quick)")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument(
-        "--other", metavar="CHECKOUT", type=Path, help="another version of Lockstep, to measure as well"
-    )
+    parser.add_argument("--other", metavar="CHECKOUT", type=Path, help="another version of Lockstep, as well")
     chosen = report.parse(parser)
     steps = chosen.steps or (300 if chosen.quick else 3000)
 

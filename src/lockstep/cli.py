@@ -204,7 +204,8 @@ def _training_plan(config: RunConfig, folder: str) -> LaunchPlan:
     from lockstep.launcher.plan import local_plan
 
     argv = [sys.executable, "-m", "lockstep.worker", folder]
-    return local_plan(argv, int(config.processes), threads=config.launch.threads, port=config.launch.port)
+    limits = config.launch
+    return local_plan(argv, int(config.processes), threads=limits.threads, port=limits.port, watched=True)
 
 
 def _print_plan(config: RunConfig, plan: LaunchPlan) -> None:

@@ -97,6 +97,13 @@ class NonFiniteLoss(LockstepError):
         self.step, self.rank, self.value = step, rank, value
 
 
+class NonFiniteGradients(LockstepError):
+    """Step after step was skipped: the gradients are not finite any more."""
+
+    exit_code = 5
+    concerns_all_ranks = True
+
+
 class WorkerFailed(LockstepError):
     """A process of the run ended before its work was done."""
 

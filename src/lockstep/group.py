@@ -61,7 +61,8 @@ class Group:
         if self.rank != 0:
             return _unwrap(self._from_rank_0(name, b""))
         try:
-            message = _encode({"value": value() if callable(value) else value}, name)
+            with self.whereabouts.within(repr(name), limit=self.whereabouts.patience):
+                message = _encode({"value": value() if callable(value) else value}, name)
         except Exception as error:
             failure = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             self._from_rank_0(name, _encode({"failed": failure, "name": name}, name))

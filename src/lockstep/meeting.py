@@ -8,7 +8,9 @@ message adds about log2(N) more. Nobody but the store is ever connected to all.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,18 +24,25 @@ from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.whereabouts import Whereabouts
 
+_meetings = itertools.count()  # of this process; the same on all ranks, as they all run the same program
 
-def meet(topology: Topology, limit: float) -> Any:
-    """A new connection to the store where all ranks of this attempt leave word; None for a process on its own."""
-    if topology.world_size == 1 and not topology.launched_by_us:
-        return None
+
+def meet(topology: Topology, limit: float) -> tuple[Any, Any]:
+    """Two connections to the store where all ranks leave word: a thread that waits on one holds up nobody on the other.
+
+    A process on its own has none.
+    """
+    if topology.world_size == 1 and not topology.watched:
+        return None, None
     serves = topology.place.rank == 0 and not topology.launcher_serves_store
-    return PrefixStore(f"lockstep/attempt-{topology.attempt}", _connect(topology, serves, limit))
+    prefix = store_prefix(topology.attempt, next(_meetings))
+    first, second = _connect(topology, serves, limit), _connect(topology, False, limit)
+    return PrefixStore(prefix, first), PrefixStore(prefix, second)
 
 
-def another_connection(topology: Topology, limit: float) -> Any:
-    """A second connection to the same store: a thread that waits on one of them holds up nobody on the other."""
-    return PrefixStore(f"lockstep/attempt-{topology.attempt}", _connect(topology, False, limit))
+def store_prefix(attempt: int, meeting: int = 0) -> str:
+    """A script may launch more than once; what one meeting left in the store says nothing about the next."""
+    return f"lockstep/attempt-{attempt}/meeting-{meeting}"
 
 
 def join(
@@ -77,6 +86,7 @@ def _connect(topology: Topology, serves: bool, limit: float) -> Any:
             is_master=serves,
             timeout=timedelta(seconds=limit),
             wait_for_workers=False,
+            **(_listening_on_loopback(topology) if serves else {}),
         )
     except (RuntimeError, dist.DistError) as error:
         if serves and "use" in str(error):
@@ -90,6 +100,21 @@ def _connect(topology: Topology, serves: bool, limit: float) -> Any:
             f"started, the address, the port and the firewall ({str(error).strip().splitlines()[0]}); "
             "launch.join_timeout sets the limit"
         ) from None
+
+
+def _listening_on_loopback(topology: Topology) -> dict[str, Any]:
+    """Where all ranks are on this host, nobody else needs to reach the store; torch would listen everywhere."""
+    if topology.address not in ("127.0.0.1", "localhost"):
+        return {}
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", topology.port))
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(f"address already in use: {error}") from None
+    listener.listen(1024)
+    return {"master_listen_fd": listener.detach()}
 
 
 def port_in_use(port: int) -> str:

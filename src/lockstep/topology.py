@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import TopologyError
 
-_OUR_RUN_ID = "lockstep"
+_LAUNCHED, _WATCHED = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Topology:
     attempt: int = 0
     # The launcher already serves the store at address:port, so rank 0 must not open a second one there.
     launcher_serves_store: bool = False
-    # Our own launcher: it reads the heartbeats, it ends those that do not get on, it speaks for all ranks.
+    # Our own launcher started this process: the terminal is its, and it speaks for all ranks.
     launched_by_us: bool = False
+    # It also reads the heartbeats, and ends those that do not get on.
+    watched: bool = False
 
     def __post_init__(self) -> None:
         place = self.place
@@ -77,8 +79,10 @@ class Topology:
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": _OUR_RUN_ID if self.launched_by_us else "none",
+            "TORCHELASTIC_RUN_ID": "lockstep" if self.launched_by_us else "none",
             "TORCHELASTIC_USE_AGENT_STORE": str(self.launcher_serves_store),
+            **({_LAUNCHED: "1"} if self.launched_by_us else {}),
+            **({_WATCHED: "1"} if self.watched else {}),
         }
 
     @classmethod
@@ -101,7 +105,8 @@ class Topology:
             port=_number(env, "MASTER_PORT", default=0),
             attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
             launcher_serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            launched_by_us=env.get("TORCHELASTIC_RUN_ID") == _OUR_RUN_ID,
+            launched_by_us=env.get(_LAUNCHED) == "1",
+            watched=env.get(_WATCHED) == "1",
         )
 
 

@@ -33,7 +33,8 @@ class Whereabouts:
     It is noted several times in every step, so it is noted as a bare tuple: that takes a third of the time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
+        self.patience = patience  # how long may be taken by what is not known to be short
         self._known = {STARTING}
         self._now: tuple[int, int, str, bool, bool, float, float] = (0, 0, STARTING, False, True, monotonic(), 0.0)
 
@@ -48,6 +49,15 @@ class Whereabouts:
         if first:
             self._known.add(doing)
         self._now = (before[0] + 1, before[1] if step is None else step, doing, waits, first, monotonic(), limit)
+
+    def progress(self) -> None:
+        """Still doing the same, and getting on with it."""
+        before = self._now
+        self._now = (before[0] + 1, *before[1:5], monotonic(), before[6])
+
+    def be_patient(self) -> None:
+        """What this rank is doing takes longer than usual this time."""
+        self._now = (*self._now[:6], self.patience)
 
     @contextlib.contextmanager
     def within(self, doing: str, waits: bool = False, limit: float = 0.0) -> Iterator[None]:

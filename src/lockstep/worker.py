@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -19,8 +20,9 @@ from lockstep import display, runfolder, runtime
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.group import Group
 from lockstep.logs import rank_log
-from lockstep.meeting import another_connection, meet
+from lockstep.meeting import meet
 from lockstep.metrics import write_json
 from lockstep.rollcall.faults import SHOWN
 from lockstep.rollcall.hold import hold
@@ -62,6 +64,9 @@ def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]
 def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, make_folder: Callable[[], Path]) -> Any:
     """Call the user's own loop as one rank; what it returned."""
     with joined(settings, topology, make_folder, lambda: main, redirect=topology.world_size > 1) as run:
+        # A loop of one's own need not use anything of the run: until it does, nothing says whether it gets on.
+        whereabouts = run.group.whereabouts
+        whereabouts.enter("main", limit=math.inf)
         try:
             returned = main(run)
         except Preempted as preempted:
@@ -85,10 +90,10 @@ def joined(
     family, _ = runtime.resolve(settings.runtime, topology.local_world_size, share)
     device = runtime.create(family, topology.place.local_rank, share)
     device.prepare()
-    requests, whereabouts = Requests(), Whereabouts()
+    requests, whereabouts = Requests(), Whereabouts(settings.watch.first_time)
     with requests.listening(topology.launched_by_us):
-        store = meet(topology, settings.launch.join_timeout)
-        with _heartbeat(topology, settings, family, whereabouts, store is not None) as heartbeat:
+        store, for_beats = meet(topology, settings.launch.join_timeout)
+        with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
             config = comparable(settings.model_dump(mode="json", by_alias=True))
             evidence = Evidence(config, source_files(load_source()))
             began = time.monotonic()
@@ -105,24 +110,28 @@ def joined(
                 except Exception:
                     logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
                     raise
+                except Preempted:
+                    _leave(group, whereabouts)
+                    raise
                 finally:
                     screen.close()
-                whereabouts.enter(LEFT, waits=True)
-                group.leave()
+                _leave(group, whereabouts)
 
 
 @contextlib.contextmanager
-def _heartbeat(
-    topology: Topology, settings: RunSettings, family: str, whereabouts: Whereabouts, wanted: bool
-) -> Iterator[Heartbeat]:
+def _beating(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
     """Let others know where this rank is, from the first moment on that there is a place to leave word."""
-    store = another_connection(topology, settings.launch.join_timeout) if wanted else None
-    heartbeat = Heartbeat(store, topology, whereabouts, Limits.of(settings.watch, family))
     heartbeat.start()
     try:
         yield heartbeat
     finally:
         heartbeat.stop()
+
+
+def _leave(group: Group, whereabouts: Whereabouts) -> None:
+    whereabouts.enter("leaving", waits=True)
+    group.leave()
+    whereabouts.enter(LEFT, waits=True)
 
 
 def _announce(reports: list[Report], topology: Topology, device: Runtime, folder: Path, seconds: float) -> None:

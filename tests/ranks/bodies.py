@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint.store import Store
 from lockstep.errors import RankZeroFailed
 
 
@@ -249,3 +251,29 @@ def replicas_that_drift_apart(run: lockstep.Run) -> None:
             if run.rank == 2 and run.progress.step == 5:
                 with torch.no_grad():
                     run.module[1].weight[0, 0] += 1e-6
+
+
+def fails_and_cannot_leave(run: lockstep.Run) -> None:
+    """A thread of the user's own keeps the process alive after the error."""
+    if run.rank == 1:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise ValueError("the real reason")
+    time.sleep(60)
+
+
+def slow_synchronous_saves(run: lockstep.Run) -> int:
+    """Every save takes longer than a rank may go without progress, and less than a save may take."""
+    write = Store.write
+
+    def slowly(store: Store, picture: Any) -> Any:
+        time.sleep(4)
+        return write(store, picture)
+
+    Store.write = slowly  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in run.epochs(2):
+        train_one_epoch(run)
+        run.checkpoint()
+        run.evaluate(lambda batch: {"x": run.module(batch[0])[:, 0]}, dataset(), 10)
+    return run.progress.step

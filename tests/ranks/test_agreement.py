@@ -90,7 +90,7 @@ def test_a_step_that_is_skipped_is_skipped_by_all_ranks(tmp_path: Path) -> None:
 
 
 def test_nothing_but_skipped_steps_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(lockstep.WorkerFailed, match="the loss is nan at step 100"):
+    with pytest.raises(lockstep.WorkerFailed, match="the gradients of 100 steps in a row, up to step 100, were not finite"):
         launch(bodies.always_nan, processes=2, out=tmp_path)
 
 
@@ -134,3 +134,53 @@ def test_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
     stacks = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     assert all("most recent call first" in each for each in stacks)
     assert "in different_numbers_of_batches" in stacks[1]
+
+
+# What is slow and not stuck, and what is behind a rank that does not leave
+
+
+def test_saves_that_take_long_are_not_a_stall(tmp_path: Path) -> None:
+    slow = {"checkpoint": {"async": False, "timeout": 60}, "watch": {"stall_after": 2, "first_time": 2}}
+    assert launch(bodies.slow_synchronous_saves, processes=2, out=tmp_path, **slow) == [10, 10]
+
+
+def test_an_error_is_told_also_where_its_rank_cannot_leave(tmp_path: Path) -> None:
+    with pytest.raises(lockstep.WorkerFailed) as failed:
+        launch(bodies.fails_and_cannot_leave, processes=2, out=tmp_path, watch={"stall_after": 2, "first_time": 2})
+    assert "rank 1 of 2" in str(failed.value) and "ValueError: the real reason" in str(failed.value)
+
+
+SCRIPT = """
+import sys, time, lockstep, bodies
+def hang(run):
+    model = bodies.nn.Linear(4, 1)
+    run.setup(model, bodies.torch.optim.SGD(model.parameters(), lr=0.05))
+    bodies.train_one_epoch(run)
+    if run.rank == 1:
+        while True: time.sleep(0.1)
+    run.barrier("after the loop")
+if __name__ == "__main__":
+    for part in sys.argv[2:]:
+        if part == "talk":
+            print(lockstep.launch(bodies.seventy_five, runtime="cpu", out=sys.argv[1]))
+        else:
+            lockstep.launch(hang, runtime="cpu", out=sys.argv[1], watch={"stall_after": 3, "first_time": 3})
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "lockstep run"])
+def test_one_script_launches_twice_and_is_watched_under_any_launcher(tmp_path: Path, launcher: str) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "ranks")])}
+    start = {
+        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "lockstep"],
+        "lockstep run": ["lockstep", "run", "--processes", "2"],
+    }[launcher]
+    command = [sys.executable, "-m", *start, str(file), str(tmp_path), "talk", "talk", "hang"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**environment, "GLOO_SOCKET_IFNAME": "lo"}
+    )
+    assert done.stdout.count("[75]") >= 2, done
+    assert done.returncode != 0
+    assert "rank 1: in " in done.stderr and "script.py:" in done.stderr, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.schema import Watch
+from lockstep.watch.clock import RunningClock
 from lockstep.watch.heartbeat import interval, user_line
 from lockstep.watch.stall import APART_SECONDS, Limits, Seen, find_stall
 from lockstep.whereabouts import LEFT, Beat, Whereabouts
@@ -83,7 +85,8 @@ def test_all_wait_for_the_same_and_it_does_not_come() -> None:
     [
         (seen(1, "loss", 310, quiet=305, suspended=True), "rank 1: stopped by a signal (SIGSTOP) in loss of step 118"),
         (waiting(1, still=310, quiet=305), "rank 1: no sign of life since 305 s, last waits in gradient reduction"),
-        (seen(1, "loss", 310, quiet=305, first=True), "rank 1: no sign of life since 305 s, last in loss of step 118"),
+        (seen(1, "loss", 9, quiet=1805, first=True), "rank 1: no sign of life since 1805 s, last in loss of step 118"),
+        (seen(1, "loss", 310, quiet=305, suspended=True, first=True), "rank 1: stopped by a signal (SIGSTOP) in loss"),
         (Seen(1, None, 1801), "rank 1: never gave a sign of life"),
     ],
 )
@@ -98,6 +101,27 @@ def test_a_process_that_was_stopped_gets_no_more_time_for_what_it_was_doing() ->
     stall = find_stall([waiting(0), stopped], LIMITS)
     assert stall is not None and stall.ranks == (1,)
     assert find_stall([waiting(0), replace(stopped, suspended=False)], LIMITS) is None, "may be a slow disk"
+
+
+def test_a_rank_in_code_of_its_own_is_left_alone_until_somebody_waits_for_it() -> None:
+    own = seen(1, "main", 9999, limit=math.inf)
+    assert find_stall([seen(0, "main", 9999, limit=math.inf), own], LIMITS) is None
+    stall = find_stall([waiting(0, still=9000), own], LIMITS)
+    assert stall is not None and stall.ranks == (1,)
+
+
+def test_a_rank_may_be_held_up_for_as_long_as_another_may_take() -> None:
+    """On a GPU the host of one rank waits for the device, at any line, while another writes a checkpoint."""
+    writing = seen(0, "writing a checkpoint", 900, limit=1830.0)
+    assert find_stall([writing, seen(1, "loss", 900)], LIMITS) is None
+    assert find_stall([seen(0, "data", 3), seen(1, "loss", 900)], LIMITS) is not None
+
+
+def test_a_process_that_was_paused_did_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 2.0, 602.0, 603.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    clock = RunningClock()
+    assert [clock.now() for _ in range(4)] == [1.0, 2.0, 2.0, 3.0]
 
 
 def test_beats_come_often_enough_for_a_short_limit() -> None:

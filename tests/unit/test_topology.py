@@ -23,6 +23,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         attempt=draw(st.integers(0, 5)),
         launcher_serves_store=draw(st.booleans()),
         launched_by_us=draw(st.booleans()),
+        watched=draw(st.booleans()),
     )
 
 
@@ -52,6 +53,7 @@ def test_the_environment_is_what_torchrun_sets() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "lockstep",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "LOCKSTEP_LAUNCHED": "1",
     }
 
 

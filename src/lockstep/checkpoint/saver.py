@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -38,12 +39,13 @@ class Saver:
     def save(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> None:
         """Take the picture now; write it here, or in the background where saving is asynchronous."""
         self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
-        picture = self._take(step, model, state, about)
-        self.last_step = step
-        if self._asynchronous:
-            self._writing = self._thread.submit(self._write, picture)
-        else:
-            self._write(picture)
+        with self._writing_within_limit():
+            picture = self._take(step, model, state, about)
+            self.last_step = step
+            if self._asynchronous:
+                self._writing = self._thread.submit(self._write, picture)
+            else:
+                self._write(picture)
 
     def check(self) -> None:
         """Raise what a background write raised, as soon as it is known."""
@@ -56,13 +58,16 @@ class Saver:
         if writing is None:
             return
         try:
-            with self._whereabouts.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS):
+            with self._writing_within_limit():
                 writing.result(timeout=self._limit)
         except concurrent.futures.TimeoutError:
             raise CheckpointError(
                 f"{self.store.folder}: writing a checkpoint has taken more than {self._limit:g} s; "
                 "the disk or the network file system does not answer. checkpoint.timeout sets the limit"
             ) from None
+
+    def _writing_within_limit(self) -> contextlib.AbstractContextManager[None]:
+        return self._whereabouts.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS)
 
     def close(self) -> None:
         try:

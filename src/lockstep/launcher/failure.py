@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteLoss
+from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def describe_exit(code: int) -> str:
 
 def worth_retrying(failure: Failure) -> bool:
     """Another attempt repeats a mistake in the config or a loss that diverged; anything else may have been chance."""
-    return failure.exit_code != 2 and failure.kind != NonFiniteLoss.__name__
+    return failure.exit_code != 2 and failure.kind not in (NonFiniteLoss.__name__, NonFiniteGradients.__name__)
 
 
 def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int], silent: list[int]) -> Failure:

@@ -56,7 +56,8 @@ def launch(
 
 def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: Path) -> list[Any]:
     count = int(settings.processes)
-    plan = local_plan([sys.executable], count, threads=settings.launch.threads, port=settings.launch.port)
+    limits = settings.launch
+    plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
     with runfolder.locked(folder):
         result = local.launch(
             plan,

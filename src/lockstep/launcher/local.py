@@ -73,12 +73,14 @@ def launch(
     With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on.
     """
     warm_up(plan.threads)
-    signals = _Signals(save_on_request=watch is not None)
+    signals = _Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
     with signals.listening(), _store(plan) as (port, store):
         from torch._C._distributed_c10d import PrefixStore
 
+        from lockstep.meeting import store_prefix
+
         for attempt in range(max_restarts + 1):
-            heartbeats = PrefixStore(f"lockstep/attempt-{attempt}", store)
+            heartbeats = PrefixStore(store_prefix(attempt), store)
             result = _attempt(plan.at(port, attempt), entry, argument, grace, fresh, signals, heartbeats, watch)
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
@@ -166,7 +168,7 @@ def _supervise(
             next_look = time.monotonic() + _LOOK_SECONDS
             stall = watcher.look()
             if stall is not None:
-                return _end_stalled(ranks, stall)
+                return _end_stalled(ranks, stall, error_files)
         if time.monotonic() > deadline:
             ranks.close(signal.SIGKILL)
             cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
@@ -174,11 +176,13 @@ def _supervise(
         time.sleep(_POLL_SECONDS)
 
 
-def _end_stalled(ranks: Ranks, stall: Stall) -> Result:
+def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:
     """Have every rank write down its stacks, end all of them, and say who was stuck where."""
     ranks.dump_stacks()
     time.sleep(_DUMP_SECONDS)
     ranks.close(signal.SIGKILL)
+    if any(not report.consequence for report in _reports(error_files)):
+        return _failed(error_files, {}, stopping=False)  # a rank failed, and then could not leave
     cause = f"{stall.message}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
     stuck = stall.ranks[0]
     kind, code = RankStalled.__name__, RankStalled.exit_code
@@ -187,14 +191,18 @@ def _end_stalled(ranks: Ranks, stall: Stall) -> Result:
 
 
 def _failed(error_files: list[Path], exit_codes: dict[int, int], stopping: bool) -> Result:
+    failure = find_cause(_reports(error_files), exit_codes, socket.gethostname())
+    if stopping and exit_codes.get(failure.rank) == -signal.SIGTERM:
+        return Result(PREEMPTED_EXIT_CODE)  # asked to stop before it had begun: there was nothing to save
+    return Result(failure.exit_code, failure=failure)
+
+
+def _reports(error_files: list[Path]) -> list[Report]:
     reports = []
     for file in error_files:
         with contextlib.suppress(FileNotFoundError, ValueError):
             reports.append(Report(**json.loads(file.read_text(encoding="utf-8"))))
-    failure = find_cause(reports, exit_codes, socket.gethostname())
-    if stopping and exit_codes.get(failure.rank) == -signal.SIGTERM:
-        return Result(PREEMPTED_EXIT_CODE)  # asked to stop before it had begun: there was nothing to save
-    return Result(failure.exit_code, failure=failure)
+    return reports
 
 
 @contextlib.contextmanager

@@ -52,6 +52,7 @@ def local_plan(
     port: int | None = None,
     cores: int | None = None,
     env: Mapping[str, str] | None = None,
+    watched: bool = False,
 ) -> LaunchPlan:
     """All processes on this host, meeting on the loopback interface."""
     env = os.environ if env is None else env
@@ -69,6 +70,7 @@ def local_plan(
             port=port or 1,
             launcher_serves_store=True,
             launched_by_us=True,
+            watched=watched,
         )
         variables = {**topology.to_env(), "MASTER_PORT": str(port or ANY_PORT), **shared}
         plans.append(ProcessPlan(host, tuple(argv), variables))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.values import Interval
-from lockstep.errors import NonFiniteLoss
+from lockstep.errors import NonFiniteGradients, NonFiniteLoss
 from lockstep.group import Group
 from lockstep.metrics import Meter, Totals
 from lockstep.train.record import Record
@@ -48,7 +48,11 @@ class Journal:
         skips["since_row"], skips["last"] = skips["since_row"] + 1, step
         logger.warning("step %d: the gradients are not finite; the weights are left as they were", step)
         if skips["in_a_row"] >= SKIPS_IN_A_ROW:
-            raise NonFiniteLoss(step, self._group.rank, float("nan"))
+            raise NonFiniteGradients(
+                f"the gradients of {SKIPS_IN_A_ROW} steps in a row, up to step {step}, were not finite, and they all "
+                "were skipped (train.on_nan). Lower the learning rate, set train.clip_norm, or look at the data; "
+                "the run can be resumed from its last checkpoint"
+            )
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         if self._record is not None:

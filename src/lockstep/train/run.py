@@ -25,6 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
+from lockstep.train.compiling import be_patient_while_compiling
 from lockstep.train.deciding import Deciding
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
 from lockstep.train.fingerprint import combined, compare, fingerprint
@@ -160,6 +161,7 @@ class Run(Deciding):
         self.journal.forgive_nan = self._skip_nan
         if compile:
             model.compile()
+            be_patient_while_compiling(self._whereabouts)
         self._kept.module, self._kept.optimizer = model, optimizer
         self._model = self._strategy.place(model)
         if scheduler is not None:
@@ -225,6 +227,7 @@ class Run(Deciding):
             yield batch
         if self.progress.epoch == epoch:  # a loop that does not step still gets on
             self.progress.epoch, self.progress.batch = epoch + 1, 0
+        self._whereabouts.enter("what follows an epoch", limit=self._whereabouts.patience)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that setup was given, for the forward pass and the loss."""
@@ -265,6 +268,7 @@ class Run(Deciding):
 
     def log(self, **values: Tensor | float) -> None:
         """Note values of the batch at hand; means over all ranks are written every `log.every`."""
+        self._whereabouts.progress()
         examples = 1 if self._handed_out is None else self._handed_out.examples
         # Before step() the batch at hand belongs to the step that is under way.
         self.journal.note(self.progress.step + (0 if self._part is None else 1), examples, values)
@@ -285,7 +289,7 @@ class Run(Deciding):
         """
         count = check_dataset(dataset, name)
         if self._kept.module is not None:
-            self._strategy.equalize_buffers(self._kept.module)
+            self._equalize_buffers()
         alone = on == "rank0"
         loader = self._loaders.get(dataset, batch_size, collate, alone=alone)
 
@@ -306,7 +310,7 @@ class Run(Deciding):
             return
         self._last_saved_step = self.progress.step
         self._whereabouts.enter("saving")
-        self._strategy.equalize_buffers(self.module)
+        self._equalize_buffers()
         states = self._compared({"generators": generator_states(self.runtime)}, "generator states")
         if not self.is_main:
             return
@@ -366,7 +370,8 @@ class Run(Deciding):
         if asked.leave or asked.save:
             self.checkpoint()
         if asked.leave:
-            self._saver.finish()
+            # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
+            self.agree(self._saver.finish, "the last save")
             raise Preempted(asked.leave)
         if asked.save:
             logger.info("saved at step %d: %s", progress.step, asked.save)
@@ -379,6 +384,10 @@ class Run(Deciding):
         messages = self.gather({**message, "fingerprint": combined(mine)}, name)
         compare(self.group, list(replicas), mine, [each["fingerprint"] for each in messages], self.progress.step)
         return messages
+
+    def _equalize_buffers(self) -> None:
+        with self._whereabouts.within("the buffers", waits=True):
+            self._strategy.equalize_buffers(self.module)
 
     def _gradients_are_finite(self) -> bool:
         norms = [each.grad.isfinite().all() for each in self.module.parameters() if each.grad is not None]

@@ -139,7 +139,9 @@ class Pulse:
 
     def _take(self) -> dict[str, Any]:
         requests = self._requests
-        save, requests.save = requests.save, False  # whoever asks again after this asks for another save
+        save = requests.save
+        if save:  # whoever asks again after this asks for another save
+            requests.save = False
         return {"leave": requests.leave, "stop": requests.stop, "save": "SIGUSR1" if save else None}
 
 

@@ -10,15 +10,17 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 from lockstep.errors import RankStalled
 from lockstep.topology import Topology
+from lockstep.watch.clock import RunningClock
 from lockstep.watch.stall import Limits
 from lockstep.watch.watcher import Watcher
-from lockstep.whereabouts import Beat, Whereabouts, beat_key
+from lockstep.whereabouts import LEFT, Beat, Whereabouts, beat_key
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +45,13 @@ class Heartbeat:
     def __init__(self, store: Any, topology: Topology, whereabouts: Whereabouts, limits: Limits) -> None:
         self._store, self._rank, self._world_size = store, topology.place.rank, topology.world_size
         self._whereabouts, self._limits = whereabouts, limits
-        self._watched = topology.launched_by_us
+        self._watched = topology.watched
         self._watches = not self._watched and self._rank < 2
         self._training_thread = threading.get_ident()
         self._count = 0
-        self._last_answer = time.monotonic()
+        self._clock = RunningClock()
+        self._told = (-1, 0.0)  # the number of the moment that was told last, and how long this process had paused then
+        self._last_answer = self._clock.now()
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
         self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
@@ -81,13 +85,17 @@ class Heartbeat:
                     self._end(self._store.get(VERDICT).decode(), self._all_have_heard)
                 self._last_answer = time.monotonic()
             self._send()
-        except RuntimeError:
-            return  # the store is gone, with its launcher or with rank 0, and they are told of in another way
+        except RuntimeError as error:
+            if not self._watched:  # a launcher that is gone is told of in another way
+                self._end_without_a_store(error)
 
     def _send(self) -> None:
         self._count += 1
+        self._clock.now()
         now = self._whereabouts.now
-        still = time.monotonic() - now.since
+        if now.number != self._told[0]:
+            self._told = (now.number, self._clock.paused)
+        still = max(time.monotonic() - now.since - (self._clock.paused - self._told[1]), 0.0)
         where = user_line(sys._current_frames().get(self._training_thread)) if still > _INTERVAL / 2 else ""
         beat = Beat(
             self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where
@@ -96,14 +104,26 @@ class Heartbeat:
 
     def _mind_the_store(self) -> None:
         """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""
+        clock, answered, since = RunningClock(), self._last_answer, 0.0
         while not self._stopping.wait(interval(self._limits)):
-            quiet = time.monotonic() - self._last_answer
+            now = clock.now()
+            if self._last_answer != answered or not since:
+                answered, since = self._last_answer, now
+            quiet = now - since
             if self._threads[0].is_alive() and quiet > self._limits.stall_after:
-                now = self._whereabouts.now
+                doing = self._whereabouts.now.doing
                 self._end(
                     f"rank {self._rank} has had no answer from the store for {quiet:.0f} s, while it was in "
-                    f"{now.doing}: the network to rank 0's host is cut, or that host is gone"
+                    f"{doing}: the network to rank 0's host is cut, or that host is gone"
                 )
+
+    def _end_without_a_store(self, error: RuntimeError) -> None:
+        """Whoever served the store is gone. Ranks that are done leave by themselves; one that is not is on its own."""
+        if not self._stopping.wait(_END_SECONDS) and self._whereabouts.now.doing != LEFT:
+            self._end(
+                f"rank {self._rank} lost the store, which rank 0 or the launcher serves, while it was in "
+                f"{self._whereabouts.now.doing}: {str(error).strip().splitlines()[0]}"
+            )
 
     def _end(self, message: str, wait: Callable[[], None] = lambda: None) -> None:
         """End this process from here: the training thread is stuck, or waits for one that is."""
@@ -111,10 +131,13 @@ class Heartbeat:
         in_any_case = threading.Timer(_END_SECONDS, os._exit, (RankStalled.exit_code,))
         in_any_case.daemon = True
         in_any_case.start()
-        logger.error("%s. Ended; the stacks of all threads follow", message)
-        faulthandler.dump_traceback(self.stacks, all_threads=True)
-        os.write(self._terminal, f"lockstep: {message}\n".encode())
+        message = "".join(each if each.isprintable() else "?" for each in message)  # it came over the network
         try:
+            with suppress(OSError, ValueError):
+                os.write(self._terminal, f"lockstep: {message}\n".encode())
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback(self.stacks, all_threads=True)
+            logger.error("%s. Ended; the stacks of all threads are above", message)
             wait()
         finally:
             os._exit(RankStalled.exit_code)

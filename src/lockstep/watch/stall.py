@@ -35,8 +35,9 @@ class Limits:
         return max(self.stall_after, self.first_time if first else 0.0, beat.limit if beat else 0.0)
 
     def without_a_beat(self, beat: Beat | None) -> float:
-        """Beats come from a thread of their own, whatever the rank does for the first time."""
-        return max(self.stall_after, self.first_time if beat is None else beat.limit)
+        """Beats come from a thread of their own; only native code that holds Python's lock can keep them back."""
+        limit = self.without_progress(beat)
+        return limit if limit < math.inf else max(self.stall_after, self.first_time)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     """A rank that waits for others is not stuck as long as one of them still gets on."""
     there = [each for each in everyone if each.beat is None or not each.beat.left]
     silent = [each for each in there if each.quiet > _longest_silence(each, limits)]
-    stuck = [each for each in everyone if _works(each) and each.still > limits.without_progress(each.beat)]
+    # A device with a queue of its own holds up its host at any line while another rank takes the time that it may.
+    allowed = max((limits.without_progress(each.beat) for each in everyone if _works(each)), default=0.0)
+    if allowed == math.inf and any(each.beat and each.beat.waits for each in there):
+        allowed = max(limits.stall_after, limits.first_time)  # somebody waits for a rank of which nothing is known
+    stuck = [each for each in everyone if _works(each) and each.still > allowed]
     if silent or stuck:
         found = sorted({each.rank for each in (*silent, *stuck)})
         return Stall(tuple(found), _message(everyone, set(found), {each.rank for each in silent}))
@@ -78,7 +83,7 @@ def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
 def _longest_silence(seen: Seen, limits: Limits) -> float:
     """A process that was stopped does not do what it was given more time for."""
     if seen.suspended and _works(seen) and seen.beat is not None:
-        return limits.without_a_beat(replace(seen.beat, limit=0.0))
+        return limits.without_a_beat(replace(seen.beat, limit=0.0, first=False))
     return limits.without_a_beat(seen.beat)
 
 

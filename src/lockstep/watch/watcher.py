@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lockstep.watch.clock import RunningClock
 from lockstep.watch.stall import Limits, Seen, Stall, find_stall
 from lockstep.whereabouts import Beat, beat_key
 
@@ -18,11 +18,12 @@ class Watcher:
     ) -> None:
         self._store, self._ranks, self._limits = store, list(ranks), limits
         self._suspended = suspended or (lambda rank: False)
-        began = time.monotonic()
+        self._clock = RunningClock()
+        began = self._clock.now()
         self._newest: dict[int, tuple[Beat | None, float]] = dict.fromkeys(self._ranks, (None, began))
 
     def look(self) -> Stall | None:
-        now = time.monotonic()
+        now = self._clock.now()
         for rank in self._ranks:
             beat = self._read(rank)
             known, _ = self._newest[rank]
