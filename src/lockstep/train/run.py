@@ -161,7 +161,9 @@ class Run(Deciding):
         if compile:
             model.compile()
         self._kept.module, self._kept.optimizer = model, optimizer
+        self._whereabouts.enter("placing the model", waits=self.world_size > 1)
         self._model = self._strategy.place(model)
+        self._whereabouts.enter("getting ready")
         if scheduler is not None:
             self.attach("scheduler", scheduler)
         # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
