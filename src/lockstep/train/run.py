@@ -351,9 +351,13 @@ class Run(Deciding):
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
         self.journal.write_last_row(self.progress, self._learning_rate())
-        self._saver.close()
+        self._saver.finish()
         self._loaders.close()
         self.journal.close()
+
+    def give_up(self) -> None:
+        """What a run that failed still does: the save under way may come to its end."""
+        self._saver.give_up()
 
     # Inside
 
