@@ -108,6 +108,11 @@ class Cell:
         return self.kind in IDENTITIES and self.kind != SAME_DEVICE
 
     @property
+    def stall_after(self) -> int:
+        """As by default, the watch gives the roll call time to speak first."""
+        return STALL_AFTER if STEPS[self.moment] else 6 * JOIN_TIMEOUT
+
+    @property
     def slow(self) -> float:
         """Seconds a step takes: the shorter it is, the more steps lie between two pulses by which a stop is heard."""
         return 0.15 if self.kind in (SIGTERM, SIGTERM_LAUNCHER) or self.moment == SAVING else 0.02
@@ -218,8 +223,9 @@ def _asked_to_stop(cell: Cell) -> Expected:
     """One save, at the same step on all ranks; nothing is lost. Once the work is done, there is nothing to stop."""
     if cell.moment == LAST:
         return Expected(0, "completed: epoch 2, step 14", "-", MARGIN, 0)
-    who = f"rank {cell.rank}" if cell.kind == SIGTERM else "ranks " + ", ".join(map(str, range(cell.world_size)))
-    return Expected(75, rf"saved at step \d+ and leaving: SIGTERM on {who}\n", who, MARGIN, 0)
+    # The launcher passes it on to one rank after the other, and the first that heard it speak for all.
+    who, names = (f"rank {cell.rank}",) * 2 if cell.kind == SIGTERM else (r"ranks? [\d, ]+", "the signal")
+    return Expected(75, rf"saved at step \d+ and leaving: SIGTERM on {who}\n", names, MARGIN, 0)
 
 
 def _out_of_step(cell: Cell) -> Expected:

@@ -31,7 +31,7 @@ class Outcome:
     differences: list[str] = field(default_factory=list)
 
 
-def settings(world_size: int) -> dict[str, Any]:
+def settings(world_size: int, stall_after: int = cells.STALL_AFTER) -> dict[str, Any]:
     """Limits of seconds, so that a cell takes seconds; a row every third step, so that the last is left to the end."""
     return {
         "task": {"type": f"{TASK_FILE}:Faulty"},
@@ -41,7 +41,7 @@ def settings(world_size: int) -> dict[str, Any]:
         "checkpoint": {"every": f"{cells.CHECKPOINT_EVERY} steps", "timeout": f"{cells.WRITE_TIMEOUT} s"},
         "log": {"every": "3 steps"},
         "watch": {
-            "stall_after": f"{cells.STALL_AFTER} s",
+            "stall_after": f"{stall_after} s",
             "first_time": f"{cells.FIRST_TIME} s",
             "fingerprint_every": 2,
         },
@@ -59,7 +59,8 @@ def experiment(cell: Cell, folder: Path, reference: Path | None) -> Outcome:
     if cell.starts_by_hand:
         return _by_hand(cell, project)
     fault = sabotage.fail_at(cell.rank, cell.step, cell.kind, cell.moment, folder, cell.slow)
-    finished = project.run("train", project.config(**settings(cell.world_size)), env=fault.env())
+    config = project.config(**settings(cell.world_size, cell.stall_after))
+    finished = project.run("train", config, env=fault.env())
     seconds = (folder / ".stderr").stat().st_mtime - sabotage.happened(fault)
     if reference is None or cell.kind in sabotage.IDENTITIES:
         return Outcome([finished], seconds)
@@ -121,7 +122,8 @@ def _by_hand(cell: Cell, project: Project) -> Outcome:
     started = [_start(cell, home, rank, port) for home, rank in zip(homes, ranks, strict=True)]
     ended = [each.wait() for each in started]
     last_word = max((home / ".stderr").stat().st_mtime for home in homes)
-    return Outcome(ended, last_word - max((home / "arrived").stat().st_mtime for home in homes))
+    arrived = [home / "arrived" for home in homes if (home / "arrived").exists()]
+    return Outcome(ended, last_word - max(each.stat().st_mtime for each in arrived))
 
 
 def _start(cell: Cell, home: Path, rank: int, port: int) -> Started:
@@ -131,7 +133,7 @@ def _start(cell: Cell, home: Path, rank: int, port: int) -> Started:
     (home / "task.py").write_text(source)
     lr = 0.2 if odd and cell.kind == sabotage.CONFIG else 0.1
     values = {
-        **settings(cell.world_size),
+        **settings(cell.world_size, cell.stall_after),
         "task": "task.py:Faulty",
         "optimizer": {"type": "torch.optim.SGD", "lr": lr},
         "launch": {"join_timeout": f"{cells.JOIN_BY_HAND} s", "threads": 1},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,7 @@ class Row:
 def write(seen: Mapping[Cell, Row | None]) -> None:
     """Replace the rows of the cells that were run; one that failed has none."""
     text = PAGE.read_text(encoding="utf-8")
-    known = {tuple(line.strip("| \n").split(" | ")[:3]): line for line in _between(text, _CELLS).splitlines()[2:]}
+    known = {tuple(line.strip("| \n").split(" | ")[:3]): line for line in _parts(text, _CELLS)[1].splitlines()[2:]}
     lines = [f"| {' | '.join(_HEADER)} |", "|" + " --- |" * len(_HEADER)]
     for cell in CELLS:
         key = (cell.kind, cell.moment, str(cell.world_size))
@@ -98,9 +97,12 @@ def _moments(who: str, moments: list[str]) -> str:
     return ", ".join(moments) if who in ACTS else "anywhere but at roll call"
 
 
-def _between(text: str, mark: str) -> str:
-    return text.split(f"{mark}\n")[1].split(_END)[0]
+def _parts(text: str, mark: str) -> tuple[str, str, str]:
+    before, rest = text.split(f"{mark}\n")
+    inner, after = rest.split(_END, 1)
+    return f"{before}{mark}\n", inner, f"{_END}{after}"
 
 
 def _replaced(text: str, mark: str, inner: str) -> str:
-    return re.sub(rf"(?<={re.escape(mark)}\n).*?(?={re.escape(_END)})", lambda _: f"{inner}\n", text, flags=re.DOTALL)
+    before, _, after = _parts(text, mark)
+    return f"{before}{inner}\n{after}"
