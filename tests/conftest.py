@@ -24,6 +24,12 @@ COMMAND_LIMIT = 120.0
 SET_BY_TORCH = {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole-matrix", action="store_true", help="run every cell of tests/faults and write docs/reliability.md"
+    )
+
+
 @dataclass(frozen=True)
 class Finished:
     code: int

@@ -37,6 +37,10 @@ class RollCallError(LockstepError):
     concerns_all_ranks = True
 
 
+class RankAbsent(RollCallError):
+    """Some ranks did not come to the roll call."""
+
+
 class RankMissing(LockstepError):
     """Some ranks did not arrive at a wait within its limit."""
 
@@ -118,7 +122,7 @@ PREEMPTED_EXIT_CODE = 75
 INTERRUPTED_EXIT_CODE = 130
 
 # Errors that follow from another rank's failure: never the headline while a cause is known.
-CONSEQUENCES = (PeerLost.__name__, RankZeroFailed.__name__, RankMissing.__name__)
+CONSEQUENCES = (PeerLost.__name__, RankZeroFailed.__name__, RankMissing.__name__, RankAbsent.__name__)
 
 # How gloo and NCCL say that another rank went away, in lower case.
 LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "communicator was aborted")

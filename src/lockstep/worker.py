@@ -109,6 +109,7 @@ def joined(
                     yield run
                 except Exception:
                     logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
+                    run.give_up()
                     raise
                 except Preempted:
                     _leave(group, whereabouts)

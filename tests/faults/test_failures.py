@@ -41,13 +41,6 @@ def test_an_exception_on_one_rank_is_the_headline(project: Project) -> None:
     assert "this example cannot be right" in (run / "logs" / "rank-1.log").read_text()
 
 
-def test_a_rank_that_leaves_without_a_word_is_named(project: Project) -> None:
-    code, err, run = failing(project, "leave", rank=1, step=5)
-    assert code == 5
-    assert "rank 1 of 2" in err and "left without finishing its work (exit code 0)" in err
-    assert steps_saved(run) == [2, 4]
-
-
 def test_a_loss_that_is_not_a_number_stops_with_step_and_rank(project: Project) -> None:
     code, err, run = failing(
         project, "nan", rank=1, step=5, log={"every": "100 steps"}, checkpoint={"every": "2 steps"}

@@ -15,6 +15,7 @@ from lockstep.errors import (
     LockstepError,
     NonFiniteLoss,
     PeerLost,
+    RankAbsent,
     RankMissing,
     RankZeroFailed,
     TopologyError,
@@ -152,7 +153,7 @@ def caught(error: Exception) -> Exception:
         return raised
 
 
-@pytest.mark.parametrize("error", [PeerLost("x"), RankZeroFailed("x"), RankMissing("x")])
+@pytest.mark.parametrize("error", [PeerLost("x"), RankZeroFailed("x"), RankMissing("x"), RankAbsent("x")])
 def test_what_follows_from_another_rank_is_a_consequence(error: Exception) -> None:
     assert report(caught(error), 1, "box").consequence
 

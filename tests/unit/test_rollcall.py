@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lockstep.errors import RollCallError
+from lockstep.errors import RankAbsent, RollCallError
 from lockstep.rollcall.call import call
 from lockstep.rollcall.faults import SHOWN, differences, find_faults, render
 from lockstep.rollcall.proof import contributions_fault
@@ -202,6 +202,7 @@ def test_a_missing_rank_is_named_on_all_others_when_the_limit_is_over(store: Any
     assert len(answers) == 3
     assert all("rank 2 of 4 did not arrive" in str(each) for each in answers.values())
     assert all("rank 2 was never seen" in str(each) for each in answers.values())
+    assert all(isinstance(each, RankAbsent) for each in answers.values()), "whatever happened to it is the cause"
 
 
 def test_a_missing_rank_0_is_named_too(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_rank_0_speaks_for_all_even_if_it_arrives_as_one_too_many(store: Any) ->
         time.sleep(0.01)
     verdict = call_all(store, [report(0)])[0]
     others.join(30)
-    assert "rank 1 is claimed 2 times" in str(verdict)
+    assert "rank 1 is claimed 2 times" in str(verdict) and not isinstance(verdict, RankAbsent)
     assert {str(each) for each in answers.values()} == {str(verdict)}
 
 

@@ -37,7 +37,7 @@ def saver(tmp_path: Path) -> Iterator[Savers]:
     savers = Savers(tmp_path / "checkpoints")
     yield savers
     for each in savers.made:
-        each.close()
+        each.finish()
     for thread in threading.enumerate():
         if thread.name.startswith("lockstep-checkpoint"):
             thread.join(10)
@@ -154,11 +154,33 @@ def test_a_failed_write_is_raised_at_once_where_saving_is_not_asynchronous(saver
         save(blocked(saver, asynchronous=False), 1)
 
 
-def test_a_failed_write_is_raised_when_closing(saver: Savers) -> None:
-    one = blocked(saver)
+@pytest.fixture
+def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver]:
+    """A saver whose disk does not answer, with a save under way."""
+    answer = threading.Event()
+    write = Store.write
+    monkeypatch.setattr(Store, "write", lambda self, picture: answer.wait(30) and write(self, picture))
+    one = Saver(Store(saver.folder), Checkpoint(timeout=0.2))
     save(one, 1)
-    with pytest.raises(CheckpointError, match="step-00000001"):
-        one.close()
+    yield one
+    answer.set()
+    for thread in threading.enumerate():
+        if thread.name == "lockstep-checkpoint":
+            thread.join(10)
+
+
+def test_a_write_that_does_not_end_is_told_at_its_limit_and_holds_up_nobody(stuck: Saver) -> None:
+    with pytest.raises(CheckpointError, match=r"has taken more than 0\.2 s; .* checkpoint\.timeout sets the limit"):
+        stuck.finish()
+    assert [each.daemon for each in threading.enumerate() if each.name == "lockstep-checkpoint"] == [True]
+
+
+def test_a_run_that_failed_waits_for_its_last_write_and_not_for_long(stuck: Saver, saver: Savers) -> None:
+    began = time.monotonic()
+    stuck.give_up()
+    assert 0.15 < time.monotonic() - began < 5
+    quick = saver()
+    quick.give_up()
 
 
 def test_a_failure_is_raised_once_and_saving_may_be_tried_again(saver: Savers) -> None:
@@ -178,9 +200,8 @@ def test_what_cannot_be_saved_is_told_by_its_path_at_the_save(saver: Savers) -> 
         saver().save(1, {}, {"attached": {"mine": {1, 2}}}, {})
 
 
-def test_a_saver_that_never_saved_can_be_finished_and_closed(saver: Savers) -> None:
+def test_a_saver_that_never_saved_can_be_finished(saver: Savers) -> None:
     one = saver()
     one.check()
     one.finish()
-    one.close()
     assert one.last_step is None

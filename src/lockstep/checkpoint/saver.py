@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # What a rank gets beyond its own limit, so that it is the one to say what held it up.
 _TELL_SECONDS = 30.0
+# How long a rank that failed waits for the write under way: less than its launcher gives it to end by itself.
+_GIVE_UP_SECONDS = 3.0
 
 
 class Saver:
@@ -32,7 +35,6 @@ class Saver:
         self._limit = settings.timeout  # the longest that a save may hold up the next one, or the end of the run
         self._whereabouts = whereabouts or Whereabouts()
         self._buffers: dict[str, torch.Tensor] = {}
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-checkpoint")
         self._writing: concurrent.futures.Future[None] | None = None
         self.last_step: int | None = None
 
@@ -43,7 +45,7 @@ class Saver:
             picture = self._take(step, model, state, about)
             self.last_step = step
             if self._asynchronous:
-                self._writing = self._thread.submit(self._write, picture)
+                self._writing = self._write_in_background(picture)
             else:
                 self._write(picture)
 
@@ -66,14 +68,13 @@ class Saver:
                 "the disk or the network file system does not answer. checkpoint.timeout sets the limit"
             ) from None
 
+    def give_up(self) -> None:
+        """Let a write under way come to its end, in a run that failed: within seconds, and whatever becomes of it."""
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing], timeout=min(self._limit, _GIVE_UP_SECONDS))
+
     def _writing_within_limit(self) -> contextlib.AbstractContextManager[None]:
         return self._whereabouts.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS)
-
-    def close(self) -> None:
-        try:
-            self.finish()
-        finally:
-            self._thread.shutdown(wait=False)
 
     def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Picture:
         shared = codec.shared_names(model)
@@ -90,6 +91,21 @@ class Saver:
         if any(each.is_cuda for each in [*model.values(), *tensors.values()]):
             torch.cuda.synchronize()  # the copies were queued; training must not overwrite what they still read
         return picture
+
+    def _write_in_background(self, picture: Picture) -> concurrent.futures.Future[None]:
+        """In a thread that does not hold up the end of the process, for a disk may never answer."""
+        writing: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def write() -> None:
+            try:
+                self._write(picture)
+            except BaseException as error:
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+
+        threading.Thread(target=write, name="lockstep-checkpoint", daemon=True).start()
+        return writing
 
     def _write(self, picture: Picture) -> None:
         began = time.monotonic()

@@ -1,5 +1,7 @@
 """What the fork server imports before it makes a process: everything that every rank would import anyway."""
 
+import atexit
+import os
 import signal
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
@@ -14,3 +16,12 @@ import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a modu
 # Nor may a request to save or to write down stacks end a rank that does not listen to it yet, as it would by default.
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
+
+
+def _leave_at_once(server: int) -> None:
+    """The fork server has nothing to put in order, and taking torch apart would keep it for seconds."""
+    if os.getpid() == server:
+        os._exit(0)
+
+
+atexit.register(_leave_at_once, os.getpid())

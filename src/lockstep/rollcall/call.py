@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.errors import PeerLost, RollCallError
+from lockstep.errors import PeerLost, RankAbsent, RollCallError
 from lockstep.rollcall.faults import Fault, differences, find_faults, render
 from lockstep.rollcall.report import Evidence, Report
 from lockstep.whereabouts import Beat, beat_key
@@ -46,12 +46,21 @@ def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devic
     reports = _collect(store, max(number, mine.world_size), mine.world_size, limit)
     faults = find_faults(list(reports.values()), mine.world_size, share_devices)
     faults += differences(reports, lambda number: _evidence(store, number))
-    message = render(faults, list(reports.values()), _beats(store, faults)) if faults else ""
-    store.set("rollcall/verdict", json.dumps(message))
-    if message:
+    verdict = _verdict(faults, list(reports.values()), _beats(store, faults))
+    store.set("rollcall/verdict", json.dumps(verdict))
+    if faults:
         _let_the_others_hear(store, len(reports) - 1)
-        raise RollCallError(message)
+        raise _error(*verdict)
     return sorted(reports.values(), key=lambda each: each.rank)
+
+
+def _verdict(faults: list[Fault], reports: list[Report], beats: dict[int, Beat | None]) -> tuple[str, bool]:
+    """The message, nothing where all is well, and whether there is no more to it than that some ranks are missing."""
+    return render(faults, reports, beats) if faults else "", bool(faults) and all(fault.missing for fault in faults)
+
+
+def _error(message: str, absent: bool) -> RollCallError:
+    return RankAbsent(message) if absent else RollCallError(message)
 
 
 def _evidence(store: Any, number: int) -> Evidence:
@@ -65,7 +74,7 @@ def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int,
     for number in range(1, count + 1):
         remaining = max(deadline - time.monotonic(), 0.001)
         if not _wait(store, f"rollcall/report/{number}", remaining):
-            break
+            continue  # those behind it may be there
         reports[number] = Report(**json.loads(store.get(f"rollcall/report/{number}")))
         ranks = [each.rank for each in reports.values()]
         if reports[number].world_size != world_size or len(set(ranks)) < len(ranks):
@@ -79,11 +88,11 @@ def _hear_verdict(store: Any, mine: Report, limit: float) -> None:
         faults = find_faults(arrived, mine.world_size, share_devices=True) or [
             Fault(f"rank 0 gave no verdict within {limit:g} s", (0,), missing=True)
         ]
-        raise RollCallError(render(faults, arrived, _beats(store, faults)))
-    message = json.loads(store.get("rollcall/verdict"))
+        raise _error(*_verdict(faults, arrived, _beats(store, faults)))
+    message, absent = json.loads(store.get("rollcall/verdict"))
     if message:
         store.add("rollcall/heard", 1)
-        raise RollCallError(message)
+        raise _error(message, absent)
 
 
 def _let_the_others_hear(store: Any, others: int) -> None:

@@ -86,13 +86,14 @@ def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
 
     DDP starts with one bucket and regroups after its first backward pass. With three ranks or more the order in
     which an element is summed depends on its place in a bucket, so the first step after a resume would round
-    differently from the same step of a run that was never interrupted. A backward pass over zeros, here, makes it
-    regroup at the first forward in both cases.
+    differently from the same step of a run that was never interrupted. After a backward pass over zeros, it can
+    regroup here in both cases. Left to the first forward pass, ranks would wait for each other in the midst of it.
     """
     parameters = [p for p in wrapped.module.parameters() if p.requires_grad]
     wrapped.reducer.prepare_for_backward([])
     with torch.enable_grad():
         # Gradients become ready in the reverse of this order, as they do in a network that is used front to back.
         torch.stack([(parameter * 0).sum().float() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+    wrapped.reducer._rebuild_buckets()
     for parameter in parameters:
         parameter.grad = None

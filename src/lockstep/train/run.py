@@ -163,7 +163,9 @@ class Run(Deciding):
             model.compile()
             be_patient_while_compiling(self._whereabouts)
         self._kept.module, self._kept.optimizer = model, optimizer
+        self._whereabouts.enter("placing the model", waits=self.world_size > 1)
         self._model = self._strategy.place(model)
+        self._whereabouts.enter("getting ready")
         if scheduler is not None:
             self.attach("scheduler", scheduler)
         # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
@@ -353,9 +355,13 @@ class Run(Deciding):
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
         self.journal.write_last_row(self.progress, self._learning_rate())
-        self._saver.close()
+        self._saver.finish()
         self._loaders.close()
         self.journal.close()
+
+    def give_up(self) -> None:
+        """What a run that failed still does: the save under way may come to its end."""
+        self._saver.give_up()
 
     # Inside
 
