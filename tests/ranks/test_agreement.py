@@ -19,6 +19,12 @@ from conftest import ROOT, rows
 launch = partial(lockstep.launch, runtime="cpu")
 
 
+def with_these_modules() -> dict[str, str]:
+    """An environment in which a script finds the package and what stands beside this file."""
+    folders = [str(ROOT / "src"), str(ROOT / "tests" / "ranks"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in folders if folder)}
+
+
 @pytest.mark.requirement("X12")
 def test_nobody_is_connected_to_everybody(tmp_path: Path) -> None:
     """In a ring every rank has two neighbours, in a tree log2(N); here there are two groups of them, and the store."""
@@ -39,7 +45,7 @@ def test_collectives_that_silently_do_nothing_are_found_out(tmp_path: Path) -> N
     )
     file = tmp_path / "script.py"
     file.write_text(script)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "ranks")])}
+    environment = with_these_modules()
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.startswith("3 the fake data plane does not reduce over the 2 ranks of this run"), done
     assert "rank 0 received nothing from rank 1; rank 1 received nothing from rank 0" in done.stdout
@@ -172,7 +178,7 @@ if __name__ == "__main__":
 def test_one_script_launches_twice_and_is_watched_under_any_launcher(tmp_path: Path, launcher: str) -> None:
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "ranks")])}
+    environment = with_these_modules()
     start = {
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "lockstep"],
         "lockstep run": ["lockstep", "run", "--processes", "2"],
