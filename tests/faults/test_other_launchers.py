@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from conftest import TASK_FILE, Project, rank_pids, wait_until
+from conftest import TASK_FILE, Project, losses, rank_pids, wait_until
 
 TINY = f"{TASK_FILE}:Tiny"
 WATCH = {"stall_after": "4 s", "first_time": "60 s"}
@@ -139,7 +139,8 @@ def test_a_cut_network_between_two_hosts(project: Project, two_hosts: Callable[[
     prefixes = [["ip", "netns", "exec", f"lockstep-{host}"] for host in "ab"]
     with ranks(project, variables, prefixes) as (zero, one):
         run = run_folder(project)
-        wait_until((run / "metrics.jsonl").exists, what="the first step")
+        # Well into training: what a rank does for the first time may take longer, and so may its silence.
+        wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run)) > 40, what="forty steps")
         two_hosts()
         cut = time.monotonic()
         (code_0, err_0), (code_1, err_1) = zero.end(), one.end()
