@@ -66,6 +66,8 @@ def test_a_cell(cell: Cell, outcomes: dict[Cell, Future], seen: dict[Cell, Row |
         assert ended.code == wanted.code, ended.text
         assert len(re.findall(wanted.says, said)) == 1, ended.text
         assert ended.text.count("Traceback") == (1 if cell.kind == EXCEPTION else 0), ended.text
+        if cell.kind == EXCEPTION:
+            assert 'sabotage.py", line' in ended.err, "the user's own line"
         strangers = [line for line in ended.err.splitlines() if line and not line.startswith("lockstep: ")]
         assert not strangers, f"not in our words: {strangers}"
     assert outcome.seconds < wanted.within
