@@ -16,7 +16,7 @@ from lockstep.errors import PREEMPTED_EXIT_CODE, LockstepError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.launcher.local import Result
+    from lockstep.failure import Result
     from lockstep.launcher.plan import LaunchPlan
 
 
@@ -58,6 +58,9 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
     loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
     if launched(os.environ):
         sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
+    if loaded.launch.type == "ray":
+        _train_on_ray(loaded, lambda resolved: _new_folder(out, resolved), dry_run)
+        return
     loaded = _resolved(loaded)
     plan = _training_plan(loaded, "RUN_DIR" if dry_run else "")
     if dry_run:
@@ -235,6 +238,14 @@ def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
 
     topology = Topology.from_env(os.environ)
     return worker.train(config.model_copy(update={"processes": topology.local_world_size}), topology, make_folder)
+
+
+def _train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], dry_run: bool) -> None:
+    from lockstep.ray.launch import launch
+
+    config, folder, result = launch(config, make_folder)
+    _tell(folder, result, config)
+    sys.exit(result.exit_code)
 
 
 def _train(folder: Path, config: RunConfig) -> None:

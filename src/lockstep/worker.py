@@ -11,8 +11,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,32 @@ from lockstep.watch.stacks import dumping_stacks
 from lockstep.watch.stall import Limits
 from lockstep.whereabouts import LEFT, Whereabouts
 
+@dataclass(frozen=True)
+class Outlet:
+    """Where a rank's words go and its requests come from, where that is not the terminal and the signals of its process."""
+
+    requests: Requests
+    screen: display.Display | None = None  # what rank 0 shows, and the log that goes with it
+    log: logging.Handler | None = None
+    stalled: Callable[[str], None] | None = None  # told why, before this process ends because ranks do not get on
+    measured: Callable[[Run, Mapping[str, float]], None] | None = None  # told on every rank what a validation measured
+
+
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
 
-def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]) -> int:
+def train(
+    config: RunConfig, topology: Topology, make_folder: Callable[[], Path], outlet: Outlet | None = None
+) -> int:
     """Train as one rank; the exit code of an orderly end."""
     check_batch_size(config.train.batch_size, topology.world_size, config.train.accumulate)
 
     def load_task() -> Any:
         return import_object(config.task.type, "task")
 
-    with joined(config, topology, make_folder, load_task, redirect=True) as run:
+    with joined(config, topology, make_folder, load_task, redirect=True, outlet=outlet) as run:
         try:
-            outcome = fit(run, config)
+            outcome = fit(run, config, outlet.measured if outlet else None)
         except Preempted as preempted:
             _conclude(run, {"status": "preempted", "reason": preempted.reason})
             logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
@@ -84,16 +97,19 @@ def joined(
     make_folder: Callable[[], Path],
     load_source: Callable[[], Any],
     redirect: bool,
+    outlet: Outlet | None = None,
 ) -> Iterator[Run]:
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
+    outlet = outlet or Outlet(Requests())
     share = settings.launch.share_devices
     family, _ = runtime.resolve(settings.runtime, topology.local_world_size, share)
     device = runtime.create(family, topology.place.local_rank, share)
     device.prepare()
-    requests, whereabouts = Requests(), Whereabouts(settings.watch.first_time)
+    requests, whereabouts = outlet.requests, Whereabouts(settings.watch.first_time)
     with requests.listening(topology.launched_by_us):
         store, for_beats = meet(topology, settings.launch.join_timeout)
-        with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
+        limits = Limits.of(settings.watch, family)
+        with _beating(Heartbeat(for_beats, topology, whereabouts, limits, outlet.stalled)) as heartbeat:
             config = comparable(settings.model_dump(mode="json", by_alias=True))
             evidence = Evidence(config, source_files(load_source()))
             began = time.monotonic()
@@ -101,8 +117,9 @@ def joined(
             seconds = time.monotonic() - began
             folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
             rank, console = group.rank, display.terminal() if group.rank == 0 else None
-            screen = display.create(console)
-            with rank_log(folder / "logs", rank, console, redirect) as log, dumping_stacks(log) as heartbeat.stacks:
+            screen = outlet.screen or display.create(console)
+            opened = rank_log(folder / "logs", rank, console, redirect, outlet.log)
+            with opened as log, dumping_stacks(log) as heartbeat.stacks:
                 _announce(reports, topology, device, folder, seconds)
                 run = Run(topology, device, group, settings, folder, screen, requests)
                 try:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from lockstep.errors import PREEMPTED_EXIT_CODE
 from lockstep.group import settle
-from lockstep.launcher.failure import report, stop_file
+from lockstep.failure import report, stop_file
 
 logger = logging.getLogger(__name__)
 

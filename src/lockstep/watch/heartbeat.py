@@ -42,7 +42,15 @@ def interval(limits: Limits) -> float:
 class Heartbeat:
     """Beats until it is stopped. Where no launcher of ours watches, ranks 0 and 1 watch, each also the other."""
 
-    def __init__(self, store: Any, topology: Topology, whereabouts: Whereabouts, limits: Limits) -> None:
+    def __init__(
+        self,
+        store: Any,
+        topology: Topology,
+        whereabouts: Whereabouts,
+        limits: Limits,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self._tell = tell
         self._store, self._rank, self._world_size = store, topology.place.rank, topology.world_size
         self._whereabouts, self._limits = whereabouts, limits
         self._watched = topology.watched
@@ -135,6 +143,8 @@ class Heartbeat:
         try:
             with suppress(OSError, ValueError):
                 os.write(self._terminal, f"lockstep: {message}\n".encode())
+            if self._tell is not None:
+                self._tell(message)
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(self.stacks, all_threads=True)
             logger.error("%s. Ended; the stacks of all threads are above", message)

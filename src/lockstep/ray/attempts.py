@@ -1,0 +1,74 @@
+"""How the attempts of a run ended: what ranks reported and what Ray saw, brought together in one headline each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.failure import Failure, Report, find_cause
+from lockstep.ray.desk import Event
+
+
+class Attempts:
+    """Collects what is known of the attempt under way, until a failure concludes it."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[str, str]] = {}  # rank -> the name of its life, and its node
+        self._over: set[str] = set()  # lives of attempts before
+        self._reports: list[Report] = []
+        self.exit_codes: dict[int, int] = {}
+        self.last: Failure | None = None
+        self.count = 0
+
+    @property
+    def began(self) -> bool:
+        """Whether any rank of the attempt under way has been heard of."""
+        return bool(self._places)
+
+    def note(self, event: Event) -> None:
+        """Take in an event, unless it is a late word of an attempt that is over."""
+        if event["life"] in self._over:
+            return
+        rank = event["rank"]
+        if event["kind"] == "started":
+            self._places[rank] = (event["life"], event["host"])
+        elif event["kind"] == "failed":
+            self._reports.append(Report(**event["report"]))
+        elif event["kind"] == "ended":
+            self.exit_codes[rank] = event["exit_code"]
+
+    def conclude(self, errors: Mapping[int, str]) -> Failure:
+        """Ray has ended this attempt. A rank that it saw die, and that said nothing itself, is the one that was lost."""
+        reported = {each.rank for each in self._reports}
+        lost = [
+            Report(rank, self._node(rank), "WorkerDied", describe(text), 5, time.time())
+            for rank, text in sorted(errors.items())
+            if rank not in reported
+        ]
+        self.last = find_cause([*self._reports, *lost], {}, "the cluster")
+        self.count += 1
+        self._over |= {life for life, _ in self._places.values()}
+        self._places, self._reports, self.exit_codes = {}, [], {}
+        return self.last
+
+    def _node(self, rank: int) -> str:
+        return self._places[rank][1] if rank in self._places else "an unknown node"
+
+
+def describe(error: str) -> str:
+    """What Ray knows of the death of a worker, in a sentence."""
+    text = " ".join(error.split())
+    code = re.search(r"exit code (-?\d+)", text)
+    for sign, meaning in _SIGNS.items():
+        if sign in text:
+            return meaning
+    return f"the worker died ({code[0]})" if code else f"the worker died: {text[:300]}"
+
+
+_SIGNS: dict[str, str] = {}
+
+
+def render_all(attempts: Any) -> str:  # pragma: no cover
+    return ""

@@ -1,0 +1,132 @@
+"""The cluster that a run uses: one that runs already, or a small one of our own that ends with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from lockstep.config.schema import RayCluster
+from lockstep.errors import LaunchError
+
+# How long a cluster may take to answer at its address.
+CONNECT_SECONDS = 15.0
+# Tensors do not go through Ray's object store: words and numbers do.
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run needs to know of the cluster it is on."""
+
+    address: str
+    ours: bool  # started for this run on this machine, reachable from nowhere else, and ended with the run
+
+
+@contextlib.contextmanager
+def connected(settings: RayCluster, room: Mapping[str, float], runtime_env: Mapping[str, Any]) -> Iterator[Cluster]:
+    """Connect to the cluster of the settings, or start one with room for a run; leave, or end it, at the end."""
+    if ray.is_initialized():  # a trial of a sweep, or a program of the user's own
+        yield Cluster(ray.get_runtime_context().gcs_address, ours=False)
+        return
+    address = address_of(settings)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    with _environment():
+        if address is None:
+            cluster = _start(room, dict(runtime_env), quiet)
+        else:
+            cluster = _connect(address, dict(runtime_env), quiet)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+
+
+def address_of(settings: RayCluster) -> str | None:
+    """Where the cluster is; None where one has to be started. A job that Ray runs finds its cluster in RAY_ADDRESS."""
+    return settings.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
+    """What a cluster of our own must have."""
+    return {name: math.ceil(amount * workers) for name, amount in resources.items()}
+
+
+def _start(room: Mapping[str, float], runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
+    custom = {name: amount for name, amount in room.items() if name not in ("CPU", "GPU", "memory")}
+    accelerators = {"num_gpus": int(room["GPU"])} if "GPU" in room else {}
+    try:
+        ray.init(
+            address="local",
+            num_cpus=int(room.get("CPU", 1)),
+            resources=custom or None,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            runtime_env=runtime_env or None,
+            _node_ip_address="127.0.0.1",  # nobody but this machine has to reach it
+            **({"_memory": int(room["memory"])} if "memory" in room else {}),
+            **accelerators,
+            **quiet,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise LaunchError(f"launch.ray: a cluster could not be started on this machine: {_reason(error)}") from None
+    return Cluster(ray.get_runtime_context().gcs_address, ours=True)
+
+
+def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
+    _require_answer(address)
+    try:
+        ray.init(address=address, runtime_env=runtime_env or None, **quiet)
+    except ValueError as error:  # a runtime_env that Ray does not take
+        raise LaunchError(f"launch.ray.runtime_env: {_reason(error)}") from None
+    except (ConnectionError, RuntimeError, OSError) as error:
+        raise LaunchError(
+            f"launch.ray.address: there is no Ray cluster to be used at {address!r}: {_reason(error)}. Start one with "
+            "`ray start --head`, correct the address, or leave it out to train on this machine"
+        ) from None
+    return Cluster(address, ours=False)
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself takes a minute to find out that nobody is there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`, `local`: Ray knows at once
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise LaunchError(
+            f"launch.ray.address: nobody answers at {address} within {CONNECT_SECONDS:g} s ({error}). Check that the "
+            "head node is up, the address, the port and the firewall; leave it out to train on this machine"
+        ) from None
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Variables that Ray reads in the driver, unless the user has set them: see each."""
+    wanted = {
+        "RAY_USAGE_STATS_ENABLED": "0",  # a training run does not call home
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the task's folder
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal by our own way
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
+    }
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

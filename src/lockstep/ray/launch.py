@@ -1,0 +1,245 @@
+"""`launch: ray`: the driver of a run on a cluster. It places the workers, shows what they say, and tells how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, Result as TrainResult, RunConfig as TrainRunConfig, ScalingConfig, UserCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lockstep.config.load import check_batch_size, check_strategy
+from lockstep.config.schema import RunConfig
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from lockstep.failure import Failure, Result, worth_retrying
+from lockstep.ray import code, room
+from lockstep.ray.attempts import Attempts
+from lockstep.ray.cluster import Cluster, address_of, connected, room_for
+from lockstep.ray.desk import ANSWER_SECONDS, Desk
+from lockstep.ray.rank import Order, main
+from lockstep.ray.screen import Screen
+from lockstep.signals import Signals
+
+_LOOK_SECONDS = 0.2
+
+
+def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> tuple[RunConfig, Path, Result]:
+    """Train on a cluster; the config as it was resolved there, the run's folder and how it ended."""
+    signals = Signals(save_on_request=True)
+    resources = room.per_worker(config)
+    embedded = address_of(config.launch.ray) is None
+    workers = config.processes if config.processes != "auto" else 1
+    env, task = (dict(config.launch.ray.runtime_env), config.task.type) if embedded else code.runtime_env(config)
+    with signals.listening(), connected(config.launch.ray, room_for(int(workers), resources), env) as cluster:
+        if config.processes == "auto":
+            workers = max(room.capacity(ray.nodes(), resources), 1)
+        config = _resolved(config, int(workers))
+        workers = room.find(config, _sizes(config, int(workers)), resources)
+        folder = make_folder(config)
+        # Ray has put handlers of its own in place of ours.
+        with signals.listening():
+            return config, folder, _Driver(config, folder, cluster, task, resources, signals).run(workers)
+
+
+def _resolved(config: RunConfig, workers: int) -> RunConfig:
+    check_strategy(config.strategy.type, workers)
+    check_batch_size(config.train.batch_size, workers, config.train.accumulate)
+    return config.model_copy(update={"processes": workers})
+
+
+def _sizes(config: RunConfig, workers: int) -> list[int]:
+    return room.sizes(workers, config.launch.ray.min_workers, config.train.batch_size, config.train.accumulate)
+
+
+class _Driver:
+    """One run, from its first attempt to its last."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        cluster: Cluster,
+        task: str,
+        resources: dict[str, float],
+        signals: Signals,
+    ) -> None:
+        self._config, self._folder, self._cluster, self._task = config, folder.resolve(), cluster, task
+        self._resources, self._signals = resources, signals
+        self._attempts, self._screen = Attempts(), Screen()
+        self._deadline = float("inf")
+        self._asked = 0
+        self._given_up: Failure | None = None
+        self._workers = 0
+        self.train_result: TrainResult | None = None
+        # On the driver's own node: it lives and dies with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._desk = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here).remote()
+
+    def run(self, workers: int) -> Result:
+        with self._screen.open(), _marked(self._folder) as mark:
+            while True:
+                self._workers = workers
+                fit = _Fit(self._trainer(workers, mark))
+                result = self._supervise(fit)
+                self.train_result = fit.result
+                if result is not None:
+                    return result
+                workers = self._fewer(workers)
+
+    def _trainer(self, workers: int, mark: str) -> DataParallelTrainer:
+        settings, limits = self._config.launch.ray, self._config.launch
+        restarts = max(limits.max_restarts - self._attempts.count, 0)
+        # Our own retention removes checkpoints, so what Ray remembers of those of an earlier start may be gone.
+        (self._folder / "checkpoints" / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+        order = Order(
+            config={**self._config.plain(), "processes": workers, "task": self._task_there()},
+            folder=str(self._folder),
+            mark=mark,
+            desk=self._desk,
+            threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
+            here=os.getcwd() if self._cluster.ours else None,
+            loopback=("lo0" if sys.platform == "darwin" else "lo") if self._cluster.ours else None,
+        )
+        return DataParallelTrainer(
+            main,
+            train_loop_config=order,
+            scaling_config=ScalingConfig(
+                num_workers=workers,
+                resources_per_worker=self._resources,
+                placement_strategy=settings.placement,
+                use_gpu="GPU" in self._resources,
+            ),
+            run_config=TrainRunConfig(
+                storage_path=str(self._folder),
+                name="checkpoints",
+                failure_config=FailureConfig(max_failures=restarts, controller_failure_limit=0),
+                callbacks=[_Watching(self._desk)],
+            ),
+        )
+
+    def _task_there(self) -> dict[str, Any]:
+        return {**self._config.plain()["task"], "type": self._task}
+
+    def _supervise(self, fit: _Fit) -> Result | None:
+        """Follow an attempt and the restarts that Ray makes of it; None where another size is worth a try."""
+        while not fit.done:
+            self._hear(_LOOK_SECONDS)
+            ended = self._obey()
+            if ended is not None:
+                return ended
+        self._hear(0.01)
+        return self._concluded(fit)
+
+    def _hear(self, wait: float) -> None:
+        """Show what came in, and note it."""
+        try:
+            events = ray.get(self._desk.take.remote(wait), timeout=ANSWER_SECONDS)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"lost the Ray cluster at {self._cluster.address}: {error}") from None
+        for event in events:
+            if event["kind"] == "died":
+                self._failed(self._attempts.conclude(event["errors"]))
+            else:
+                self._attempts.note(event)
+                self._screen.show(event)
+
+    def _failed(self, failure: Failure) -> None:
+        count, limit = self._attempts.count, self._config.launch.max_restarts
+        if self._asked or count > limit or not worth_retrying(failure):
+            self._given_up = failure
+            ray.get(self._desk.close.remote(), timeout=ANSWER_SECONDS)
+            return
+        _say(failure.render(self._workers))
+        _say(f"restarting from the newest checkpoint (restart {count} of {limit})")
+
+    def _obey(self) -> Result | None:
+        """Do what the user asked for by signals; the end of the run where that is now."""
+        signals = self._signals
+        if signals.save:
+            signals.save = False
+            ray.get(self._desk.ask_to_save.remote(), timeout=ANSWER_SECONDS)
+        if signals.count > self._asked:
+            self._asked, self._deadline = signals.count, time.monotonic() + self._config.launch.grace
+            if self._asked > 1:
+                return Result(INTERRUPTED_EXIT_CODE)
+            if not self._attempts.began:
+                return Result(PREEMPTED_EXIT_CODE)  # before it had begun: there is nothing to save
+            _say(f"{signals.name}: finishing the step, saving and leaving; once more to end at once")
+            ray.get(self._desk.ask_to_leave.remote(signals.name), timeout=ANSWER_SECONDS)
+        if time.monotonic() > self._deadline:
+            grace = self._config.launch.grace
+            cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
+            return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
+        return None
+
+    def _concluded(self, fit: _Fit) -> Result | None:
+        if self._given_up is not None:
+            return Result(self._given_up.exit_code, failure=self._given_up)
+        if fit.error is None:
+            codes = self._attempts.exit_codes
+            return Result(max(codes.values(), default=0))
+        if self._asked:
+            return Result(PREEMPTED_EXIT_CODE)
+        raise fit.error
+
+    def _fewer(self, workers: int) -> int:
+        raise NotImplementedError
+
+
+class _Fit:
+    """`trainer.fit()` in a thread of its own: the main thread hears signals and shows what comes in."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.result: TrainResult | None = None
+        self.error: Exception | None = None
+        self._trainer = trainer
+        self._thread = threading.Thread(target=self._run, name="lockstep-ray-train", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._trainer.fit()
+        except Exception as error:
+            self.error = error
+
+
+class _Watching(UserCallback):
+    """Runs beside Ray Train's controller, and passes on which workers it saw fail."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk = desk
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        errors = {rank: f"{type(error).__name__}: {error}" for rank, error in worker_exceptions.items()}
+        self._desk.tell.remote([{"kind": "died", "errors": errors}])
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Any:
+    """A file by which workers know that the folder they see is this one."""
+    mark = folder / f".driver-{uuid.uuid4().hex}"
+    mark.touch()
+    try:
+        yield mark.name
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        print(f"lockstep: {line}" if line else "", file=sys.stderr, flush=True)
