@@ -64,7 +64,7 @@ def describe(error: str) -> str:
     for sign, meaning in _SIGNS.items():
         if sign in text:
             return meaning
-    return f"the worker died ({code[0]})" if code else f"the worker died: {text[:300]}"
+    return f"the worker died ({code[0]})" if code else f"the worker died: {text[:3000]}"
 
 
 _SIGNS: dict[str, str] = {}

@@ -116,6 +116,7 @@ def _environment() -> Iterator[None]:
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the task's folder
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal by our own way
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # nor is every report a line on it
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}
