@@ -65,6 +65,10 @@ class Heartbeat:
             for thread in self._threads:
                 thread.start()
 
+    def follow_this_thread(self) -> None:
+        """From here on the caller's thread is the one that trains: its line is told where a rank does not get on."""
+        self._training_thread = threading.get_ident()
+
     def stop(self) -> None:
         """Send the last beat and end. Limited, since the store may be gone or out of reach."""
         self._stopping.set()
