@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,38 +39,25 @@ from lockstep.watch.stacks import dumping_stacks
 from lockstep.watch.stall import Limits
 from lockstep.whereabouts import LEFT, Whereabouts
 
-@dataclass(frozen=True)
-class Outlet:
-    """Where a rank's words go and its requests come from, where that is not the terminal and the signals of its process."""
-
-    requests: Requests
-    screen: display.Display | None = None  # what rank 0 shows, and the log that goes with it
-    log: logging.Handler | None = None
-    stalled: Callable[[str], None] | None = None  # told why, before this process ends because ranks do not get on
-    measured: Callable[[Run, Mapping[str, float]], None] | None = None  # told on every rank what a validation measured
-
-
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
 
-def train(
-    config: RunConfig, topology: Topology, make_folder: Callable[[], Path], outlet: Outlet | None = None
-) -> int:
+def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]) -> int:
     """Train as one rank; the exit code of an orderly end."""
     check_batch_size(config.train.batch_size, topology.world_size, config.train.accumulate)
 
     def load_task() -> Any:
         return import_object(config.task.type, "task")
 
-    with joined(config, topology, make_folder, load_task, redirect=True, outlet=outlet) as run:
+    with joined(config, topology, make_folder, load_task, redirect=True) as run:
         try:
-            outcome = fit(run, config, outlet.measured if outlet else None)
+            outcome = fit(run, config)
         except Preempted as preempted:
-            _conclude(run, {"status": "preempted", "reason": preempted.reason})
+            conclude(run, {"status": "preempted", "reason": preempted.reason})
             logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
             return PREEMPTED_EXIT_CODE
         run.finish()
-        _conclude(run, outcome)
+        conclude(run, outcome)
     return 0
 
 
@@ -83,10 +70,10 @@ def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, ma
         try:
             returned = main(run)
         except Preempted as preempted:
-            _conclude(run, {"status": "preempted", "reason": preempted.reason})
+            conclude(run, {"status": "preempted", "reason": preempted.reason})
             raise
         run.finish()
-        _conclude(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
+        conclude(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
         return returned
 
 
@@ -97,43 +84,102 @@ def joined(
     make_folder: Callable[[], Path],
     load_source: Callable[[], Any],
     redirect: bool,
-    outlet: Outlet | None = None,
 ) -> Iterator[Run]:
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
-    outlet = outlet or Outlet(Requests())
+    requests = Requests()
+    with (
+        requests.listening(topology.launched_by_us),
+        met(settings, topology, load_source) as present,
+        opened(present, settings, make_folder, requests, redirect) as run,
+    ):
+        try:
+            yield run
+        except Preempted:
+            present.leave()
+            raise
+        present.leave()
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """Where rank 0's words and numbers go, where that is not the terminal of its own process."""
+
+    screen: display.Display
+    log: logging.Handler
+
+
+@dataclass(frozen=True)
+class Present:
+    """A rank that has met the others: what the roll call found, and the group that it belongs to now."""
+
+    topology: Topology
+    runtime: Runtime
+    group: Group
+    reports: list[Report]  # of everybody on rank 0; on the others, their own
+    seconds: float  # how long the roll call took
+    heartbeat: Heartbeat
+
+    def leave(self) -> None:
+        whereabouts = self.group.whereabouts
+        whereabouts.enter("leaving", waits=True)
+        self.group.leave()
+        whereabouts.enter(LEFT, waits=True)
+
+
+@contextlib.contextmanager
+def met(
+    settings: RunSettings,
+    topology: Topology,
+    load_source: Callable[[], Any],
+    device_index: int | None = None,
+    backend: str | None = None,
+) -> Iterator[Present]:
+    """Device chosen, roll called, group joined; the heart beats while the block runs.
+
+    The device is that of the local rank and its data plane that of its family, where nothing else is said.
+        Leaving the group is up to the caller: a rank that failed does not take apart what others may wait in.
+    """
     share = settings.launch.share_devices
     family, _ = runtime.resolve(settings.runtime, topology.local_world_size, share)
-    device = runtime.create(family, topology.place.local_rank, share)
+    device = runtime.create(family, topology.place.local_rank if device_index is None else device_index, share)
+    device.backend = backend or device.backend
     device.prepare()
-    requests, whereabouts = outlet.requests, Whereabouts(settings.watch.first_time)
-    with requests.listening(topology.launched_by_us):
-        store, for_beats = meet(topology, settings.launch.join_timeout)
-        limits = Limits.of(settings.watch, family)
-        with _beating(Heartbeat(for_beats, topology, whereabouts, limits, outlet.stalled)) as heartbeat:
-            config = comparable(settings.model_dump(mode="json", by_alias=True))
-            evidence = Evidence(config, source_files(load_source()))
-            began = time.monotonic()
-            reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
-            seconds = time.monotonic() - began
-            folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
-            rank, console = group.rank, display.terminal() if group.rank == 0 else None
-            screen = outlet.screen or display.create(console)
-            opened = rank_log(folder / "logs", rank, console, redirect, outlet.log)
-            with opened as log, dumping_stacks(log) as heartbeat.stacks:
-                _announce(reports, topology, device, folder, seconds)
-                run = Run(topology, device, group, settings, folder, screen, requests)
-                try:
-                    yield run
-                except Exception:
-                    logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
-                    run.give_up()
-                    raise
-                except Preempted:
-                    _leave(group, whereabouts)
-                    raise
-                finally:
-                    screen.close()
-                _leave(group, whereabouts)
+    whereabouts = Whereabouts(settings.watch.first_time)
+    store, for_beats = meet(topology, settings.launch.join_timeout)
+    with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
+        config = comparable(settings.model_dump(mode="json", by_alias=True))
+        evidence = Evidence(config, source_files(load_source()))
+        began = time.monotonic()
+        reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
+        yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat)
+
+
+@contextlib.contextmanager
+def opened(
+    present: Present,
+    settings: RunSettings,
+    make_folder: Callable[[], Path],
+    requests: Requests,
+    redirect: bool,
+    outlet: Outlet | None = None,
+) -> Iterator[Run]:
+    """The run of a rank that has met the others: folder agreed, log open."""
+    group, topology = present.group, present.topology
+    folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
+    rank, console = group.rank, display.terminal() if group.rank == 0 else None
+    screen = outlet.screen if outlet else display.create(console)
+    opened_log = rank_log(folder / "logs", rank, console, redirect, outlet.log if outlet else None)
+    with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
+        _announce(present, folder)
+        run = Run(topology, present.runtime, group, settings, folder, screen, requests)
+        try:
+            yield run
+        except Exception:
+            logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
+            run.give_up()
+            raise
+        finally:
+            screen.close()
 
 
 @contextlib.contextmanager
@@ -146,15 +192,10 @@ def _beating(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
         heartbeat.stop()
 
 
-def _leave(group: Group, whereabouts: Whereabouts) -> None:
-    whereabouts.enter("leaving", waits=True)
-    group.leave()
-    whereabouts.enter(LEFT, waits=True)
-
-
-def _announce(reports: list[Report], topology: Topology, device: Runtime, folder: Path, seconds: float) -> None:
+def _announce(present: Present, folder: Path) -> None:
     """Write down, and say, who takes part."""
-    logger.info("on %s, %s, pid %d", topology.place.host, device.device, os.getpid())
+    topology, reports, seconds = present.topology, present.reports, present.seconds
+    logger.info("on %s, %s, pid %d", topology.place.host, present.runtime.device, os.getpid())
     if topology.place.rank != 0:
         return
     found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
@@ -166,7 +207,7 @@ def _announce(reports: list[Report], topology: Topology, device: Runtime, folder
             logger.info(line)
 
 
-def _conclude(run: Run, outcome: dict[str, Any]) -> None:
+def conclude(run: Run, outcome: dict[str, Any]) -> None:
     """summary.json, by rank 0."""
     if not run.is_main:
         return

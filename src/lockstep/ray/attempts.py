@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from lockstep.failure import Failure, Report, find_cause
 from lockstep.ray.desk import Event
@@ -57,18 +56,14 @@ class Attempts:
         return self._places[rank][1] if rank in self._places else "an unknown node"
 
 
+# What Ray says of the death of a worker, among much else, and what that means.
+_DEATHS = {
+    "its node has died": "its node died: the machine, or the Ray processes on it, are gone",
+    "memory": "",
+}
+
+
 def describe(error: str) -> str:
     """What Ray knows of the death of a worker, in a sentence."""
     text = " ".join(error.split())
-    code = re.search(r"exit code (-?\d+)", text)
-    for sign, meaning in _SIGNS.items():
-        if sign in text:
-            return meaning
-    return f"the worker died ({code[0]})" if code else f"the worker died: {text[:3000]}"
-
-
-_SIGNS: dict[str, str] = {}
-
-
-def render_all(attempts: Any) -> str:  # pragma: no cover
-    return ""
+    return text

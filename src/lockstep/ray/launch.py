@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.train import FailureConfig, Result as TrainResult, RunConfig as TrainRunConfig, ScalingConfig, UserCallback
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep.config.load import check_batch_size, check_strategy
@@ -25,6 +25,7 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchEr
 from lockstep.failure import Failure, Result, worth_retrying
 from lockstep.ray import code, room
 from lockstep.ray.attempts import Attempts
+from lockstep.ray.config import TorchConfig
 from lockstep.ray.cluster import Cluster, address_of, connected, room_for
 from lockstep.ray.desk import ANSWER_SECONDS, Desk
 from lockstep.ray.rank import Order, main
@@ -87,7 +88,7 @@ class _Driver:
         self._desk = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here).remote()
 
     def run(self, workers: int) -> Result:
-        with self._screen.open(), _marked(self._folder) as mark:
+        with self._screen.open(self._folder), _marked(self._folder) as mark:
             while True:
                 self._workers = workers
                 fit = _Fit(self._trainer(workers, mark))
@@ -97,23 +98,30 @@ class _Driver:
                     return result
                 workers = self._fewer(workers)
 
-    def _trainer(self, workers: int, mark: str) -> DataParallelTrainer:
+    def _trainer(self, workers: int, mark: str) -> TorchTrainer:
         settings, limits = self._config.launch.ray, self._config.launch
         restarts = max(limits.max_restarts - self._attempts.count, 0)
         # Our own retention removes checkpoints, so what Ray remembers of those of an earlier start may be gone.
         (self._folder / "checkpoints" / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
         order = Order(
-            config={**self._config.plain(), "processes": workers, "task": self._task_there()},
             folder=str(self._folder),
             mark=mark,
             desk=self._desk,
             threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
             here=os.getcwd() if self._cluster.ours else None,
-            loopback=("lo0" if sys.platform == "darwin" else "lo") if self._cluster.ours else None,
         )
-        return DataParallelTrainer(
+        task = self._config.task.model_copy(update={"type": self._task})
+        return TorchTrainer(
             main,
-            train_loop_config=order,
+            train_loop_config={"order": order},
+            torch_config=TorchConfig(
+                settings=self._config.model_copy(update={"processes": workers, "task": task}),
+                folder=str(self._folder),
+                timeout_s=limits.timeout,
+                join_timeout_s=limits.join_timeout,
+                share_devices=limits.share_devices,
+                backend=self._backend(),
+            ),
             scaling_config=ScalingConfig(
                 num_workers=workers,
                 resources_per_worker=self._resources,
@@ -128,8 +136,8 @@ class _Driver:
             ),
         )
 
-    def _task_there(self) -> dict[str, Any]:
-        return {**self._config.plain()["task"], "type": self._task}
+    def _backend(self) -> str:
+        return {"cuda": "nccl", "xla": "xla", "cpu": "gloo"}.get(self._config.runtime, "auto")
 
     def _supervise(self, fit: _Fit) -> Result | None:
         """Follow an attempt and the restarts that Ray makes of it; None where another size is worth a try."""

@@ -26,10 +26,10 @@ _INTERVAL = 0.2
 class Relay:
     """A thread that carries events to the desk and requests back, until the rank is done."""
 
-    def __init__(self, desk: Any, rank: int) -> None:
+    def __init__(self, desk: Any, rank: int, requests: Requests) -> None:
         self._desk, self._rank = desk, rank
         self._life = uuid.uuid4().hex  # so that a late word of a rank is not taken for one of its successor
-        self.requests = Requests()
+        self.requests = requests
         self._saves: int | None = None  # how often a save had been asked for before this rank began
         self._pending: list[Event] = []
         self._lock = threading.Lock()

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
 
 from lockstep import display
 from lockstep.logs import screen_handler
 from lockstep.ray.desk import Event
+
+
+class _WithoutRay:
+    """Standard output, without what Ray's threads print there: it goes to a file, and the headline says it in brief."""
+
+    def __init__(self, stream: TextIO, aside: TextIO) -> None:
+        self._stream, self._aside = stream, aside
+
+    def write(self, text: str) -> int:
+        return (self._aside if threading.current_thread().name.startswith("ray_") else self._stream).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Screen:
@@ -19,16 +36,21 @@ class Screen:
         self._display = display.create(self._console)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self, folder: Path) -> Iterator[None]:
+        """While the block runs, this process's output is the run's; what Ray has to say goes to logs/ray.log."""
         ours, handler = logging.getLogger("lockstep"), screen_handler(self._console)
         before = (ours.level, ours.propagate)
         ours.setLevel(logging.INFO)
         ours.propagate = False
         ours.addHandler(handler)
+        aside = (folder / "logs" / "ray.log").open("a", encoding="utf-8", buffering=1)
+        out: Any = _WithoutRay(sys.stdout, aside)
         try:
-            yield
+            with contextlib.redirect_stdout(out):
+                yield
         finally:
             self.close()
+            aside.close()
             ours.level, ours.propagate = before
             ours.removeHandler(handler)
 

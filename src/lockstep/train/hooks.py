@@ -125,18 +125,3 @@ class Checkpointing:
         measured = bool(latest) and self._validation.history[-1]["step"] == run.progress.step
         value = metric_value(latest, self._keep.metric, "checkpoint.keep.metric") if measured else None
         run.checkpoint(value=value, metrics=latest if measured else {})
-
-
-class Telling:
-    """Tells whoever started the ranks what each validation measured: on all ranks the same, in the same order."""
-
-    def __init__(self, validation: Validation, tell: Callable[[Run, Mapping[str, float]], None] | None) -> None:
-        self._validation, self._tell = validation, tell
-        self._told = -1
-
-    def after_step(self, run: Run) -> str | None:
-        history, step = self._validation.history, run.progress.step
-        if self._tell is not None and history and history[-1]["step"] == step != self._told:
-            self._told = step
-            self._tell(run, history[-1])
-        return None

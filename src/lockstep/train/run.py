@@ -348,6 +348,12 @@ class Run(Deciding):
         logger.info("restored %s (epoch %d)", self._store.path(step).name, self.progress.epoch)
         return True
 
+    def newest_saved(self) -> tuple[int, Path] | None:
+        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
+        self._saver.finish()
+        steps = self._store.steps()
+        return (steps[-1], self._store.path(steps[-1])) if steps else None
+
     def write_due_row(self) -> None:
         """Write the row of this step, if there is one and it is not written yet."""
         self.journal.write_due_row(self.progress, self.seconds_since_start, self._learning_rate())

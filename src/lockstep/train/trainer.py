@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lockstep.data import Collate, check_dataset, split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.early_stop import EarlyStopping
 from lockstep.train.evaluation import Measure
-from lockstep.train.hooks import Checkpointing, Hook, Schedule, Telling, Validation
+from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
 from lockstep.train.loop import train
 from lockstep.train.run import Run
 from lockstep.train.task import Task, construct, create_task, import_object
@@ -27,13 +27,8 @@ logger = logging.getLogger(__name__)
 Datasets = dict[str, Dataset[Any]]
 
 
-def fit(
-    run: Run, config: RunConfig, tell: Callable[[Run, Mapping[str, float]], None] | None = None
-) -> dict[str, Any]:
-    """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with.
-
-    `tell` hears of what every validation measured, on every rank, after the checkpoint of that step was begun.
-    """
+def fit(run: Run, config: RunConfig) -> dict[str, Any]:
+    """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
     task = create_task(config.task)
     datasets = _datasets(task, config)
     collate: Collate | None = getattr(task, "collate", None)
@@ -64,9 +59,6 @@ def fit(
         monitor = config.scheduler.monitor if config.scheduler else None
         hooks.insert(1, Schedule(scheduler, every, monitor, validation))
 
-    telling = Telling(validation, tell)
-    hooks.append(telling)
-
     run.restore()
     run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
     stopped = train(run, task, datasets["train"], collate, config, hooks)
@@ -74,7 +66,6 @@ def fit(
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
     checkpointing.save(run)
-    telling.after_step(run)
     metrics = dict(validation.latest)
     if "test" in datasets:
         found = run.evaluate(

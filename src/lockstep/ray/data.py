@@ -1,0 +1,1 @@
+"""Ray Data as a source of examples."""
