@@ -77,6 +77,12 @@ class PeerLost(LockstepError):
     exit_code = 5
 
 
+class ClusterLost(LockstepError):
+    """The cluster that a run is on does not answer any more."""
+
+    exit_code = 5
+
+
 class RankZeroFailed(LockstepError):
     """What rank 0 was asked to do for everybody failed there: a consequence on all other ranks."""
 

@@ -176,8 +176,8 @@ class Log(Section):
 def _no_client(address: str) -> str:
     if address.startswith("ray://"):
         raise ValueError(
-            "Ray Client (ray://) cannot carry a training run; give the cluster's own address (HOST:6379) on a machine of "
-            "the cluster, or submit the command with `ray job submit`"
+            "Ray Client (ray://) cannot carry a training run; give the cluster's own address (HOST:6379) on a machine "
+            "of the cluster, or submit the command with `ray job submit`"
         )
     return address
 

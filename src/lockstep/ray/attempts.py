@@ -6,7 +6,8 @@ import re
 import time
 from collections.abc import Mapping
 
-from lockstep.failure import Failure, Report, find_cause
+from lockstep.errors import LaunchError
+from lockstep.failure import Failure, Report, find_cause, report
 from lockstep.ray.desk import Event
 
 
@@ -18,7 +19,6 @@ class Attempts:
         self._over: set[str] = set()  # lives of attempts before
         self._reports: list[Report] = []
         self.exit_codes: dict[int, int] = {}
-        self.last: Failure | None = None
         self.count = 0
 
     @property
@@ -39,31 +39,53 @@ class Attempts:
             self.exit_codes[rank] = event["exit_code"]
 
     def conclude(self, errors: Mapping[int, str]) -> Failure:
-        """Ray has ended this attempt. A rank that it saw die, and that said nothing itself, is the one that was lost."""
+        """Ray has ended this attempt. A rank that it saw die, and that said nothing itself, is the one that is lost."""
         reported = {each.rank for each in self._reports}
         lost = [
             Report(rank, self._node(rank), "WorkerDied", describe(text), 5, time.time())
             for rank, text in sorted(errors.items())
             if rank not in reported
         ]
-        self.last = find_cause([*self._reports, *lost], {}, "the cluster")
-        self.count += 1
+        failure = find_cause([*self._reports, *lost], {}, "the cluster")
         self._over |= {life for life, _ in self._places.values()}
         self._places, self._reports, self.exit_codes = {}, [], {}
-        return self.last
+        self.count += 1
+        return failure
+
+    def conclude_before_training(self, error: BaseException) -> Failure:
+        """An attempt that did not get as far as training: no room for the workers, or the roll call failed."""
+        cause = getattr(error, "controller_failure", None) or error
+        cause = getattr(cause, "cause", None) or cause  # of a call to a worker
+        if type(cause).__name__ == "WorkerGroupStartupTimeoutError":
+            cause = LaunchError("the workers could not be placed in time (launch.ray.placement_timeout)")
+            cause.exit_code = 5  # there was room before: it may be there again
+        told = report(cause, 0, "the cluster")
+        self.count += 1
+        return Failure(0, told.host, told.message, told.exit_code, told.kind, told.traceback, concerns_all_ranks=True)
 
     def _node(self, rank: int) -> str:
         return self._places[rank][1] if rank in self._places else "an unknown node"
 
 
 # What Ray says of the death of a worker, among much else, and what that means.
-_DEATHS = {
-    "its node has died": "its node died: the machine, or the Ray processes on it, are gone",
-    "memory": "",
-}
+_DEATHS = (
+    (r"node (has )?died|node was terminated|node.*(marked dead|is dead)", "its node is gone"),
+    (r"low on memory|memory pressure|OutOfMemoryError", "Ray ended its process: the node was running out of memory"),
+    (
+        r"is unavailable|failed to connect",
+        "its process cannot be reached: the node is gone, or the network to it is cut",
+    ),
+    (
+        r"worker process has died|unexpectedly exits",
+        "its process was killed or crashed (out of memory? see the kernel log)",
+    ),
+)
 
 
 def describe(error: str) -> str:
     """What Ray knows of the death of a worker, in a sentence."""
     text = " ".join(error.split())
-    return text
+    for pattern, meaning in _DEATHS:
+        if re.search(pattern, text):
+            return meaning
+    return f"the worker failed: {text[:300]}"

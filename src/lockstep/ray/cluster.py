@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-
 from lockstep.config.schema import RayCluster
 from lockstep.errors import LaunchError
 

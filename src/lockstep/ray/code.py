@@ -45,8 +45,8 @@ def runtime_env(config: RunConfig) -> tuple[dict[str, Any], str]:
         folder = Path(str(given["working_dir"])).expanduser().resolve()
         if not file.is_relative_to(folder):
             raise ConfigError(
-                f"launch.ray.runtime_env.working_dir: the task's file {file} is not in {folder}, so it would not travel "
-                "to the workers; leave working_dir out and the task's folder travels"
+                f"launch.ray.runtime_env.working_dir: the task's file {file} is not in {folder}, so it would not "
+                "travel to the workers; leave working_dir out and the task's folder travels"
             )
         return given, f"{file.relative_to(folder)}:{name}"
     excludes = [*EXCLUDED, *given.pop("excludes", [])]

@@ -1,10 +1,8 @@
-"""`launch: ray`: the driver of a run on a cluster. It places the workers, shows what they say, and tells how it ended."""
+"""`launch: ray`: the driver of a run on a cluster. It finds room, shows what the ranks say, and tells how it ended."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import socket
 import sys
 import threading
@@ -14,25 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.train import FailureConfig, Result as TrainResult, RunConfig as TrainRunConfig, ScalingConfig, UserCallback
+from ray.exceptions import RayError
+from ray.train import FailureConfig, ScalingConfig, UserCallback, WorkerGroupError
+from ray.train import Result as TrainResult
+from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import ray
 from lockstep.config.load import check_batch_size, check_strategy
 from lockstep.config.schema import RunConfig
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
 from lockstep.failure import Failure, Result, worth_retrying
 from lockstep.ray import code, room
 from lockstep.ray.attempts import Attempts
-from lockstep.ray.config import TorchConfig
 from lockstep.ray.cluster import Cluster, address_of, connected, room_for
+from lockstep.ray.config import TorchConfig
 from lockstep.ray.desk import ANSWER_SECONDS, Desk
 from lockstep.ray.rank import Order, main
 from lockstep.ray.screen import Screen
 from lockstep.signals import Signals
 
 _LOOK_SECONDS = 0.2
+# How long to wait for word of a failure that Ray Train has already concluded from.
+_LAST_WORD_SECONDS = 5.0
 
 
 def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> tuple[RunConfig, Path, Result]:
@@ -96,7 +99,8 @@ class _Driver:
                 self.train_result = fit.result
                 if result is not None:
                     return result
-                workers = self._fewer(workers)
+                # Ray has waited long enough for the room that was there before.
+                workers = room.find(self._config, _sizes(self._config, workers), self._resources, limit=1.0)
 
     def _trainer(self, workers: int, mark: str) -> TorchTrainer:
         settings, limits = self._config.launch.ray, self._config.launch
@@ -108,7 +112,7 @@ class _Driver:
             mark=mark,
             desk=self._desk,
             threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
-            here=os.getcwd() if self._cluster.ours else None,
+            here=str(Path.cwd()) if self._cluster.ours else None,
         )
         task = self._config.task.model_copy(update={"type": self._task})
         return TorchTrainer(
@@ -146,15 +150,21 @@ class _Driver:
             ended = self._obey()
             if ended is not None:
                 return ended
-        self._hear(0.01)
-        return self._concluded(fit)
+        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        while True:
+            self._hear(_LOOK_SECONDS)
+            if not isinstance(fit.error, WorkerGroupError) or self._given_up or time.monotonic() > deadline:
+                return self._concluded(fit)
 
     def _hear(self, wait: float) -> None:
         """Show what came in, and note it."""
         try:
             events = ray.get(self._desk.take.remote(wait), timeout=ANSWER_SECONDS)
-        except ray.exceptions.RayError as error:
-            raise LaunchError(f"lost the Ray cluster at {self._cluster.address}: {error}") from None
+        except (RayError, ConnectionError) as error:
+            raise ClusterLost(
+                f"the Ray cluster at {self._cluster.address} does not answer any more: {type(error).__name__}. The run "
+                f"can be gone on with from its newest checkpoint: lockstep resume {self._folder}"
+            ) from None
         for event in events:
             if event["kind"] == "died":
                 self._failed(self._attempts.conclude(event["errors"]))
@@ -192,17 +202,19 @@ class _Driver:
         return None
 
     def _concluded(self, fit: _Fit) -> Result | None:
-        if self._given_up is not None:
-            return Result(self._given_up.exit_code, failure=self._given_up)
-        if fit.error is None:
-            codes = self._attempts.exit_codes
-            return Result(max(codes.values(), default=0))
-        if self._asked:
+        """The end of the run, or None where it goes on with another attempt of our own, in the room that is there."""
+        if self._given_up is None and fit.error is None:
+            return Result(max(self._attempts.exit_codes.values(), default=0))
+        if self._given_up is None and self._asked and not self._attempts.began:
             return Result(PREEMPTED_EXIT_CODE)
-        raise fit.error
-
-    def _fewer(self, workers: int) -> int:
-        raise NotImplementedError
+        if self._given_up is None and isinstance(fit.error, WorkerGroupError):
+            errors = {rank: str(each) for rank, each in fit.error.worker_failures.items()}
+            self._failed(self._attempts.conclude(errors))
+        elif self._given_up is None:
+            assert fit.error is not None
+            self._failed(self._attempts.conclude_before_training(fit.error))
+        failure = self._given_up
+        return Result(failure.exit_code, failure=failure) if failure is not None else None
 
 
 class _Fit:
@@ -226,7 +238,7 @@ class _Fit:
             self.error = error
 
 
-class _Watching(UserCallback):
+class _Watching(UserCallback):  # type: ignore[misc]
     """Runs beside Ray Train's controller, and passes on which workers it saw fail."""
 
     def __init__(self, desk: Any) -> None:

@@ -56,8 +56,8 @@ def main(orders: dict[str, Order]) -> None:
 def _settle(order: Order, place: Place) -> None:
     if not (Path(order.folder) / order.mark).exists():
         raise ConfigError(
-            f"rank {place.rank} on {place.host}: {order.folder} is not the run's folder there. Nodes with disks of their "
-            "own need a folder that all of them share: name it in launch.ray.storage"
+            f"rank {place.rank} on {place.host}: {order.folder} is not the run's folder there. Nodes with disks of "
+            "their own need a folder that all of them share: name it in launch.ray.storage"
         )
     if order.here is not None:
         os.chdir(order.here)

@@ -1,4 +1,4 @@
-"""What `lockstep train` tells Ray Train as it goes: the metrics of every validation, and the newest whole checkpoint."""
+"""What `lockstep train` tells Ray Train as it goes: metrics of every validation, and the newest whole checkpoint."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
+import ray
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LaunchError
 
@@ -53,10 +53,12 @@ def find(config: RunConfig, wanted: Sequence[int], resources: Mapping[str, float
             return wanted[0]
     for size in wanted[1:]:
         if _placed(size, resources, settings.placement, _AT_ONCE_SECONDS):
-            print(f"lockstep: room for {size} of {wanted[0]} workers: going on with {size}", file=sys.stderr, flush=True)
+            print(
+                f"lockstep: room for {size} of {wanted[0]} workers: going on with {size}", file=sys.stderr, flush=True
+            )
             return size
     raise LaunchError(
-        f"launch.ray: the cluster has no room for {_asked(wanted[-1], resources, settings.placement)} within {limit:g} s "
+        f"launch.ray: the cluster has no room for {_asked(wanted[-1], resources, settings.placement)} in {limit:g} s "
         f"(launch.ray.placement_timeout): {_free(resources)}. Lower processes or launch.ray.resources, choose another "
         "launch.ray.placement, or wait until others are done"
     )

@@ -65,7 +65,7 @@ class Session:
         self.requests = Requests()  # to save and leave, to stop, to save: set by whoever hears of it on this worker
         self.outlet: worker.Outlet | None = None  # where rank 0's words go, where a driver of ours shows them
         self.make_reporter: Callable[[Run], Hears] = lambda run: Reporter(run, config.report_every_s)
-        self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended on this worker
+        self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
         self.met = contextlib.ExitStack()
         self.outcome: dict[str, Any] = {}
         self.training = False
