@@ -57,9 +57,11 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
     loaded = load(config, overrides)
     loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
     if launched(os.environ):
-        sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
+        sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, "--out", loaded)))
     if loaded.launch.type == "ray":
-        _train_on_ray(loaded, lambda resolved: _new_folder(out, resolved), dry_run)
+        storage = loaded.launch.ray.storage
+        where = (Path(storage), "launch.ray.storage") if storage else (out, "--out")
+        _train_on_ray(loaded, lambda resolved: _new_folder(*where, resolved), dry_run)
         return
     loaded = _resolved(loaded)
     plan = _training_plan(loaded, "RUN_DIR" if dry_run else "")
@@ -83,17 +85,27 @@ def resume(run_dir: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     from lockstep.config.load import load
 
     before = runfolder.read_plain_config(run_dir)
-    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, overrides))
-    found = changes(before, loaded.plain())
-    refuse_wrong_changes(found)
+    loaded = load(run_dir / runfolder.CONFIG_FILE, overrides)
+
+    def changed(resolved: RunConfig) -> Path:
+        found = changes(before, resolved.plain())
+        refuse_wrong_changes(found)
+        if not dry_run:
+            with runfolder.locked(run_dir):
+                runfolder.write_config(run_dir, resolved)
+            for change in found:
+                _say(f"changed: {change}")
+        return run_dir
+
+    if loaded.launch.type == "ray":
+        _train_on_ray(loaded, changed, dry_run)
+        return
+    loaded = _resolved(loaded)
     plan = _training_plan(loaded, str(run_dir))
+    changed(loaded)
     if dry_run:
         _print_plan(loaded, plan)
         return
-    with runfolder.locked(run_dir):
-        runfolder.write_config(run_dir, loaded)
-    for change in found:
-        _say(f"changed: {change}")
     _warm_up(plan)
     _train(run_dir, loaded)
 
@@ -224,10 +236,10 @@ def _warm_up(plan: LaunchPlan) -> None:
     local.warm_up(plan.threads)
 
 
-def _new_folder(out: Path, config: RunConfig) -> Path:
+def _new_folder(out: Path, setting: str, config: RunConfig) -> Path:
     from lockstep import runfolder
 
-    folder = runfolder.create(out, str(config.name))
+    folder = runfolder.create(out, str(config.name), setting)
     runfolder.write_config(folder, config)
     return folder
 
@@ -241,11 +253,19 @@ def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
 
 
 def _train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], dry_run: bool) -> None:
-    from lockstep.ray.launch import launch
+    from lockstep.config.load import to_yaml
+    from lockstep.ray.installed import require_ray
 
-    config, folder, result = launch(config, make_folder)
-    _tell(folder, result, config)
-    sys.exit(result.exit_code)
+    require_ray()
+    from lockstep.ray.launch import described, launch
+
+    if dry_run:
+        click.echo(to_yaml(config.plain()))
+        click.echo(described(config))
+        return
+    ended = launch(config, make_folder)
+    _tell(ended.folder, ended.result, ended.config)
+    sys.exit(ended.result.exit_code)
 
 
 def _train(folder: Path, config: RunConfig) -> None:

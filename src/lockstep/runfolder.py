@@ -20,8 +20,8 @@ from lockstep.errors import ConfigError
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
 
 
-def create(out: Path, name: str) -> Path:
-    """A new folder `<name>-<timestamp>`; a second run in the same second gets a number."""
+def create(out: Path, name: str, setting: str = "--out") -> Path:
+    """A new folder `<name>-<timestamp>`; a second run in the same second gets a number. `setting` named `out`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         folder = out / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
@@ -29,16 +29,16 @@ def create(out: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError as error:
             if not folder.is_dir():
-                raise ConfigError(f"--out {out}: {error.filename} is in the way: it is not a folder") from None
+                raise ConfigError(f"{setting} {out}: {error.filename} is in the way: it is not a folder") from None
             continue
         except OSError as error:
             raise ConfigError(
-                f"--out {out}: the run's folder cannot be made there: {error.strerror}. "
-                "Name a writable folder with --out"
+                f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
+                f"Name a writable folder with {setting}"
             ) from None
         (folder / "logs").mkdir()
         return folder
-    raise ConfigError(f"--out {out}: a thousand runs were started in this second")
+    raise ConfigError(f"{setting} {out}: a thousand runs were started in this second")
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from lockstep.config.schema import RayCluster
+from lockstep.config.schema import RayCluster, RunConfig
 from lockstep.errors import LaunchError
 
 # How long a cluster may take to answer at its address.
@@ -30,16 +30,16 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def connected(settings: RayCluster, room: Mapping[str, float], runtime_env: Mapping[str, Any]) -> Iterator[Cluster]:
-    """Connect to the cluster of the settings, or start one with room for a run; leave, or end it, at the end."""
+def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> Iterator[Cluster]:
+    """Connect to the cluster of a config, or start one with room for the run; leave, or end it, at the end."""
     if ray.is_initialized():  # a trial of a sweep, or a program of the user's own
         yield Cluster(ray.get_runtime_context().gcs_address, ours=False)
         return
-    address = address_of(settings)
+    address = address_of(config.launch.ray)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with _environment():
+    with _environment(config.launch.ray.placement_timeout):
         if address is None:
-            cluster = _start(room, dict(runtime_env), quiet)
+            cluster = _start(_room_for(int(config.processes), resources), dict(runtime_env), quiet)
         else:
             cluster = _connect(address, dict(runtime_env), quiet)
         try:
@@ -53,7 +53,7 @@ def address_of(settings: RayCluster) -> str | None:
     return settings.address or os.environ.get("RAY_ADDRESS") or None
 
 
-def room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
+def _room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
     """What a cluster of our own must have."""
     return {name: math.ceil(amount * workers) for name, amount in resources.items()}
 
@@ -108,7 +108,7 @@ def _require_answer(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _environment(placement_timeout: float) -> Iterator[None]:
     """Variables that Ray reads in the driver, unless the user has set them: see each."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",  # a training run does not call home
@@ -116,6 +116,7 @@ def _environment() -> Iterator[None]:
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal by our own way
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # nor is every report a line on it
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{placement_timeout:g}",  # of a restart, too
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}

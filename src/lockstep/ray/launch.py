@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray
+from lockstep import runfolder, runtime
 from lockstep.config.load import check_batch_size, check_strategy
 from lockstep.config.schema import RunConfig
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
 from lockstep.failure import Failure, Result, worth_retrying
 from lockstep.ray import code, room
 from lockstep.ray.attempts import Attempts
-from lockstep.ray.cluster import Cluster, address_of, connected, room_for
+from lockstep.ray.cluster import Cluster, address_of, connected
 from lockstep.ray.config import TorchConfig
 from lockstep.ray.desk import ANSWER_SECONDS, Desk
 from lockstep.ray.rank import Order, main
@@ -38,32 +40,66 @@ _LOOK_SECONDS = 0.2
 _LAST_WORD_SECONDS = 5.0
 
 
-def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> tuple[RunConfig, Path, Result]:
-    """Train on a cluster; the config as it was resolved there, the run's folder and how it ended."""
+@dataclass(frozen=True)
+class Ended:
+    """A run on a cluster that is over: what it was in the end, and what Ray Train has of it."""
+
+    config: RunConfig  # resolved
+    folder: Path
+    result: Result
+    train_result: TrainResult | None  # Ray's, with the last metrics and the checkpoint; None where there is none
+
+
+def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
+    """Train a config on a cluster. The folder is made once it is known that there is room for the run."""
     signals = Signals(save_on_request=True)
+    if address_of(config.launch.ray) is None:  # the workers will be on this machine
+        family, workers = runtime.resolve(config.runtime, config.processes, config.launch.share_devices)
+        config = config.model_copy(update={"runtime": family, "processes": workers})
+        env, task = dict(config.launch.ray.runtime_env), config.task.type
+    else:
+        env, task = code.runtime_env(config)
+    config = _checked(config)
     resources = room.per_worker(config)
-    embedded = address_of(config.launch.ray) is None
-    workers = config.processes if config.processes != "auto" else 1
-    env, task = (dict(config.launch.ray.runtime_env), config.task.type) if embedded else code.runtime_env(config)
-    with signals.listening(), connected(config.launch.ray, room_for(int(workers), resources), env) as cluster:
+    with signals.listening(), connected(config, resources, env) as cluster:
         if config.processes == "auto":
-            workers = max(room.capacity(ray.nodes(), resources), 1)
-        config = _resolved(config, int(workers))
-        workers = room.find(config, _sizes(config, int(workers)), resources)
+            most = max(room.capacity(ray.nodes(), resources), 1)
+            config = _checked(config.model_copy(update={"processes": most}))
+        workers = room.find(config, _sizes(config), resources)
         folder = make_folder(config)
         # Ray has put handlers of its own in place of ours.
         with signals.listening():
-            return config, folder, _Driver(config, folder, cluster, task, resources, signals).run(workers)
+            driver = _Driver(config, folder, cluster, task, resources, signals)
+            with runfolder.locked(folder):
+                result = driver.run(workers)
+            return Ended(config, folder, result, driver.train_result)
 
 
-def _resolved(config: RunConfig, workers: int) -> RunConfig:
-    check_strategy(config.strategy.type, workers)
-    check_batch_size(config.train.batch_size, workers, config.train.accumulate)
-    return config.model_copy(update={"processes": workers})
+def described(config: RunConfig) -> str:
+    """What would be asked of Ray, for people."""
+    settings = config.launch.ray
+    address = address_of(settings)
+    amounts = ", ".join(f"{name} {amount:g}" for name, amount in room.per_worker(config).items())
+    lines = [
+        f"ray: {address}" if address else "ray: a cluster of our own on this machine, on loopback, for this run",
+        f"workers: {config.processes}, {settings.placement}, each with {amounts}",
+        f"restarts: {config.launch.max_restarts}",
+    ]
+    if address:
+        lines.append(f"travels: {code.described(code.runtime_env(config)[0]) or 'nothing, the task is a module'}")
+    return "\n".join(lines)
 
 
-def _sizes(config: RunConfig, workers: int) -> list[int]:
-    return room.sizes(workers, config.launch.ray.min_workers, config.train.batch_size, config.train.accumulate)
+def _checked(config: RunConfig) -> RunConfig:
+    if config.processes != "auto":
+        check_strategy(config.strategy.type, config.processes)
+        check_batch_size(config.train.batch_size, config.processes, config.train.accumulate)
+    return config
+
+
+def _sizes(config: RunConfig) -> list[int]:
+    limits = config.train
+    return room.sizes(int(config.processes), config.launch.ray.min_workers, limits.batch_size, limits.accumulate)
 
 
 class _Driver:
@@ -100,7 +136,7 @@ class _Driver:
                 if result is not None:
                     return result
                 # Ray has waited long enough for the room that was there before.
-                workers = room.find(self._config, _sizes(self._config, workers), self._resources, limit=1.0)
+                workers = room.find(self._config, _sizes(self._config), self._resources, limit=1.0)
 
     def _trainer(self, workers: int, mark: str) -> TorchTrainer:
         settings, limits = self._config.launch.ray, self._config.launch
