@@ -18,6 +18,10 @@ import psutil
 import pytest
 import yaml
 
+from ray_cluster import fit, nodes
+
+__all__ = ["fit", "nodes"]  # fixtures
+
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0

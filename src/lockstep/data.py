@@ -59,6 +59,7 @@ class Part:
     examples: int  # how many of the indices count (none where the last batch has fewer examples than ranks)
     # The mean over ranks of the sum over parts of weight x mean loss is the mean loss over the global batch.
     weight: float
+    whole: int  # how many examples the global batch has, over all ranks
     completes_batch: bool
     completes_epoch: bool
 
@@ -96,13 +97,13 @@ class Walk:
         if len(mine) == 0:
             # Every rank takes part in the exchange of gradients, so one without examples computes one that counts for
             # nothing.
-            yield Part(batch, whole[:1], 0, 0.0, True, ends_epoch)
+            yield Part(batch, whole[:1], 0, 0.0, len(whole), True, ends_epoch)
             return
         pieces = np.array_split(mine, min(self.accumulate, len(mine)))
         for number, piece in enumerate(pieces, start=1):
             weight = len(piece) * self.world_size / len(whole)
             last = number == len(pieces)
-            yield Part(batch, piece, len(piece), weight, last, last and ends_epoch)
+            yield Part(batch, piece, len(piece), weight, len(whole), last, last and ends_epoch)
 
 
 @dataclass(frozen=True)

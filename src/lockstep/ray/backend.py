@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train.backend import Backend
 
-import ray
 from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
 from lockstep.ray import session
 from lockstep.ray.config import XLA_BACKENDS, TorchConfig

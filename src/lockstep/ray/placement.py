@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
+
 from lockstep.errors import LaunchError
 from lockstep.topology import Place, Topology
 

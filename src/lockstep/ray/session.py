@@ -24,6 +24,7 @@ from lockstep import worker
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.ray import xla
 from lockstep.ray.config import XLA_BACKENDS, TorchConfig, checked_settings
 from lockstep.ray.placement import Spot, device_index
 from lockstep.ray.report import Reporter
@@ -192,9 +193,12 @@ def join(topology: Topology, spot: Spot, backend: str, config: TorchConfig) -> J
     stack = contextlib.ExitStack()
     load_source = _source_loader(config, settings, place.rank, place.host)
     index = device_index(spot, place.local_rank) if settings.runtime == "cuda" else None
-    present = stack.enter_context(
-        worker.met(settings, topology, load_source, index, "gloo" if backend == "gloo" else None)
-    )
+    data_plane = "gloo" if backend == "gloo" else None
+    if backend in XLA_BACKENDS:
+        xla.set_environment(xla.memory_environment(config.xla_memory_fraction, config.xla_memory_preallocate))
+        way = xla.join(place.rank, topology.world_size, config.join_timeout_s)
+        data_plane = "gloo" if way == xla.THROUGH_THE_HOST else "xla"
+    present = stack.enter_context(worker.met(settings, topology, load_source, index, data_plane))
     if topology.world_size == 1:
         dist.init_process_group(present.runtime.backend, store=HashStore(), rank=0, world_size=1)
     mine = next(each for each in present.reports if each.rank == place.rank)
@@ -208,8 +212,8 @@ def join(topology: Topology, spot: Spot, backend: str, config: TorchConfig) -> J
 
 
 def join_limit(config: TorchConfig) -> float:
-    """The longest that joining takes by its own limits: the store, the roll call, its proof."""
-    return 4 * config.join_timeout_s
+    """The longest that joining takes by its own limits: ways to join XLA, the store, the roll call, its proof."""
+    return (4 + len(xla.WAYS_TO_JOIN)) * config.join_timeout_s
 
 
 def set_rank_variables() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +18,21 @@ Measure = Callable[[Any], Mapping[str, Tensor]]
 
 def measure_sums(measure: Measure, loader: Loader, move: Callable[[Any], Any]) -> tuple[Sums, int]:
     """This rank's sums over its part of the data, in double precision, and how many examples it saw."""
+    return sums_of(measure, ((part.examples, batch) for part, batch in loader.epoch(0)), move)
+
+
+def sums_of(measure: Measure, counted: Iterable[tuple[int, Any]], move: Callable[[Any], Any]) -> tuple[Sums, int]:
+    """The same over batches of any source, each with how many examples of it count."""
     totals: dict[str, Tensor] = {}
     seen = 0
     with torch.no_grad():
-        for part, batch in loader.epoch(0):
-            if part.examples == 0:
+        for examples, batch in counted:
+            if examples == 0:
                 continue
             for name, value in measure(move(batch)).items():
-                amount = _sum(name, value, part.examples)
+                amount = _sum(name, value, examples)
                 totals[name] = totals[name] + amount if name in totals else amount
-            seen += part.examples
+            seen += examples
     return {name: [float(total), float(seen)] for name, total in totals.items()}, seen
 
 
