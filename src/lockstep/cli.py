@@ -61,6 +61,8 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
     if loaded.launch.type == "ray":
         storage = loaded.launch.ray.storage
         where = (Path(storage), "launch.ray.storage") if storage else (out, "--out")
+        if not dry_run:
+            runfolder.require_folder(*where)
         _train_on_ray(loaded, lambda resolved: _new_folder(*where, resolved), dry_run)
         return
     loaded = _resolved(loaded)
@@ -254,9 +256,12 @@ def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
 
 def _train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], dry_run: bool) -> None:
     from lockstep.config.load import to_yaml
+    from lockstep.ray.address import require_answer
     from lockstep.ray.installed import require_ray
 
     require_ray()
+    if not dry_run:
+        require_answer(config.launch.ray)
     from lockstep.ray.launch import described, launch
 
     if dry_run:

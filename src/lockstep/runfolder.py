@@ -41,6 +41,17 @@ def create(out: Path, name: str, setting: str = "--out") -> Path:
     raise ConfigError(f"{setting} {out}: a thousand runs were started in this second")
 
 
+def require_folder(out: Path, setting: str) -> None:
+    """Make the folder that runs are made in, so that a mistake in its name is told before anything is started."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
+            f"Name a writable folder with {setting}"
+        ) from None
+
+
 def write_config(folder: Path, config: RunConfig) -> None:
     text = "# What this run was started with, resolved. `lockstep resume` reads it.\n"
     text += to_yaml(config.plain())

@@ -112,13 +112,10 @@ class OnRay:
         """Have a rank misbehave in its next step."""
         (self.orders / f"{what}-{rank}").touch()
 
-    def seen(self, attempt: int = 0) -> dict[int, list[list[int]]]:
-        """The examples of every step, by what each rank was given; a step that was done again counts as last done."""
-        steps: dict[int, dict[int, list[int]]] = {}
-        for line in (self.orders / "seen").read_text().splitlines():
-            step, rank, *examples = map(int, line.split())
-            steps.setdefault(step, {})[rank] = examples
-        return {step: list(ranks.values()) for step, ranks in steps.items()}
+    def seen(self) -> list[tuple[int, int, list[int]]]:
+        """Process, rank and examples of every step that any rank began, in the order in which they began."""
+        lines = (self.orders / "seen").read_text().splitlines()
+        return [(int(pid), int(rank), [*map(int, rest)]) for pid, rank, *rest in map(str.split, lines)]
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Recorder(lockstep.Task):
             self._obey()
             time.sleep(self.sleep)
             with (self.orders / "seen").open("a") as file:
-                file.write(f"{self.rank} {' '.join(map(str, numbers.tolist()))}\n")
+                file.write(f"{os.getpid()} {self.rank} {' '.join(map(str, numbers.tolist()))}\n")
         return F.cross_entropy(model(inputs), labels)
 
     def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:

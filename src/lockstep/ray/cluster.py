@@ -6,17 +6,16 @@ import contextlib
 import logging
 import math
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from lockstep.config.schema import RayCluster, RunConfig
-from lockstep.errors import LaunchError
 
-# How long a cluster may take to answer at its address.
-CONNECT_SECONDS = 15.0
+from lockstep.config.schema import RunConfig
+from lockstep.errors import LaunchError
+from lockstep.ray.address import address_of
+
 # Tensors do not go through Ray's object store: words and numbers do.
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 
@@ -48,11 +47,6 @@ def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Ma
             ray.shutdown()
 
 
-def address_of(settings: RayCluster) -> str | None:
-    """Where the cluster is; None where one has to be started. A job that Ray runs finds its cluster in RAY_ADDRESS."""
-    return settings.address or os.environ.get("RAY_ADDRESS") or None
-
-
 def _room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
     """What a cluster of our own must have."""
     return {name: math.ceil(amount * workers) for name, amount in resources.items()}
@@ -80,7 +74,6 @@ def _start(room: Mapping[str, float], runtime_env: dict[str, Any], quiet: dict[s
 
 
 def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
-    _require_answer(address)
     try:
         ray.init(address=address, runtime_env=runtime_env or None, **quiet)
     except ValueError as error:  # a runtime_env that Ray does not take
@@ -91,20 +84,6 @@ def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -
             "`ray start --head`, correct the address, or leave it out to train on this machine"
         ) from None
     return Cluster(address, ours=False)
-
-
-def _require_answer(address: str) -> None:
-    """Ray itself takes a minute to find out that nobody is there."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # `auto`, `local`: Ray knows at once
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        raise LaunchError(
-            f"launch.ray.address: nobody answers at {address} within {CONNECT_SECONDS:g} s ({error}). Check that the "
-            "head node is up, the address, the port and the firewall; leave it out to train on this machine"
-        ) from None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 from ray.train import FailureConfig, ScalingConfig, UserCallback, WorkerGroupError
 from ray.train import Result as TrainResult
@@ -20,15 +21,15 @@ from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import ray
 from lockstep import runfolder, runtime
 from lockstep.config.load import check_batch_size, check_strategy
 from lockstep.config.schema import RunConfig
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
 from lockstep.failure import Failure, Result, worth_retrying
 from lockstep.ray import code, room
+from lockstep.ray.address import address_of
 from lockstep.ray.attempts import Attempts
-from lockstep.ray.cluster import Cluster, address_of, connected
+from lockstep.ray.cluster import Cluster, connected
 from lockstep.ray.config import TorchConfig
 from lockstep.ray.desk import ANSWER_SECONDS, Desk
 from lockstep.ray.rank import Order, main

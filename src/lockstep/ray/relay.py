@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 import ray
+
 from lockstep import display
 from lockstep.failure import Report
 from lockstep.logs import screen_handler

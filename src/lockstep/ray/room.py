@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-import ray
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LaunchError
 
