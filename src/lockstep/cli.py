@@ -47,8 +47,9 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved conf
 @click.argument("config", type=click.Path(path_type=Path))
 @_SET
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
 @_DRY_RUN
-def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) -> None:
+def train(config: Path, overrides: tuple[str, ...], out: Path, sweep: Path | None, dry_run: bool) -> None:
     """Train what CONFIG describes."""
     from lockstep import runfolder
     from lockstep.config.load import load
@@ -56,6 +57,9 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
 
     loaded = load(config, overrides)
     loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
+    if sweep is not None:
+        _sweep(loaded, sweep, out, dry_run)
+        return
     if launched(os.environ):
         sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, "--out", loaded)))
     if loaded.launch.type == "ray":
@@ -273,6 +277,28 @@ def _train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], d
     sys.exit(ended.result.exit_code)
 
 
+def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
+    from lockstep import runfolder
+    from lockstep.config.load import to_yaml
+    from lockstep.config.sweep import load_sweep
+    from lockstep.ray.address import require_answer
+    from lockstep.ray.installed import require_ray
+
+    sweep = load_sweep(file, config)
+    if dry_run:
+        click.echo(to_yaml(config.plain()))
+        click.echo(to_yaml(sweep.model_dump(mode="json")))
+        return
+    require_ray()
+    require_answer(config.launch.ray)
+    from lockstep.ray.tune import sweep_over
+
+    storage = config.launch.ray.storage
+    folder = runfolder.create(Path(storage) if storage else out, f"{config.name}-sweep")
+    _say(f"trials in {folder}")
+    sys.exit(sweep_over(config, sweep, folder))
+
+
 def _train(folder: Path, config: RunConfig) -> None:
     from lockstep import runfolder
     from lockstep.launcher import local
@@ -298,11 +324,11 @@ def _train(folder: Path, config: RunConfig) -> None:
 
 
 def _tell(folder: Path, result: Result, config: RunConfig) -> None:
-    from lockstep.runfolder import SUMMARY_FILE, record_failure
+    from lockstep.runfolder import SUMMARY_FILE, record
 
     if result.failure is not None:
         failure = result.failure
-        record_failure(folder, failure.cause)
+        record(folder, "failed", failure.cause)
         _say(failure.render(int(config.processes)))
         log = folder / "logs" / f"rank-{failure.rank}.log"
         if log.exists():  # a rank has one from the roll call on

@@ -82,12 +82,17 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def record_failure(folder: Path, cause: str) -> None:
-    """Say in summary.json that the run failed, whatever rank 0 got to write there before."""
-    summary: dict[str, Any] = {}
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What summary.json says; nothing where there is none, or half of one."""
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-    summary.update(status="failed", reason=cause)
+        summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return summary
+    return {}
+
+
+def record(folder: Path, status: str, reason: str) -> None:
+    """Say in summary.json how the run ended, whatever rank 0 got to write there before."""
+    summary = {**read_summary(folder), "status": status, "reason": reason}
     with contextlib.suppress(OSError):  # a full disk must not hide the failure that it caused
         (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 

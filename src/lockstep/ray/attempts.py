@@ -69,7 +69,7 @@ class Attempts:
 
 # What Ray says of the death of a worker, among much else, and what that means.
 _DEATHS = (
-    (r"node (has )?died|node was terminated|node.*(marked dead|is dead)", "its node is gone"),
+    (r"node has died|node died|node was terminated|marked dead", "its node is gone"),
     (r"low on memory|memory pressure|OutOfMemoryError", "Ray ended its process: the node was running out of memory"),
     (
         r"is unavailable|failed to connect",

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,26 +54,41 @@ class Ended:
 def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
     """Train a config on a cluster. The folder is made once it is known that there is room for the run."""
     signals = Signals(save_on_request=True)
-    if address_of(config.launch.ray) is None:  # the workers will be on this machine
-        family, workers = runtime.resolve(config.runtime, config.processes, config.launch.share_devices)
-        config = config.model_copy(update={"runtime": family, "processes": workers})
-        env, task = dict(config.launch.ray.runtime_env), config.task.type
-    else:
-        env, task = code.runtime_env(config)
-    config = _checked(config)
+    config, env, task = resolved(config)
+    # Ray puts handlers of its own in place of ours when it connects.
+    with signals.listening(), connected(config, room.per_worker(config), env) as cluster, signals.listening():
+        return train_on(cluster, config, task, make_folder, signals)
+
+
+def resolved(config: RunConfig) -> tuple[RunConfig, dict[str, Any], str]:
+    """The config as far as it can be known before connecting, Ray's runtime_env for it, and the task's name there."""
+    if address_of(config.launch.ray) is not None:
+        return _checked(config), *code.runtime_env(config)
+    # The workers will be on this machine, where the task is.
+    family, workers = runtime.resolve(config.runtime, config.processes, config.launch.share_devices)
+    config = _checked(config.model_copy(update={"runtime": family, "processes": workers}))
+    return config, dict(config.launch.ray.runtime_env), config.task.type
+
+
+def train_on(
+    cluster: Cluster,
+    config: RunConfig,
+    task: str,
+    make_folder: Callable[[RunConfig], Path],
+    signals: Signals,
+    callbacks: Sequence[UserCallback] = (),
+) -> Ended:
+    """Train on a cluster that this process is connected to."""
     resources = room.per_worker(config)
-    with signals.listening(), connected(config, resources, env) as cluster:
-        if config.processes == "auto":
-            most = max(room.capacity(ray.nodes(), resources), 1)
-            config = _checked(config.model_copy(update={"processes": most}))
-        workers = room.find(config, _sizes(config), resources)
-        folder = make_folder(config)
-        # Ray has put handlers of its own in place of ours.
-        with signals.listening():
-            driver = _Driver(config, folder, cluster, task, resources, signals)
-            with runfolder.locked(folder):
-                result = driver.run(workers)
-            return Ended(config, folder, result, driver.train_result)
+    if config.processes == "auto":
+        most = max(room.capacity(ray.nodes(), resources), 1)
+        config = _checked(config.model_copy(update={"processes": most}))
+    workers = room.find(config, _sizes(config), resources)
+    folder = make_folder(config)
+    with runfolder.locked(folder):
+        driver = _Driver(config, folder, cluster, task, resources, signals, callbacks)
+        result = driver.run(workers)
+    return Ended(config, folder, result, driver.train_result)
 
 
 def described(config: RunConfig) -> str:
@@ -114,7 +129,9 @@ class _Driver:
         task: str,
         resources: dict[str, float],
         signals: Signals,
+        callbacks: Sequence[UserCallback],
     ) -> None:
+        self._callbacks = callbacks
         self._config, self._folder, self._cluster, self._task = config, folder.resolve(), cluster, task
         self._resources, self._signals = resources, signals
         self._attempts, self._screen = Attempts(), Screen()
@@ -131,7 +148,7 @@ class _Driver:
         with self._screen.open(self._folder), _marked(self._folder) as mark:
             while True:
                 self._workers = workers
-                fit = _Fit(self._trainer(workers, mark))
+                fit = Fit(self._trainer(workers, mark))
                 result = self._supervise(fit)
                 self.train_result = fit.result
                 if result is not None:
@@ -173,14 +190,14 @@ class _Driver:
                 storage_path=str(self._folder),
                 name="checkpoints",
                 failure_config=FailureConfig(max_failures=restarts, controller_failure_limit=0),
-                callbacks=[_Watching(self._desk)],
+                callbacks=[_Watching(self._desk), *self._callbacks],
             ),
         )
 
     def _backend(self) -> str:
         return {"cuda": "nccl", "xla": "xla", "cpu": "gloo"}.get(self._config.runtime, "auto")
 
-    def _supervise(self, fit: _Fit) -> Result | None:
+    def _supervise(self, fit: Fit) -> Result | None:
         """Follow an attempt and the restarts that Ray makes of it; None where another size is worth a try."""
         while not fit.done:
             self._hear(_LOOK_SECONDS)
@@ -215,8 +232,8 @@ class _Driver:
             self._given_up = failure
             ray.get(self._desk.close.remote(), timeout=ANSWER_SECONDS)
             return
-        _say(failure.render(self._workers))
-        _say(f"restarting from the newest checkpoint (restart {count} of {limit})")
+        say(failure.render(self._workers))
+        say(f"restarting from the newest checkpoint (restart {count} of {limit})")
 
     def _obey(self) -> Result | None:
         """Do what the user asked for by signals; the end of the run where that is now."""
@@ -230,7 +247,7 @@ class _Driver:
                 return Result(INTERRUPTED_EXIT_CODE)
             if not self._attempts.began:
                 return Result(PREEMPTED_EXIT_CODE)  # before it had begun: there is nothing to save
-            _say(f"{signals.name}: finishing the step, saving and leaving; once more to end at once")
+            say(f"{signals.name}: finishing the step, saving and leaving; once more to end at once")
             ray.get(self._desk.ask_to_leave.remote(signals.name), timeout=ANSWER_SECONDS)
         if time.monotonic() > self._deadline:
             grace = self._config.launch.grace
@@ -238,7 +255,7 @@ class _Driver:
             return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
         return None
 
-    def _concluded(self, fit: _Fit) -> Result | None:
+    def _concluded(self, fit: Fit) -> Result | None:
         """The end of the run, or None where it goes on with another attempt of our own, in the room that is there."""
         if self._given_up is None and fit.error is None:
             return Result(max(self._attempts.exit_codes.values(), default=0))
@@ -254,11 +271,11 @@ class _Driver:
         return Result(failure.exit_code, failure=failure) if failure is not None else None
 
 
-class _Fit:
-    """`trainer.fit()` in a thread of its own: the main thread hears signals and shows what comes in."""
+class Fit:
+    """`fit()` of a Trainer or Tuner in a thread of its own: the main thread hears signals and shows what comes in."""
 
     def __init__(self, trainer: Any) -> None:
-        self.result: TrainResult | None = None
+        self.result: Any = None
         self.error: Exception | None = None
         self._trainer = trainer
         self._thread = threading.Thread(target=self._run, name="lockstep-ray-train", daemon=True)
@@ -297,6 +314,6 @@ def _marked(folder: Path) -> Any:
         mark.unlink(missing_ok=True)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     for line in text.splitlines():
         print(f"lockstep: {line}" if line else "", file=sys.stderr, flush=True)
