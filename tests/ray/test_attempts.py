@@ -55,6 +55,16 @@ def test_a_rank_that_died_without_a_word_is_the_cause_of_what_others_report() ->
     assert failure.followers == {0: "lost the connection to another rank"}
 
 
+def test_a_rank_that_nobody_has_noticed_to_be_gone_is_still_the_cause() -> None:
+    attempts = Attempts()
+    for rank in (0, 1):
+        attempts.note(_event("started", rank, f"life-{rank}", host=f"node-{rank}"))
+    lost = asdict(report(PeerLost("lost the connection to another rank"), 1, "node-1"))
+    attempts.note(_event("failed", 1, "life-1", report=lost))
+    failure = attempts.conclude({1: "PeerLost: lost"})
+    assert (failure.rank, failure.host) == (0, "node-0") and "not heard of any more" in failure.cause
+
+
 def test_late_words_of_an_attempt_do_not_count_for_the_next() -> None:
     attempts = Attempts()
     attempts.note(_event("started", 0, "first", host="node"))

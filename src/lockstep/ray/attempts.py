@@ -41,9 +41,13 @@ class Attempts:
     def conclude(self, errors: Mapping[int, str]) -> Failure:
         """Ray has ended this attempt. A rank that it saw die, and that said nothing itself, is the one that is lost."""
         reported = {each.rank for each in self._reports}
+        words = {rank: describe(text) for rank, text in errors.items()}
+        if all(each.consequence for each in self._reports) and not words.keys() - reported:
+            # Ray has not noticed yet who it is that the others miss.
+            words |= dict.fromkeys(self._places, "it is not heard of any more: its process or its node is gone")
         lost = [
-            Report(rank, self._node(rank), "WorkerDied", describe(text), 5, time.time())
-            for rank, text in sorted(errors.items())
+            Report(rank, self._node(rank), "WorkerDied", text, 5, time.time())
+            for rank, text in sorted(words.items())
             if rank not in reported
         ]
         failure = find_cause([*self._reports, *lost], {}, "the cluster")
@@ -56,15 +60,19 @@ class Attempts:
         """An attempt that did not get as far as training: no room for the workers, or the roll call failed."""
         cause = getattr(error, "controller_failure", None) or error
         cause = getattr(cause, "cause", None) or cause  # of a call to a worker
-        if type(cause).__name__ == "WorkerGroupStartupTimeoutError":
+        if no_room(error):
             cause = LaunchError("the workers could not be placed in time (launch.ray.placement_timeout)")
-            cause.exit_code = 5  # there was room before: it may be there again
         told = report(cause, 0, "the cluster")
         self.count += 1
         return Failure(0, told.host, told.message, told.exit_code, told.kind, told.traceback, concerns_all_ranks=True)
 
     def _node(self, rank: int) -> str:
         return self._places[rank][1] if rank in self._places else "an unknown node"
+
+
+def no_room(error: BaseException | None) -> bool:
+    """Whether Ray gave up waiting for room for all workers."""
+    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
 
 
 # What Ray says of the death of a worker, among much else, and what that means.

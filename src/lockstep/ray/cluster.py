@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -44,7 +45,8 @@ def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Ma
         try:
             yield cluster
         finally:
-            ray.shutdown()
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints once more what it had to say
+                ray.shutdown()
 
 
 def _room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
@@ -96,6 +98,7 @@ def _environment(placement_timeout: float) -> Iterator[None]:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # nor is every report a line on it
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{placement_timeout:g}",  # of a restart, too
+        "RAY_AIR_NEW_OUTPUT": "0",  # a sweep has a table of our own
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -28,7 +28,7 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterL
 from lockstep.failure import Failure, Result, worth_retrying
 from lockstep.ray import code, room
 from lockstep.ray.address import address_of
-from lockstep.ray.attempts import Attempts
+from lockstep.ray.attempts import Attempts, no_room
 from lockstep.ray.cluster import Cluster, connected
 from lockstep.ray.config import TorchConfig
 from lockstep.ray.desk import ANSWER_SECONDS, Desk
@@ -139,6 +139,7 @@ class _Driver:
         self._asked = 0
         self._given_up: Failure | None = None
         self._workers = 0
+        self._looked_for_room = 0
         self.train_result: TrainResult | None = None
         # On the driver's own node: it lives and dies with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -261,6 +262,9 @@ class _Driver:
             return Result(max(self._attempts.exit_codes.values(), default=0))
         if self._given_up is None and self._asked and not self._attempts.began:
             return Result(PREEMPTED_EXIT_CODE)
+        if self._given_up is None and no_room(fit.error) and self._attempts.count > self._looked_for_room:
+            self._looked_for_room = self._attempts.count  # once after every failure
+            return None
         if self._given_up is None and isinstance(fit.error, WorkerGroupError):
             errors = {rank: str(each) for rank, each in fit.error.worker_failures.items()}
             self._failed(self._attempts.conclude(errors))

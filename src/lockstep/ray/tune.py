@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -62,12 +63,13 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     at_once = config.model_copy(update={"processes": workers * sweep.concurrency})
     with signals.listening(), connected(at_once, resources, env) as cluster, signals.listening():
         room.find(config, [workers * sweep.concurrency], resources)
-        fit = Fit(_tuner(config, sweep, folder, task, cluster))
-        while not fit.done:
-            time.sleep(0.2)
-            if signals.count:
-                say(f"{signals.name}: ending all trials; what they saved is in {folder}")
-                return INTERRUPTED_EXIT_CODE
+        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
+            fit = Fit(_tuner(config, sweep, folder, task, cluster))
+            while not fit.done and not signals.count:
+                time.sleep(0.2)
+        if signals.count:
+            say(f"{signals.name}: ending all trials; what they saved is in {folder}")
+            return INTERRUPTED_EXIT_CODE
     if fit.error is not None:
         raise _explained(fit.error, sweep)
     return _conclude([_trial(result, sweep, folder) for result in fit.result], sweep, folder)
