@@ -16,7 +16,9 @@ BACKENDS = ("auto", "gloo", "nccl", "xla", "xla_tpu")
 @click.command()
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
-@click.option("--address", help="Of a running cluster; a local one is started where not given.")
+@click.option(
+    "--address", help="Of a running cluster, else RAY_ADDRESS; a local one is started where there is neither."
+)
 @click.option("--gpus", type=float, default=0, show_default=True, help="GPUs per worker.")
 @click.option("--tpus", type=float, default=0, show_default=True, help="TPU chips per worker.")
 @click.option("--timeout", type=float, default=30.0, show_default=True, help="Seconds to join the group.")

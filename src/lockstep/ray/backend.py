@@ -44,6 +44,8 @@ class TorchBackend(Backend):  # type: ignore[misc]
         """Every worker gets the address, then all join at once; returns when the roll call has proven the world."""
         world_size = len(worker_group)
         backend = _resolved(backend_config.backend, worker_group.get_resources_per_worker())
+        if backend_config.xla_spmd_config is not None and backend not in XLA_BACKENDS:
+            raise ConfigError(f"TorchConfig: xla_spmd_config is given, but backend='auto' is {backend!r} here")
         if backend in XLA_BACKENDS:
             answer(worker_group.execute_async(_check_torch_xla), "looking for torch_xla", _ANSWER_SECONDS)
         spots: list[Spot] = answer(worker_group.execute_async(look_around), "saying where they are", _ANSWER_SECONDS)

@@ -100,7 +100,7 @@ def _connected(
     variable = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
     os.environ.setdefault(variable, f"{placement_timeout:g}")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    already = ray.is_initialized()
+    already, address = ray.is_initialized(), address or os.environ.get("RAY_ADDRESS")
     if not already:
         local = {} if address else {"num_cpus": int(workers * resources["CPU"]) + 1, "include_dashboard": False}
         try:
