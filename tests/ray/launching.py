@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from conftest import Project, Started, rank_pids, wait_until
+from ray_cluster import Nodes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
@@ -20,59 +20,54 @@ RECORDER = Path(__file__).parent / "recorder.py"
 LIMIT = 180.0
 
 
-class Nodes:
-    """Three raylets with resources of their own: a head for drivers, and two nodes with room for two workers each."""
+class Places:
+    """Two nodes of the session's cluster with room for two workers each, that tests may end, and what runs there."""
 
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self.nodes = [self.add() for _ in range(2)]
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._added: list[Any] = []
+        self.complete()
 
     @property
     def address(self) -> str:
-        return str(self._cluster.address)
+        return str(self._nodes.cluster.address)
 
-    def add(self) -> Any:
-        return self._cluster.add_node(num_cpus=2)
+    def ray(self, **settings: Any) -> dict[str, Any]:
+        """Settings of a run whose workers are placed on these nodes."""
+        return {"address": self.address, "resources": {"CPU": 0, "place": 1}, **settings}
+
+    def complete(self) -> None:
+        """Replace the nodes that were ended."""
+        while len(self._added) < 2:
+            self._added.append(self._nodes.add(place=2))
 
     def kill(self, host: str) -> None:
         """End a node as a power cut does: by the name that the roll call gave it."""
-        (node,) = [each for each in self.nodes if host.endswith(each.node_id[:8])]
-        self.nodes.remove(node)
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def complete(self) -> None:
-        """Replace the nodes that were killed."""
-        while len(self.nodes) < 2:
-            self.nodes.append(self.add())
+        (node,) = [each for each in self._added if host.endswith(each.node_id[:8])]
+        self._added.remove(node)
+        self._nodes.cluster.remove_node(node, allow_graceful=False)
 
     def workers(self) -> list[psutil.Process]:
         """Processes of the cluster that train."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.cmdline()[:1] == ["ray::RayTrainWorker"] or "ray::RayTrainWorker" in process.name():
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return [each for each in found if self._owns(each)]
-
-    def _owns(self, process: psutil.Process) -> bool:
-        try:
-            return any(parent.pid == os.getpid() for parent in process.parents())
-        except psutil.Error:
-            return False
-
-    def shutdown(self) -> None:
-        self._cluster.shutdown()
+        return [each for each in psutil.process_iter() if _trains(each)]
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    cluster = Nodes()
-    yield cluster
-    cluster.shutdown()
+def _trains(process: psutil.Process) -> bool:
+    try:
+        return "ray::RayTrain" in " ".join(process.cmdline()) and any(
+            parent.pid == os.getpid() for parent in process.parents()
+        )
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def places(nodes: Nodes) -> Places:
+    """Shared by all tests of a session; whole at the beginning of each."""
+    found: Places = nodes.__dict__.setdefault("places", None) or Places(nodes)
+    nodes.__dict__["places"] = found
+    found.complete()
+    return found
 
 
 class OnRay:
@@ -136,4 +131,4 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all((first[name] == second[name]).all() for name in first), "the weights differ"
 
 
-__all__ = ["LIMIT", "Nodes", "OnRay", "assert_same_weights", "nodes", "on_ray", "rank_pids", "wait_until", "weights"]
+__all__ = ["LIMIT", "OnRay", "Places", "assert_same_weights", "on_ray", "places", "rank_pids", "wait_until"]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launching import LIMIT, Nodes, OnRay, assert_same_weights, nodes, on_ray, rank_pids, wait_until  # noqa: F401
+from launching import LIMIT, OnRay, Places, assert_same_weights, on_ray, places, rank_pids, wait_until  # noqa: F401
 
 from conftest import losses, summary
 
@@ -25,10 +25,10 @@ def _hosts(run: Path) -> dict[int, str]:
     return {each["rank"]: each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]}
 
 
-def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(nodes: Nodes, on_ray: OnRay) -> None:  # noqa: F811
+def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(places: Places, on_ray: OnRay) -> None:  # noqa: F811
     local = on_ray.project.run("train", on_ray.config(name="local", launch={"type": "local"}), "--out", "local")
     assert local.code == 0, local.text
-    settings = {"address": nodes.address, "placement": "SPREAD"}
+    settings = places.ray(placement="SPREAD")
     config = on_ray.config(task=_task(on_ray), ray=settings, launch={"max_restarts": 2})
     started = on_ray.start(config)
     run = on_ray.run_folder()
@@ -38,10 +38,10 @@ def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(nodes: N
     wait_until(lambda: rank_pids(run) != first, 90, "the restart after a killed worker")
     wait_until(lambda: _steps(run) >= 12, 90, "the second checkpoint")
     second, hosts = rank_pids(run), _hosts(run)
-    nodes.kill(hosts[1])
+    places.kill(hosts[1])
     wait_until(lambda: rank_pids(run) != second, 90, "the restart after a killed node")
     finished = started.wait(LIMIT)
-    nodes.complete()
+    places.complete()
     assert finished.code == 0, finished.text
     headlines = [line for line in finished.err.splitlines() if " failed: " in line]
     assert len(headlines) == 2, finished.err
@@ -54,8 +54,8 @@ def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(nodes: N
     assert losses(run) == losses(on_ray.project.only_run("local"))
 
 
-def test_a_hang_is_found_and_the_number_of_restarts_is_kept(nodes: Nodes, on_ray: OnRay) -> None:  # noqa: F811
-    settings = {"address": nodes.address, "placement": "STRICT_SPREAD"}
+def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+    settings = places.ray(placement="STRICT_SPREAD")
     watch = {"stall_after": "3 s", "first_time": "60 s"}
     config = on_ray.config(task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, watch=watch)
     started = on_ray.start(config)
@@ -74,14 +74,12 @@ def test_a_hang_is_found_and_the_number_of_restarts_is_kept(nodes: Nodes, on_ray
     assert "recorder.py" in finished.err and "Traceback" in finished.err, "with the user's own frames"
     assert f"go on from the last checkpoint with: lockstep resume {run.relative_to(on_ray.folder)}" in finished.err
     assert summary(run)["status"] == "failed"
-    wait_until(lambda: not nodes.workers(), 20, "all workers to be gone")
+    wait_until(lambda: not places.workers(), 20, "all workers to be gone")
 
 
-def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(nodes: Nodes, on_ray: OnRay) -> None:  # noqa: F811
-    settings = {
-        "address": nodes.address, "placement": "SPREAD", "resources": {"CPU": 2}, "min_workers": 1,
-        "placement_timeout": "5 s",
-    }  # fmt: skip
+def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+    resources = {"CPU": 0, "place": 2}
+    settings = places.ray(placement="SPREAD", resources=resources, min_workers=1, placement_timeout="5 s")
     config = on_ray.config(
         task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, train={"epochs": 2, "batch_size": 12}
     )
@@ -89,9 +87,9 @@ def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(nod
     run = on_ray.run_folder()
     wait_until(lambda: _steps(run) >= 9, 90, "the first checkpoint of the second epoch's steps")
     before = rank_pids(run)
-    nodes.kill(_hosts(run)[0])
+    places.kill(_hosts(run)[0])
     finished = started.wait(LIMIT)
-    nodes.complete()
+    places.complete()
     assert finished.code == 0, finished.text
     assert "there is room for 1 of 2 workers: going on with 1" in finished.err
     assert summary(run)["world_size"] == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launching import LIMIT, Nodes, OnRay, assert_same_weights, nodes, on_ray, rank_pids, wait_until  # noqa: F401
+from launching import LIMIT, OnRay, Places, assert_same_weights, on_ray, places, rank_pids, wait_until  # noqa: F401
 
 from conftest import Project, losses, rows, steps_saved, summary
 from lockstep.cli import main
@@ -49,14 +49,14 @@ def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRa
 
 
 def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
-    nodes: Nodes,  # noqa: F811
+    places: Places,  # noqa: F811
     on_ray: OnRay,  # noqa: F811
     undisturbed: Path,
 ) -> None:
     (on_ray.folder / ".env").write_text("SECRET=hidden\n")
     shared = on_ray.folder / "shared"
     task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
-    settings = {"address": nodes.address, "placement": "STRICT_SPREAD", "storage": str(shared)}
+    settings = places.ray(placement="STRICT_SPREAD", storage=str(shared))
     started = on_ray.start(on_ray.config(task=task, ray=settings))
     (run,) = wait_until(lambda: [each.parent for each in shared.glob("*/metrics.jsonl")], 90, "the first step")
     wait_until(lambda: max(losses(run), default=0) >= 3, what="the third step")
@@ -75,8 +75,8 @@ def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
     assert str(on_ray.folder) not in place, "the task's folder travelled"
     (beside,) = [line for line in finished.out.splitlines() if line.startswith("beside it:")]
     assert "neighbour.py" in beside and ".env" not in beside and "runs" not in beside
-    wait_until(lambda: not nodes.workers(), 20, "all workers to be gone")
-    assert _placement_groups(nodes.address) == [], "no placement group is left"
+    wait_until(lambda: not places.workers(), 20, "all workers to be gone")
+    assert _placement_groups(places.address) == [], "no placement group is left"
 
     resumed = on_ray.project.run("resume", run, limit=LIMIT)
     assert resumed.code == 0, resumed.text
@@ -101,21 +101,21 @@ def _placement_groups(address: str) -> list[Any]:
 # Bad input
 
 
-def test_more_workers_than_there_is_room_for(nodes: Nodes, on_ray: OnRay) -> None:  # noqa: F811
-    settings = {"address": nodes.address, "placement_timeout": "1 s", "resources": {"CPU": 3}}
+def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+    settings = places.ray(placement_timeout="1 s", resources={"place": 3})
     finished = on_ray.start(on_ray.config(ray=settings)).wait(LIMIT)
     assert finished.code == 2, finished.text
-    assert "the cluster has no room for 2 workers with CPU 3 each (PACK) in 1 s" in finished.err
-    assert "free are CPU 4 of 4, on 3 nodes" in finished.err
+    assert "the cluster has no room for 2 workers with CPU 1, place 3 each (PACK) in 1 s" in finished.err
+    assert "place 4 of 4, on " in finished.err
     assert not list((on_ray.folder / "runs").iterdir()), "no folder for a run that did not begin"
 
 
-def test_a_task_that_cannot_be_imported_on_the_workers(nodes: Nodes, on_ray: OnRay) -> None:  # noqa: F811
+def test_a_task_that_cannot_be_imported_on_the_workers(places: Places, on_ray: OnRay) -> None:  # noqa: F811
     file = on_ray.folder / "recorder.py"
     file.write_text(
         "import a_module_of_the_laptop\n" + file.read_text().replace("from __future__", "# from __future__")
     )
-    settings = {"address": nodes.address}
+    settings = places.ray()
     finished = on_ray.start(on_ray.config(ray=settings, launch={"max_restarts": 3})).wait(LIMIT)
     assert finished.code == 2, finished.text
     assert "the task's code cannot be imported on this worker: ModuleNotFoundError" in finished.err

@@ -97,17 +97,21 @@ def _environment(placement_timeout: float) -> Iterator[None]:
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal by our own way
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # nor is every report a line on it
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{placement_timeout:g}",  # of a restart, too
         "RAY_AIR_NEW_OUTPUT": "0",  # a sweep has a table of our own
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
     }
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
+    changed = {name: value for name, value in wanted.items() if name not in os.environ}
+    changed["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{placement_timeout:g}"  # of a restart, too
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _reason(error: BaseException) -> str:
