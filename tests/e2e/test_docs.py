@@ -42,7 +42,7 @@ RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python")]
 def test_commands_and_snippets_run_in_order(
     page: Path, tmp_path: Path, shell: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    if page.name == "ray.md":  # on the cluster that tests share
+    if page.name.startswith("ray"):  # on the cluster that tests share
         shell = {**shell, "RAY_ADDRESS": request.getfixturevalue("nodes").cluster.address}
     for number, (language, text) in enumerate(blocks(page, "sh", "python")):
         if language == "python":

@@ -16,11 +16,11 @@ from lockstep.ray.attempts import Attempts, describe
 KILLED = (
     "WorkerHealthCheckFailedError: A worker health check failed. Worker info: Worker( node_id='dda3', pid=12183) The "
     "actor died unexpectedly before finishing this task. The actor is dead because its worker process has died. Worker "
-    "exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. "
-    "Some common causes include: (1) the process was killed by the OOM killer due to high memory usage"
+    "exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2. Some "
+    " common causes include: (1) the process was killed by the OOM killer due to high memory usage"
 )
 UNREACHABLE = (
-    "WorkerHealthCheckFailedError: A worker health check failed. The actor a3b4 is unavailable: The actor is temporarily "
+    "WorkerHealthCheckFailedError: A worker health check failed. The actor a3b4 is unavailable: The actor is now "
     "unavailable: RpcError: RPC error: failed to connect to all addresses; Connection refused rpc_code: 14."
 )
 NODE = "ActorDiedError: The actor died because its node has died. Node Id: dd9b. the actor's node was terminated"

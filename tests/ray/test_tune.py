@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import psutil
 import pytest
@@ -10,9 +11,9 @@ import yaml
 from click.testing import CliRunner
 from launching import LIMIT, OnRay, on_ray  # noqa: F401
 
-from conftest import summary
+from conftest import ROOT, summary
 from lockstep.cli import main
-from lockstep.config.load import load
+from lockstep.config.load import load, parse_yaml
 from lockstep.config.sweep import Sweep
 from lockstep.ray.tune import Trial, best_of, table
 
@@ -64,6 +65,12 @@ def test_a_sweep_that_cannot_be(on_ray: OnRay, change: dict[str, object], messag
     result = CliRunner().invoke(main, ["train", str(on_ray.config()), "--sweep", str(file), "--dry-run"])
     assert result.exit_code == 2, result.output
     assert message in result.output and "sweep.yaml:" in result.output
+
+
+def test_the_sweep_of_the_documentation_is_one(on_ray: OnRay) -> None:  # noqa: F811
+    page = (ROOT / "docs" / "ray-cluster.md").read_text()
+    (text,) = [block for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S) if "space:" in block]
+    assert Sweep.model_validate(parse_yaml(text)).prune is not None
 
 
 def test_the_best_trial_is_one_that_was_trained_to_its_end() -> None:
