@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launching import LIMIT, OnRay, Places, assert_same_weights, on_ray, places, rank_pids, wait_until  # noqa: F401
+import pytest
+from recovery import Recovery, write
 
-from conftest import losses, summary
+from conftest import losses, rank_pids, summary, wait_until
+from ray_launching import LIMIT, OnRay, Places, assert_same_weights
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 SLOW = 0.1
+Keep = Callable[[list[tuple[str, ...]]], None]
 
 
-def _task(on_ray: OnRay) -> dict[str, Any]:  # noqa: F811
+@pytest.fixture
+def keep(request: pytest.FixtureRequest) -> Keep:
+    """What becomes of measurements: shown, and with `make faults` written down."""
+
+    def kept(rows: list[tuple[str, ...]]) -> None:
+        print(*rows, sep="\n")
+        if request.config.getoption("--whole-matrix"):
+            write(rows)
+
+    return kept
+
+
+def _task(on_ray: OnRay) -> dict[str, Any]:
     return {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": SLOW}
 
 
@@ -25,7 +43,9 @@ def _hosts(run: Path) -> dict[int, str]:
     return {each["rank"]: each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]}
 
 
-def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(
+    places: Places, on_ray: OnRay, keep: Keep
+) -> None:
     local = on_ray.project.run("train", on_ray.config(name="local", launch={"type": "local"}), "--out", "local")
     assert local.code == 0, local.text
     settings = places.ray(placement="SPREAD")
@@ -33,13 +53,16 @@ def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(places: 
     started = on_ray.start(config)
     run = on_ray.run_folder()
     wait_until(lambda: _steps(run) >= 6, 90, "the first checkpoint")
-    first = rank_pids(run)
+    worker = Recovery(on_ray, run, "SIGKILL to a worker")
     on_ray.order("kill", 1)
-    wait_until(lambda: rank_pids(run) != first, 90, "the restart after a killed worker")
+    worker.fault()
+    worker.wait()
     wait_until(lambda: _steps(run) >= 12, 90, "the second checkpoint")
-    second, hosts = rank_pids(run), _hosts(run)
+    hosts = _hosts(run)
+    node = Recovery(on_ray, run, "SIGKILL to all processes of a node")
     places.kill(hosts[1])
-    wait_until(lambda: rank_pids(run) != second, 90, "the restart after a killed node")
+    node.fault()
+    node.wait()
     finished = started.wait(LIMIT)
     places.complete()
     assert finished.code == 0, finished.text
@@ -52,18 +75,20 @@ def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(places: 
     assert finished.out.count("restored step-") == 2
     assert_same_weights(run, on_ray.project.only_run("local"))
     assert losses(run) == losses(on_ray.project.only_run("local"))
+    keep([worker.row("bit-identical"), node.row("bit-identical")])
 
 
-def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_ray: OnRay, keep: Keep) -> None:
     settings = places.ray(placement="STRICT_SPREAD")
     watch = {"stall_after": "3 s", "first_time": "60 s"}
     config = on_ray.config(task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, watch=watch)
     started = on_ray.start(config)
     run = on_ray.run_folder()
     wait_until(lambda: _steps(run) >= 6, 90, "the first checkpoint")
-    first = rank_pids(run)
+    hang = Recovery(on_ray, run, "a worker hangs (`watch.stall_after: 3 s`)")
     on_ray.order("hang", 1)
-    wait_until(lambda: rank_pids(run) != first, 90, "the restart after a hang")
+    hang.fault()
+    hang.wait()
     on_ray.order("raise", 0)
     finished = started.wait(LIMIT)
     assert finished.code == 5, finished.text
@@ -75,9 +100,10 @@ def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_r
     assert f"go on from the last checkpoint with: lockstep resume {run.relative_to(on_ray.folder)}" in finished.err
     assert summary(run)["status"] == "failed"
     wait_until(lambda: not places.workers(), 20, "all workers to be gone")
+    keep([hang.row("-")])
 
 
-def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(places: Places, on_ray: OnRay) -> None:
     resources = {"CPU": 0, "place": 2}
     settings = places.ray(placement="SPREAD", resources=resources, min_workers=1, placement_timeout="5 s")
     config = on_ray.config(
@@ -105,7 +131,7 @@ def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(pla
     assert len(seen) == len(everything) and set(seen) == everything
 
 
-def _training_examples(on_ray: OnRay) -> list[int]:  # noqa: F811
+def _training_examples(on_ray: OnRay) -> list[int]:
     """Those of the first epoch, which nothing disturbed."""
     first_two = list(dict.fromkeys(pid for pid, _, _ in on_ray.seen()))[:2]
     steps = {pid: [examples for each, _, examples in on_ray.seen() if each == pid][:7] for pid in first_two}

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launching import LIMIT, OnRay, Places, assert_same_weights, on_ray, places, rank_pids, wait_until  # noqa: F401
 
-from conftest import Project, losses, rows, steps_saved, summary
+from conftest import Project, losses, rows, steps_saved, summary, wait_until
 from lockstep.cli import main
 from lockstep.ray.installed import RayMissing
+from ray_launching import LIMIT, OnRay, Places, assert_same_weights
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 ADDRESS_NOBODY_HAS = "127.0.0.1:1"
 
 
 @pytest.fixture
-def undisturbed(on_ray: OnRay) -> Path:  # noqa: F811
+def undisturbed(on_ray: OnRay) -> Path:
     """The same run by the local launcher."""
     config = on_ray.config(name="local", launch={"type": "local"})
     finished = on_ray.project.run("train", config, "--out", "local")
@@ -28,7 +30,7 @@ def undisturbed(on_ray: OnRay) -> Path:  # noqa: F811
     return on_ray.project.only_run("local")
 
 
-def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRay, undisturbed: Path) -> None:  # noqa: F811
+def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRay, undisturbed: Path) -> None:
     finished = on_ray.start(on_ray.config()).wait(LIMIT)
     assert finished.code == 0, finished.text
     run = on_ray.project.only_run()
@@ -49,8 +51,8 @@ def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRa
 
 
 def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
-    places: Places,  # noqa: F811
-    on_ray: OnRay,  # noqa: F811
+    places: Places,
+    on_ray: OnRay,
     undisturbed: Path,
 ) -> None:
     (on_ray.folder / ".env").write_text("SECRET=hidden\n")
@@ -101,7 +103,7 @@ def _placement_groups(address: str) -> list[Any]:
 # Bad input
 
 
-def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> None:
     settings = places.ray(placement_timeout="1 s", resources={"place": 3})
     finished = on_ray.start(on_ray.config(ray=settings)).wait(LIMIT)
     assert finished.code == 2, finished.text
@@ -110,7 +112,7 @@ def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> N
     assert not list((on_ray.folder / "runs").iterdir()), "no folder for a run that did not begin"
 
 
-def test_a_task_that_cannot_be_imported_on_the_workers(places: Places, on_ray: OnRay) -> None:  # noqa: F811
+def test_a_task_that_cannot_be_imported_on_the_workers(places: Places, on_ray: OnRay) -> None:
     file = on_ray.folder / "recorder.py"
     file.write_text(
         "import a_module_of_the_laptop\n" + file.read_text().replace("from __future__", "# from __future__")
@@ -123,13 +125,13 @@ def test_a_task_that_cannot_be_imported_on_the_workers(places: Places, on_ray: O
     assert "restarting" not in finished.err, "the same would happen again"
 
 
-def test_an_address_where_nobody_answers(on_ray: OnRay) -> None:  # noqa: F811
+def test_an_address_where_nobody_answers(on_ray: OnRay) -> None:
     result = CliRunner().invoke(main, ["train", str(on_ray.config(ray={"address": ADDRESS_NOBODY_HAS}))])
     assert result.exit_code == 2, result.output
     assert f"launch.ray.address: nobody answers at {ADDRESS_NOBODY_HAS}" in result.output
 
 
-def test_storage_that_cannot_be_written(on_ray: OnRay) -> None:  # noqa: F811
+def test_storage_that_cannot_be_written(on_ray: OnRay) -> None:
     (on_ray.folder / "file").touch()
     settings = {"storage": str(on_ray.folder / "file" / "below")}
     result = CliRunner().invoke(main, ["train", str(on_ray.config(ray=settings))])

@@ -9,19 +9,22 @@ import psutil
 import pytest
 import yaml
 from click.testing import CliRunner
-from launching import LIMIT, OnRay, on_ray  # noqa: F401
 
 from conftest import ROOT, summary
 from lockstep.cli import main
 from lockstep.config.load import load, parse_yaml
 from lockstep.config.sweep import Sweep
+from ray_launching import LIMIT, OnRay
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+
 from lockstep.ray.tune import Trial, best_of, table
 
 SWEEP = {"metric": "val/loss", "space": {"optimizer.lr": {"grid": [0.3, 1e-6]}}, "prune": {"grace": 1, "reduction": 2}}
 
 
 @pytest.mark.requirement("D18")
-def test_a_sweep_prunes_the_worse_trial_with_all_its_ranks_and_keeps_the_best(on_ray: OnRay) -> None:  # noqa: F811
+def test_a_sweep_prunes_the_worse_trial_with_all_its_ranks_and_keeps_the_best(on_ray: OnRay) -> None:
     (on_ray.folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
     # Slow enough that a trial that is pruned after its first epoch is far from its end.
     task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
@@ -59,7 +62,7 @@ def test_a_sweep_prunes_the_worse_trial_with_all_its_ranks_and_keeps_the_best(on
         ({"metrics": "val/loss"}, "metrics: unknown key, did you mean metric?"),
     ],
 )
-def test_a_sweep_that_cannot_be(on_ray: OnRay, change: dict[str, object], message: str) -> None:  # noqa: F811
+def test_a_sweep_that_cannot_be(on_ray: OnRay, change: dict[str, object], message: str) -> None:
     file = on_ray.folder / "sweep.yaml"
     file.write_text(yaml.safe_dump({**SWEEP, **change}))
     result = CliRunner().invoke(main, ["train", str(on_ray.config()), "--sweep", str(file), "--dry-run"])
@@ -67,7 +70,7 @@ def test_a_sweep_that_cannot_be(on_ray: OnRay, change: dict[str, object], messag
     assert message in result.output and "sweep.yaml:" in result.output
 
 
-def test_the_sweep_of_the_documentation_is_one(on_ray: OnRay) -> None:  # noqa: F811
+def test_the_sweep_of_the_documentation_is_one(on_ray: OnRay) -> None:
     page = (ROOT / "docs" / "ray-cluster.md").read_text()
     (text,) = [block for block in re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S) if "space:" in block]
     assert Sweep.model_validate(parse_yaml(text)).prune is not None

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import yaml
 
-from conftest import Project, Started, rank_pids, wait_until
 from ray_cluster import Nodes
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+if TYPE_CHECKING:
+    from conftest import Started
 
-RECORDER = Path(__file__).parent / "recorder.py"
+RECORDER = Path(__file__).parent / "ray" / "recorder.py"
 LIMIT = 180.0
 
 
@@ -74,6 +74,8 @@ class OnRay:
     """A folder with a task that records what it is given, and obeys orders to misbehave."""
 
     def __init__(self, folder: Path) -> None:
+        from conftest import Project  # which imports this file
+
         self.project = Project(folder)
         self.folder, self.orders = folder, folder / "orders"
         self.orders.mkdir()
@@ -101,6 +103,8 @@ class OnRay:
         return self.project.start("train", config, *arguments)
 
     def run_folder(self) -> Path:
+        from conftest import wait_until
+
         return Path(wait_until(lambda: list(self.folder.glob("runs/*/topology.json")), 90, "the roll call")[0]).parent
 
     def order(self, what: str, rank: int) -> None:
@@ -129,6 +133,3 @@ def assert_same_weights(one: Path, other: Path) -> None:
     first, second = weights(one), weights(other)
     assert first.keys() == second.keys()
     assert all((first[name] == second[name]).all() for name in first), "the weights differ"
-
-
-__all__ = ["LIMIT", "OnRay", "Places", "assert_same_weights", "on_ray", "places", "rank_pids", "wait_until"]
