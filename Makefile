@@ -21,7 +21,7 @@ endif
 
 TEST_PYTHON = .venv-$(TEST)/bin/python
 BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
-    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py
+    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py benchmarks/ray.py
 
 .PHONY: help train test faults lint format bench clean train-environment test-environment bench-environment
 
@@ -45,7 +45,7 @@ test: lint
 	$(TEST_PYTHON) -m pytest $(ARGS)
 
 faults: test-environment
-	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py --whole-matrix $(ARGS)
+	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_failures.py --whole-matrix $(ARGS)
 
 lint: test-environment
 	$(TEST_PYTHON) -m ruff check
@@ -68,7 +68,7 @@ test-environment:
 	@scripts/environment $(TEST) $(TEST_CONSTRAINTS) $(TEST_EXTRAS)
 
 bench-environment:
-	@scripts/environment bench constraints/torch.txt examples,tensorboard,bench
+	@scripts/environment bench constraints/torch.txt examples,tensorboard,ray,bench
 
 clean:
 	rm -rf .venv-* .env-fallback build dist src/*.egg-info
