@@ -54,7 +54,9 @@ def find(config: RunConfig, wanted: Sequence[int], resources: Mapping[str, float
     for size in wanted[1:]:
         if _placed(size, resources, settings.placement, _AT_ONCE_SECONDS):
             print(
-                f"lockstep: room for {size} of {wanted[0]} workers: going on with {size}", file=sys.stderr, flush=True
+                f"lockstep: there is room for {size} of {wanted[0]} workers: going on with {size}",
+                file=sys.stderr,
+                flush=True,
             )
             return size
     raise LaunchError(
