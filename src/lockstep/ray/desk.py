@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from lockstep.ray.depot import Depot
+
 Event = dict[str, Any]
 
 # How long anybody waits for an answer of the desk, which has nothing else to do, before the cluster counts as lost.
@@ -14,7 +16,8 @@ ANSWER_SECONDS = 60.0
 class Desk:
     """Plain data only. Nothing here waits for ever: whoever asks says for how long."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        self._depot = Depot(folder)
         self._events: list[Event] = []
         self._news = asyncio.Event()
         self._requests: dict[str, str] = {}
@@ -50,3 +53,9 @@ class Desk:
 
     async def may_begin(self) -> bool:
         return not self._closed
+
+    async def depot(self, what: str, *arguments: Any) -> Any:
+        """Something of the run's folder, for a rank that does not see it; in a thread, since disks take their time."""
+        if what.startswith("_"):
+            raise ValueError(f"{what!r} is not for ranks to call")
+        return await asyncio.to_thread(getattr(self._depot, what), *arguments)

@@ -143,7 +143,7 @@ class _Driver:
         self.train_result: TrainResult | None = None
         # On the driver's own node: it lives and dies with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._desk = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._desk = ray.remote(Desk).options(num_cpus=0, scheduling_strategy=here).remote(str(self._folder))
 
     def run(self, workers: int) -> Result:
         with self._screen.open(self._folder), _marked(self._folder) as mark:
@@ -168,6 +168,7 @@ class _Driver:
             desk=self._desk,
             threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
             here=str(Path.cwd()) if self._cluster.ours else None,
+            storage=settings.storage,
         )
         task = self._config.task.model_copy(update={"type": self._task})
         return TorchTrainer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray.train
@@ -24,7 +24,8 @@ class Reports:
     stays where it is: the run's folder is Ray Train's storage as well, so nothing is copied.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, before: Callable[[], None] | None = None) -> None:
+        self._before = before  # what has to be done so that the checkpoint is where Ray Train looks for it
         self._rank, self._store = run.rank, Store(run.folder / "checkpoints")
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-reports")
         self._pending: list[concurrent.futures.Future[None]] = []
@@ -61,5 +62,7 @@ class Reports:
         steps = self._store.steps() if self._rank == 0 else []
         if not steps or steps[-1] == self._reported:
             return None
+        if self._before is not None:
+            self._before()
         self._reported = steps[-1]
         return Checkpoint.from_directory(str(self._store.path(steps[-1])))

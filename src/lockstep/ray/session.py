@@ -67,6 +67,7 @@ class Session:
         self.outlet: worker.Outlet | None = None  # where rank 0's words go, where a driver of ours shows them
         self.make_reporter: Callable[[Run], Hears] = lambda run: Reporter(run, config.report_every_s)
         self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
+        self.shares_folder = True  # all workers see one folder; else somebody takes care of it
         self.met = contextlib.ExitStack()
         self.outcome: dict[str, Any] = {}
         self.training = False
@@ -82,7 +83,8 @@ class Session:
                 self.present, self.settings, make_folder, self.requests, redirect, outlet=self.outlet
             )
             run = self._opened.enter_context(entered)
-            _check_shared(run)
+            if self.shares_folder:
+                _check_shared(run)
             self._reporter = self.make_reporter(run)
             run.journal.listener = self._reporter.heard
             self._run = run
