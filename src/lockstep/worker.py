@@ -86,9 +86,9 @@ def joined(
     redirect: bool,
 ) -> Iterator[Run]:
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
-    share = settings.launch.share_devices
-    family, _ = runtime.resolve(settings.runtime, topology.local_world_size, share)
-    device = runtime.create(family, topology.place.local_rank, share)
+    settings = settings.model_copy(update={"processes": topology.local_world_size})
+    family, _ = runtime.resolve(settings)
+    device = runtime.create(family, topology.place.local_rank, topology.local_world_size, settings)
     device.prepare()
     requests, whereabouts = Requests(), Whereabouts(settings.watch.first_time)
     with requests.listening(topology.launched_by_us):
