@@ -166,6 +166,7 @@ def _conclude(run: Run, outcome: dict[str, Any]) -> None:
         "best": outcome.get("best"),
         "seconds": round(seconds, 3),
         "samples_per_second": round(run.progress.examples / seconds, 1) if seconds > 0 else None,
+        **({"compilations": run.compilations} if run.compilations else {}),
     }
     write_json(run.folder / runfolder.SUMMARY_FILE, summary)
 

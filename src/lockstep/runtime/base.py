@@ -64,6 +64,11 @@ class Runtime(abc.ABC):
         """Sum a tensor over all ranks, in place, by the data plane; what is returned can be waited for."""
         return dist.all_reduce(tensor, async_op=True)
 
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Give every rank what rank 0 has in these tensors."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
     def addressable_device_count(self) -> int:
         """Devices that this process drives."""
         return 1

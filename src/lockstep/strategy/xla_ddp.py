@@ -33,7 +33,8 @@ class XlaDdpStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         model = to_device(model, self.runtime.device)
-        broadcast(model, self._xla)
+        with torch.no_grad():
+            self.runtime.broadcast([*model.parameters(), *model.buffers()])
         if self._xla.spans_processes:
             logger.info("gradients are reduced in the graph, over %d processes", self._world_size)
         else:
@@ -71,13 +72,7 @@ class XlaDdpStrategy(Strategy):
                 gradient.copy_(part.view_as(gradient))
 
     def equalize_buffers(self, model: nn.Module) -> None:
-        _from_rank_zero([each for _, each in model.named_buffers()], self._xla)
-
-
-def broadcast(model: nn.Module, runtime: XlaRuntime) -> None:
-    """Give every rank rank 0's parameters and buffers."""
-    with torch.no_grad():
-        _from_rank_zero([*model.parameters(), *model.buffers()], runtime)
+        self.runtime.broadcast(list(model.buffers()))
 
 
 def in_buckets(gradients: list[Tensor], limit: int) -> list[list[Tensor]]:
@@ -92,12 +87,3 @@ def in_buckets(gradients: list[Tensor], limit: int) -> list[list[Tensor]]:
         buckets[-1].append(gradient)
         sizes[-1] += size
     return buckets
-
-
-def _from_rank_zero(tensors: list[Tensor], runtime: XlaRuntime) -> None:
-    if not tensors:
-        return
-    for tensor, on_host in zip(tensors, runtime.to_host(tensors), strict=True):
-        dist.broadcast(on_host, src=0)
-        tensor.data.copy_(on_host)
-    runtime.end_of_program()

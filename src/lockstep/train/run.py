@@ -26,7 +26,7 @@ from lockstep.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.compiling import be_patient_while_compiling
-from lockstep.train.deciding import Deciding
+from lockstep.train.devices import OnDevices
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
 from lockstep.train.fingerprint import combined, compare, fingerprint
 from lockstep.train.guard import CompileGuard
@@ -48,7 +48,7 @@ from lockstep.train.stop import Preempted, Pulse, Requests
 logger = logging.getLogger(__name__)
 
 
-class Run(Deciding):
+class Run(OnDevices):
     """What `main(run)` is given on every rank. Batch sizes are global; every decision is made once and shared."""
 
     def __init__(
@@ -61,12 +61,11 @@ class Run(Deciding):
         display: Display,
         requests: Requests,
     ) -> None:
-        super().__init__(group)
-        self.topology, self.runtime = topology, runtime
+        super().__init__(group, runtime, strategies.create(settings.strategy, runtime, group.world_size))
+        self.topology = topology
         self.settings, self.folder = settings, folder
         self.progress = Progress()
         self._model: nn.Module | None = None
-        self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self._store = Store(folder / "checkpoints")
         to_host = runtime.to_host if runtime.name == "xla" else list
         self._saver = Saver(self._store, settings.checkpoint, group.whereabouts, to_host)
@@ -92,14 +91,6 @@ class Run(Deciding):
     # Who and where
 
     @property
-    def device(self) -> torch.device:
-        return self.runtime.device
-
-    @property
-    def strategy(self) -> str:
-        return self._strategy.name
-
-    @property
     def model(self) -> nn.Module:
         """What to call in training."""
         return self._set_up(self._model)
@@ -112,6 +103,11 @@ class Run(Deciding):
     @property
     def optimizer(self) -> Optimizer | None:
         return self._kept.optimizer
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """Programs that training steps compiled, by kind of step; nothing where nothing is compiled."""
+        return dict(self._guard.compilations)
 
     @property
     def seconds(self) -> float:
