@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 class Restless(lockstep.Task):
     def __init__(self, how="value"):
-        self.how, self.calls = how, 0
+        self.how, self.fetched, self.computed = how, 0, 0
 
     def model(self):
         return nn.Linear(8, 1)
@@ -30,12 +30,12 @@ class Restless(lockstep.Task):
 
     def collate(self, examples):
         rows = torch.stack([row for row, in examples])
-        self.calls += 1
-        return rows[: 8 - self.calls // 8] if self.how == "shape" else rows
+        self.fetched += 1
+        return rows[: 8 - self.fetched // 8] if self.how == "shape" else rows
 
     def loss(self, model, batch):
-        self.calls += 1
-        width = 8 - (self.calls % 4 if self.how == "value" and self.calls > 8 else 0)
+        self.computed += 1
+        width = 8 - (min(7, max(0, self.computed - 8)) if self.how == "value" else 0)
         return model(batch).square().mean() + batch[:, :width].mean()
 """
 

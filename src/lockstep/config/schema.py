@@ -86,7 +86,7 @@ class Scheduler(Component):
 
 MeshShape = Annotated[dict[str, int], AfterValidator(_mesh_shape)]
 # What shards one dimension of a tensor: an axis of the mesh, several, or none.
-AxisNames = str | tuple[str, ...] | None
+AxisNames = str | Annotated[tuple[str, ...], Field(strict=False)] | None
 
 
 class ShardRule(Section):

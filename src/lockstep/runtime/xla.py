@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -23,19 +26,20 @@ class XlaRuntime(Runtime):
     def __init__(self, local_rank: int, local_world_size: int, settings: RunSettings) -> None:
         self.family = pjrt.device_family(settings, os.environ)
         self.spmd = settings.strategy.type == "spmd"
-        _load(settings, local_rank, local_world_size, self.family, self.spmd)
-        import torch_xla
-        import torch_xla.runtime as xr
+        with _logging_left_alone():
+            _load(settings, local_rank, local_world_size, self.family, self.spmd)
+            import torch_xla
+            import torch_xla.runtime as xr
 
-        self._xla, self._xr = torch_xla, xr
-        try:
-            # One process sees the devices that are its own, so the local rank never picks one here.
-            super().__init__(torch_xla.device())
-        except (RuntimeError, IndexError) as error:
-            raise ConfigError(
-                f"{pjrt.DEVICE}={self.family}: the device does not answer: {str(error).strip().splitlines()[0]}. "
-                "`lockstep doctor --runtime xla` looks closer"
-            ) from None
+            self._xla, self._xr = torch_xla, xr
+            try:
+                # One process sees the devices that are its own, so the local rank never picks one here.
+                super().__init__(torch_xla.device())
+            except (RuntimeError, IndexError) as error:
+                raise ConfigError(
+                    f"{pjrt.DEVICE}={self.family}: the device does not answer: {str(error).strip().splitlines()[0]}. "
+                    "`lockstep doctor --runtime xla` looks closer"
+                ) from None
         if settings.xla.cache and self.family != "CPU":  # PJRT CPU writes such a cache, but cannot read it back
             xr.initialize_cache(settings.xla.cache, readonly=local_rank != 0)
 
@@ -140,6 +144,17 @@ class XlaRuntime(Runtime):
         except RuntimeError:  # PJRT CPU does not say
             return {}
         return {"allocated": int(found["bytes_used"]), "peak": int(found.get("peak_bytes_used", 0))}
+
+
+@contextlib.contextmanager
+def _logging_left_alone() -> Iterator[None]:
+    """torch_xla warns through the root logger, which then prints everybody's records; ours go where we say."""
+    before = list(logging.getLogger().handlers)
+    try:
+        yield
+    finally:
+        for handler in [each for each in logging.getLogger().handlers if each not in before]:
+            logging.getLogger().removeHandler(handler)
 
 
 def _load(settings: RunSettings, local_rank: int, local_world_size: int, family: str, spmd: bool) -> None:

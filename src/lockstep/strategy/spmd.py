@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -85,9 +85,19 @@ class SpmdStrategy(Strategy):
                 f"{self._data_size} devices of the data axis"
             )
         spec = meshing.batch_spec(tensor.dim(), self._shapes[meshing.MAIN])
-        sharding = self._xs.ShardingSpec(self._meshes[meshing.MAIN], spec, minibatch=self._world_size > 1)
-        sent: list[Tensor] = xm.send_cpu_data_to_device([tensor], self.runtime.device, input_sharding=sharding)
-        return sent[0]
+        mesh = self._meshes[meshing.MAIN]
+        if self._world_size == 1:
+            sent = tensor.to(self.runtime.device)
+            self._xs.mark_sharding(sent, mesh, spec)
+            return sent
+        sharding = self._xs.ShardingSpec(mesh, spec, minibatch=True)
+        sent = cast(Tensor, xm.send_cpu_data_to_device([tensor], self.runtime.device, input_sharding=sharding)[0])
+        # Without `minibatch` XLA takes what the first host loaded for the whole batch, and says nothing.
+        if len(sent) != len(tensor) * self._world_size:
+            raise AssertionError(
+                f"{self._world_size} hosts loaded {len(tensor)} examples each, but {len(sent)} are trained on"
+            )
+        return sent
 
     def sync_gradients(self, wanted: bool) -> None:
         pass  # the program reduces them

@@ -32,8 +32,9 @@ class CompileGuard:
         self._seen: dict[str, int] = {}  # steps of every phase
         self._inputs: dict[str, dict[str, str]] = {}  # what its last step was given
         self._given: dict[str, str] = {}
-        self._program = ""  # of the last loss, once there is a reason to look
-        self._looking = False
+        self._looking = False  # whether there is a reason to see what a loss is made of
+        self._program = ""  # of the last one
+        self._changed: list[str] | None = None  # since the one before; None where there is none to compare with
         self.compilations: dict[str, int] = {}  # by phase
         self.recompiles = 0
 
@@ -54,8 +55,7 @@ class CompileGuard:
         """The loss is written down, and not yet computed: the moment to see what it is made of."""
         if self._looking:
             program, before = self._runtime.program_text(loss), self._program
-            self._program = program
-            self._changed = _difference(before, program) if before else []
+            self._program, self._changed = program, _difference(before, program) if before else None
 
     def end(self, step: int) -> None:
         """The step is done; raises where it compiled something new once too often."""
@@ -87,16 +87,14 @@ class CompileGuard:
         ]
         if changed:
             return "; ".join(changed[:_SHOWN_LINES])
-        if self._looking and self._changed:
+        if self._changed:
             return "no input changed its shape, but what the loss is computed by did: " + "; ".join(self._changed)
-        if self._looking:
+        if self._changed is not None:
             return (
                 "neither the inputs nor what the loss is computed by changed: look at what follows it (the optimizer, "
                 "clipping, reading a tensor in the loop)"
             )
         return "no input changed its shape, so a Python value became part of the program; the next time it is named"
-
-    _changed: list[str] = []  # noqa: RUF012  replaced, never changed
 
 
 def _described(batch: Any, path: str) -> Iterator[tuple[str, str]]:
