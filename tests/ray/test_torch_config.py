@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conftest import wait_until
 from ray_cluster import Fit, Nodes, notes
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
@@ -65,6 +66,7 @@ def test_without_torch_xla_an_import_error_says_what_to_install(fit: Fit) -> Non
     assert isinstance(cause, ImportError)
     assert "the worker on node" in str(cause)
     assert "pip install 'lockstep-train[xla]'" in str(cause)
+    wait_until(_nothing_is_reserved, what="placement groups to be given back")
 
 
 def test_task_code_that_a_worker_cannot_import(fit: Fit) -> None:
@@ -246,6 +248,10 @@ def test_a_worker_uses_the_gpu_that_ray_gave_it() -> None:
     assert device_index(_spot("a", "one"), 3) == 3
     with pytest.raises(LaunchError, match="Ray gave GPU 5 on one"):
         device_index(_spot("a", "one", gpus=("5",), **shared), 0)
+
+
+def _nothing_is_reserved() -> bool:
+    return all(each["state"] == "REMOVED" for each in ray.util.placement_group_table().values())
 
 
 def _shown(capfd: pytest.CaptureFixture[str], awaited: str, limit: float = 20.0) -> str:
