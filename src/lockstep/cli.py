@@ -137,13 +137,14 @@ def run(
 ) -> None:
     """Start SCRIPT with the variables that torchrun sets, so that a DDP script runs unchanged."""
     from lockstep import runtime
+    from lockstep.config.schema import RunSettings
     from lockstep.errors import ConfigError
     from lockstep.launcher import local
     from lockstep.launcher.plan import local_plan
 
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such script")
-    count = processes or runtime.resolve("auto", "auto")[1]
+    count = processes or runtime.resolve(RunSettings())[1]
     plan = local_plan([sys.executable, str(script), *args], count, port=port)
     if dry_run:
         click.echo(plan.render())
@@ -213,7 +214,7 @@ def _resolved(config: RunConfig) -> RunConfig:
     from lockstep import runtime
     from lockstep.config.load import check_batch_size, check_strategy
 
-    family, processes = runtime.resolve(config.runtime, config.processes, config.launch.share_devices)
+    family, processes = runtime.resolve(config)
     if idle := runtime.unused_devices(family, processes):
         _say(idle)
     check_strategy(config.strategy.type, processes)

@@ -56,7 +56,9 @@ class Part:
 
     batch: int  # which global batch of the epoch
     indices: Indices
-    examples: int  # how many of the indices count (none where the last batch has fewer examples than ranks)
+    # How many examples a mean over the indices counts for: none where the last batch has fewer examples than ranks,
+    # less than none where it takes back what another part was filled up with.
+    examples: int
     # The mean over ranks of the sum over parts of weight x mean loss is the mean loss over the global batch.
     weight: float
     whole: int  # how many examples the global batch has, over all ranks
@@ -76,6 +78,8 @@ class Walk:
     shuffle: bool = True
     drop_last: bool = False
     accumulate: int = 1
+    # Give every part the same number of indices, where a new shape would have to be compiled.
+    fill: bool = False
 
     @property
     def batches(self) -> int:
@@ -94,16 +98,26 @@ class Walk:
 
     def _slices(self, batch: int, whole: Indices, mine: Indices) -> Iterator[Part]:
         ends_epoch = batch == self.batches - 1
+        full = -(-self.batch_size // (self.world_size * self.accumulate)) if self.fill else 1
         if len(mine) == 0:
             # Every rank takes part in the exchange of gradients, so one without examples computes one that counts for
             # nothing.
-            yield Part(batch, whole[:1], 0, 0.0, len(whole), True, ends_epoch)
+            yield Part(batch, np.repeat(whole[:1], full), 0, 0.0, len(whole), True, ends_epoch)
             return
         pieces = np.array_split(mine, min(self.accumulate, len(mine)))
         for number, piece in enumerate(pieces, start=1):
-            weight = len(piece) * self.world_size / len(whole)
+            weight = self.world_size / len(whole)  # of one example
             last = number == len(pieces)
-            yield Part(batch, piece, len(piece), weight, len(whole), last, last and ends_epoch)
+            missing = full - len(piece) if self.fill else 0
+            if not missing:
+                yield Part(batch, piece, len(piece), len(piece) * weight, len(whole), last, last and ends_epoch)
+                continue
+            # Filled up with its last example, and what that adds is taken back by a part of nothing but that example:
+            # both have the usual shape, and the mean over the two is the mean over the piece.
+            filler = np.repeat(piece[-1:], full)
+            filled = np.concatenate([piece, filler[:missing]])
+            yield Part(batch, filled, full, full * weight, len(whole), False, False)
+            yield Part(batch, filler, -missing, -missing * weight, len(whole), last, last and ends_epoch)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,13 @@ class NonFiniteGradients(LockstepError):
     concerns_all_ranks = True
 
 
+class Recompiled(LockstepError):
+    """The step was compiled anew more often than the config allows."""
+
+    exit_code = 5
+    concerns_all_ranks = True
+
+
 class WorkerFailed(LockstepError):
     """A process of the run ended before its work was done."""
 

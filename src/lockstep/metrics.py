@@ -44,13 +44,13 @@ class Meter:
         sums: Sums = {}
         first_bad: tuple[int, float] | None = None
         for name, entries in values.items():
-            numbers = _numbers([value for _, _, value in entries])
-            counted = [(number, n) for number, (_, n, _) in zip(numbers, entries, strict=True) if n]
+            found = numbers([value for _, _, value in entries])
+            counted = [(number, n) for number, (_, n, _) in zip(found, entries, strict=True) if n]
             if leave_out_bad:
                 counted = [(number, n) for number, n in counted if math.isfinite(number)]
             sums[name] = [math.fsum(number * n for number, n in counted), float(sum(n for _, n in counted))]
             if name == "loss" and not leave_out_bad:
-                bad = [(step, number) for number, (step, _, _) in zip(numbers, entries, strict=True)
+                bad = [(step, number) for number, (step, _, _) in zip(found, entries, strict=True)
                        if not math.isfinite(number)]  # fmt: skip
                 first_bad = bad[0] if bad else None
         return sums, first_bad
@@ -153,7 +153,10 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def _numbers(values: list[Any]) -> list[float]:
-    if all(isinstance(value, torch.Tensor) for value in values):
-        return [float(number) for number in torch.stack([v.reshape(()) for v in values]).double().cpu().tolist()]
-    return [float(value) for value in values]
+def numbers(values: list[Any]) -> list[float]:
+    """Single values as numbers, with one wait for the device where it can be."""
+    tensors = [each for each in values if isinstance(each, torch.Tensor)]
+    # Putting them together on an XLA device would be one more program to compile, for every number of values.
+    if len(tensors) < len(values) or any(each.device.type == "xla" for each in tensors):
+        return [float(value) for value in values]
+    return [float(number) for number in torch.stack([v.reshape(()) for v in tensors]).double().cpu().tolist()]

@@ -132,17 +132,19 @@ def met(
     topology: Topology,
     load_source: Callable[[], Any],
     device_index: int | None = None,
-    backend: str | None = None,
+    adapt: Callable[[Runtime], None] = lambda device: None,
 ) -> Iterator[Present]:
     """Device chosen, roll called, group joined; the heart beats while the block runs.
 
-    The device is that of the local rank and its data plane that of its family, where nothing else is said.
-        Leaving the group is up to the caller: a rank that failed does not take apart what others may wait in.
+    The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it before
+    anybody is met. Leaving is up to the caller: a rank that failed does not take apart what others may wait in.
     """
-    share = settings.launch.share_devices
-    family, _ = runtime.resolve(settings.runtime, topology.local_world_size, share)
-    device = runtime.create(family, topology.place.local_rank if device_index is None else device_index, share)
-    device.backend = backend or device.backend
+    # What the host has is its own affair; the settings that ranks compare are those that the run was given.
+    here = settings.model_copy(update={"processes": topology.local_world_size})
+    family, _ = runtime.resolve(here)
+    index = topology.place.local_rank if device_index is None else device_index
+    device = runtime.create(family, index, topology.local_world_size, here)
+    adapt(device)
     device.prepare()
     whereabouts = Whereabouts(settings.watch.first_time)
     store, for_beats = meet(topology, settings.launch.join_timeout)
@@ -224,6 +226,7 @@ def conclude(run: Run, outcome: dict[str, Any]) -> None:
         "best": outcome.get("best"),
         "seconds": round(seconds, 3),
         "samples_per_second": round(run.progress.examples / seconds, 1) if seconds > 0 else None,
+        **({"compilations": run.compilations} if run.compilations else {}),
     }
     write_json(run.folder / runfolder.SUMMARY_FILE, summary)
 

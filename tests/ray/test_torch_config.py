@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conftest import wait_until
 from ray_cluster import Fit, Nodes, notes
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
@@ -18,13 +19,15 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lock
 import bodies
 
 import lockstep.ray
+from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError, LaunchError, NonFiniteLoss, PeerLost, RankMissing, WorkerFailed
 from lockstep.ray import TorchConfig
 from lockstep.ray.backend import TorchBackend, XlaBackend, _resolved, answer
 from lockstep.ray.failure import cause_of
 from lockstep.ray.installed import RayMissing, require_ray, version_problem
 from lockstep.ray.placement import Spot, device_index, meeting_place, topologies
-from lockstep.ray.xla import memory_environment, mesh_shape
+from lockstep.ray.xla import mesh_shape, run_settings
+from lockstep.runtime import pjrt
 
 MISLEADING = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "1"}
 
@@ -63,6 +66,7 @@ def test_without_torch_xla_an_import_error_says_what_to_install(fit: Fit) -> Non
     assert isinstance(cause, ImportError)
     assert "the worker on node" in str(cause)
     assert "pip install 'lockstep-train[xla]'" in str(cause)
+    wait_until(_nothing_is_reserved, what="placement groups to be given back")
 
 
 def test_task_code_that_a_worker_cannot_import(fit: Fit) -> None:
@@ -149,12 +153,32 @@ def test_an_xla_worker_sees_only_the_devices_that_ray_gave_it() -> None:
 
 
 @pytest.mark.requirement("R09")
-def test_memory_limits_have_names_that_pjrt_reads() -> None:
-    assert memory_environment(0.8, False) == {
+@pytest.mark.requirement("R13")
+def test_xla_settings_follow_from_what_ray_gave_the_workers() -> None:
+    """Memory limits go by names that PJRT reads; one backend serves TPUs and other PJRT devices."""
+    found = run_settings(RunSettings(), None, (0.8, False), _spot("a", "one", tpus=4), 2)
+    assert found.runtime == "xla"
+    assert pjrt.variables(found, {}) == {
+        "PJRT_DEVICE": "TPU",
         "PJRT_ALLOCATOR_FRACTION": "0.8",
         "PJRT_ALLOCATOR_PREALLOCATE": "false",
     }
-    assert memory_environment(None, None) == {}
+    for more, family in (({"gpus": ("0",)}, "CUDA"), ({}, "CPU")):
+        found = run_settings(RunSettings(), None, (None, None), _spot("a", "one", **more), 2)
+        assert pjrt.variables(found, {}) == {"PJRT_DEVICE": family}
+
+
+@pytest.mark.requirement("R11")
+def test_the_mesh_of_an_spmd_config() -> None:
+    spmd = {"data_parallel_size": 2, "model_parallel_size": 4}
+    on_tpu = run_settings(RunSettings(), spmd, (None, None), _spot("a", "one", tpus=4), 2)
+    assert (on_tpu.strategy.type, on_tpu.strategy.mesh) == ("spmd", {"data": 2, "model": 4})
+    alone = run_settings(RunSettings(), spmd, (None, None), _spot("a", "one"), 1)
+    assert (alone.strategy.type, alone.devices) == ("spmd", 8)
+    apart = run_settings(RunSettings(), {"data_parallel_size": 2}, (None, None), _spot("a", "one"), 2)
+    assert (apart.strategy.type, apart.strategy.mesh) == ("ddp", None)
+    with pytest.raises(ConfigError, match="on PJRT CPU no mesh spans the 2 workers"):
+        run_settings(RunSettings(), {"model_parallel_size": 2}, (None, None), _spot("a", "one"), 2)
 
 
 @pytest.mark.requirement("R11")
@@ -224,6 +248,10 @@ def test_a_worker_uses_the_gpu_that_ray_gave_it() -> None:
     assert device_index(_spot("a", "one"), 3) == 3
     with pytest.raises(LaunchError, match="Ray gave GPU 5 on one"):
         device_index(_spot("a", "one", gpus=("5",), **shared), 0)
+
+
+def _nothing_is_reserved() -> bool:
+    return all(each["state"] == "REMOVED" for each in ray.util.placement_group_table().values())
 
 
 def _shown(capfd: pytest.CaptureFixture[str], awaited: str, limit: float = 20.0) -> str:

@@ -107,7 +107,10 @@ def test_every_public_name_is_there_and_no_other() -> None:
         ),
         (["train", "config.yaml", "--set", "strategy=single"], "lockstep: strategy: single trains on one process"),
         (["train", "config.yaml", "--set", "runtime=cuda"], "lockstep: runtime: cuda was asked for but torch"),
-        (["train", "config.yaml", "--set", "runtime=xla"], "lockstep: runtime: xla is not part of this version"),
+        (
+            ["train", "config.yaml", "--set", "runtime=xla"],
+            "lockstep: runtime: xla needs torch_xla",
+        ),
         (["resume", "nowhere"], "lockstep: nowhere is not the folder of a run: there is no such folder"),
         (["resume", "."], "lockstep: . is not the folder of a run"),
         (["run", "nowhere.py"], "lockstep: nowhere.py: there is no such script"),

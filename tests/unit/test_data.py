@@ -407,3 +407,27 @@ def test_an_empty_dataset_is_refused() -> None:
 
 def test_the_number_of_examples_is_told() -> None:
     assert check_dataset([1, 2, 3], "train_data()") == 3
+
+
+@given(count=st.integers(1, 60), batch_size=st.integers(1, 20), ranks=st.integers(1, 4), accumulate=st.integers(1, 3))
+def test_filled_parts_have_one_shape_and_the_mean_of_those_that_are_not(
+    count: int, batch_size: int, ranks: int, accumulate: int
+) -> None:
+    """Whatever is added to fill a part up is taken back: sums and weights over all parts are as if nothing was."""
+    batch_size *= ranks * accumulate
+    values = np.random.default_rng(0).normal(size=count)
+    sums: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    counts: dict[bool, dict[int, int]] = {False: {}, True: {}}
+    lengths = set()
+    for fill in (False, True):
+        for rank in range(ranks):
+            walk = Walk(count, batch_size, rank, ranks, accumulate=accumulate, fill=fill)
+            for part in walk.parts(0):
+                mean = float(values[part.indices].mean())
+                sums[fill][part.batch] = sums[fill].get(part.batch, 0.0) + part.weight * mean / ranks
+                counts[fill][part.batch] = counts[fill].get(part.batch, 0) + part.examples
+                if fill:
+                    lengths.add(len(part.indices))
+    assert lengths == {batch_size // (ranks * accumulate)}
+    assert counts[True] == counts[False]
+    assert sums[True] == pytest.approx(sums[False], rel=1e-9, abs=1e-9)

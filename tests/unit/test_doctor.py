@@ -346,7 +346,7 @@ def test_why_there_is_no_answer(code: int | None, stages: list[str], errors: str
     [
         ("import time; time.sleep(600)", 1.5, "loading torch_xla did not end within 1.5 s"),
         ("import os; os.abort()", 30, "loading torch_xla: the process ended: killed by SIGABRT, exit code -6"),
-        ("raise ImportError('undefined symbol')", 30, "loading torch_xla: ImportError: undefined symbol"),
+        ("raise ImportError('undefined symbol')", 30, "runtime: xla: torch_xla does not load with torch"),
         ("print('{not an answer}'); raise SystemExit(3)", 30, "loading torch_xla: the process ended: exit code 3"),
     ],
 )
@@ -370,4 +370,4 @@ def test_a_rank_of_this_shell_is_not_passed_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RANK", "1")
     with Question("runtime", "xla", limit=30) as question:
-        assert question.answer().trouble.endswith("ImportError: no rank")
+        assert question.answer().trouble.count(": no rank.") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import namedtuple
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lockstep import runtime
+from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import map_tensors
 from lockstep.runtime.cpu import CpuRuntime
@@ -33,19 +35,34 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_auto_stands_for_what_is_there(family: str, processes: Any, expected: tuple[str, int]) -> None:
-    assert runtime.resolve(family, processes) == expected
+    assert runtime.resolve(RunSettings(runtime=family, processes=processes)) == expected
 
 
 @pytest.mark.requirement("D13")
 @pytest.mark.usefixtures("without_gpus")
 def test_gpus_that_are_not_there_are_told_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"runtime: cuda was asked for but torch .* sees no GPU .*runtime: cpu"):
-        runtime.resolve("cuda", "auto")
+        runtime.resolve(RunSettings(runtime="cuda"))
 
 
-def test_a_family_of_a_later_version_is_refused() -> None:
-    with pytest.raises(ConfigError, match="runtime: xla is not part of this version"):
-        runtime.resolve("xla", "auto")
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+@pytest.mark.requirement("R12")
+def test_without_torch_xla_its_runtime_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"runtime: xla needs torch_xla.*pip install 'lockstep-train\[xla\]'"):
+        runtime.resolve(RunSettings(runtime="xla"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "spmd"}, "strategy: spmd needs runtime: xla, but the runtime is cpu"),
+        ({"strategy": "threads"}, "strategy: threads needs runtime: xla"),
+        ({"devices": 4}, "devices: 4 is for XLA devices of one process.*set processes: 4 instead"),
+    ],
+)
+def test_what_only_xla_can_do_is_not_ignored_elsewhere(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        runtime.resolve(RunSettings.model_validate({"runtime": "cpu", **settings}))
 
 
 @pytest.mark.requirement("D13")
@@ -86,7 +103,7 @@ def test_the_local_rank_picks_the_device_among_those_that_are_visible(monkeypatc
 
 @pytest.mark.parametrize("family", ["cpu", "cuda"])
 def test_a_family_is_made_by_its_name(family: str) -> None:
-    assert runtime.create(family, local_rank=1).name == family
+    assert runtime.create(family, 1, 2, RunSettings()).name == family
 
 
 def test_a_batch_keeps_its_nesting_when_its_tensors_change() -> None:

@@ -30,7 +30,15 @@ _GIVE_UP_SECONDS = 3.0
 class Saver:
     """Writes checkpoints of one run, at most one at a time. Only rank 0 (or an owner of shards) has one."""
 
-    def __init__(self, store: Store, settings: Checkpoint, whereabouts: Whereabouts | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: Checkpoint,
+        whereabouts: Whereabouts | None = None,
+        to_host: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list,
+    ) -> None:
+        """`to_host` fetches tensors that cannot be copied from where they are, all at once; others it leaves alone."""
+        self._to_host = to_host
         self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
         self._limit = settings.timeout  # the longest that a save may hold up the next one, or the end of the run
         self._whereabouts = whereabouts or Whereabouts()
@@ -77,8 +85,8 @@ class Saver:
         return self._whereabouts.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS)
 
     def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Picture:
+        model, tree, tensors = self.fetch(model, state)
         shared = codec.shared_names(model)
-        tree, tensors = codec.pack(state)
         copy = _copier(self._buffers)
         picture = Picture(
             step=step,
@@ -91,6 +99,12 @@ class Saver:
         if any(each.is_cuda for each in [*model.values(), *tensors.values()]):
             torch.cuda.synchronize()  # the copies were queued; training must not overwrite what they still read
         return picture
+
+    def fetch(self, model: Mapping[str, torch.Tensor], state: Any) -> tuple[codec.Tensors, Any, codec.Tensors]:
+        """What is to be saved, off the device; where tensors are spread over hosts, all of them do this together."""
+        tree, tensors = codec.pack(state)
+        fetched = iter(self._to_host([*model.values(), *tensors.values()]))
+        return {name: next(fetched) for name in model}, tree, {name: next(fetched) for name in tensors}
 
     def _write_in_background(self, picture: Picture) -> concurrent.futures.Future[None]:
         """In a thread that does not hold up the end of the process, for a disk may never answer."""

@@ -37,6 +37,22 @@ def _in_steps(value: Any) -> Any:
     return f"{value} steps" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _mesh_shape(shape: dict[str, int]) -> dict[str, int]:
+    if not shape:
+        raise ValueError("a mesh needs at least one axis, for example {data: -1}")
+    wrong = [f"{axis}: {size}" for axis, size in shape.items() if size == 0 or size < -1]
+    if wrong:
+        raise ValueError(f"the size of an axis is 1 or more, or -1 for the rest; got {', '.join(wrong)}")
+    if list(shape.values()).count(-1) > 1:
+        raise ValueError(f"only one axis can be -1, the rest; got {shape}")
+    return shape
+
+
+def _as_rule(value: Any) -> Any:
+    """A bare list stands for a rule over `strategy.mesh`."""
+    return {"spec": value} if isinstance(value, list | tuple) else value
+
+
 def _processes(value: Any) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
@@ -68,13 +84,40 @@ class Scheduler(Component):
     monitor: str | None = None
 
 
-class Strategy(Section):
-    """How the model and the batch are spread over the processes."""
+MeshShape = Annotated[dict[str, int], AfterValidator(_mesh_shape)]
+# What shards one dimension of a tensor: an axis of the mesh, several, or none.
+AxisNames = str | Annotated[tuple[str, ...], Field(strict=False)] | None
 
-    type: Literal["auto", "single", "ddp"] = "auto"
+
+class ShardRule(Section):
+    """How parameters are split: an axis name (or several, or null) for every dimension, over the mesh of a name."""
+
+    spec: tuple[AxisNames, ...] = Field(strict=False)
+    mesh: str | None = Field(None, description="one of strategy.meshes; strategy.mesh where not given")
+
+
+class Strategy(Section):
+    """How the model and the batch are spread over the processes and devices."""
+
+    type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
     bucket_mb: int = Field(25, gt=0)
+    mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
+    meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
+    shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
+        {}, description="parameter-name pattern -> how to split it; the first that matches counts"
+    )
+    preset: Literal["fsdp", "tensor"] | None = Field(
+        None, description="fsdp: split every large parameter over data; tensor: by the rules, which must be there"
+    )
+
+    @model_validator(mode="after")
+    def _meshes_are_for_spmd(self) -> Strategy:
+        given = [name for name in ("mesh", "meshes", "shard", "preset") if getattr(self, name)]
+        if given and self.type != "spmd":
+            raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
+        return self
 
 
 class Train(Section):
@@ -228,6 +271,23 @@ class Watch(Section):
     )
 
 
+class Xla(Section):
+    """The PJRT runtime: which devices, how much of their memory, and what a recompilation means."""
+
+    device: Literal["CPU", "TPU", "CUDA", "GPU"] | None = Field(
+        None, description="the device family; PJRT_DEVICE where not given, and CPU where that is not set either"
+    )
+    chips: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, strict=False, description="the TPU chips of this host to use; all where not given"
+    )
+    max_recompiles: int | None = Field(
+        None, ge=0, description="compilations after warm-up that end the run; null: they are reported only"
+    )
+    cache: str | None = Field(None, description="a folder for compiled programs, where the device supports it")
+    memory_fraction: float | None = Field(None, gt=0, le=1, description="of the device's memory (CUDA)")
+    preallocate: bool | None = Field(None, description="take that memory at once (CUDA)")
+
+
 class RunSettings(Section):
     """What every run has, with a Task or with a loop of its own."""
 
@@ -235,7 +295,11 @@ class RunSettings(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     runtime: Literal["auto", "cpu", "cuda", "xla"] = "auto"
     processes: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = "auto"
+    devices: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = Field(
+        "auto", description="XLA devices of every process; on the CPU, how many it pretends to have"
+    )
     strategy: Annotated[Strategy, _as_mapping(Strategy)] = Strategy()
+    xla: Xla = Xla()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()

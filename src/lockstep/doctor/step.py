@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import runtime
+from lockstep.config.schema import RunSettings
 from lockstep.doctor.ask import Stage
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def _cpu(stage: Stage) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    device = runtime.create("cpu", 0)
+    device = runtime.create("cpu", 0, 1, RunSettings())
     about = {"identity": device.identity(), "threads": torch.get_num_threads()}
     collectives = dist.is_available() and dist.is_gloo_available()
     return {"devices": [{**about, **_step(stage, device.device, device.synchronize)}], "collectives": collectives}
@@ -49,7 +50,7 @@ def _cuda(stage: Stage) -> dict[str, Any]:
 def _gpu(stage: Stage, index: int) -> dict[str, Any]:
     import torch
 
-    device = runtime.create("cuda", index)
+    device = runtime.create("cuda", index, 1, RunSettings())
     about: dict[str, Any] = {"device": str(device.device), "identity": "unknown"}
     stage(f"opening {device.device}")
     try:
@@ -79,15 +80,13 @@ def _xla(stage: Stage) -> dict[str, Any]:
     if importlib.util.find_spec("torch_xla") is None:
         return {"devices": []}
     stage("loading torch_xla")
-    import torch_xla
-
+    device = runtime.create("xla", 0, 1, RunSettings(runtime="xla"))
     stage("opening the XLA device")
-    device, real = torch_xla.device(), str(torch_xla.real_devices()[0])
-    # Every process has CPU devices of its own; an accelerator is the same one in all of them.
-    owner = f"/pid-{os.getpid()}" if real.startswith("CPU") else ""
-    about = {"identity": f"{socket.gethostname()}/xla/{real}{owner}", "name": real}
-    about["version"] = str(torch_xla.__version__)
-    return {"devices": [{**about, **_step(stage, device, lambda: torch_xla.sync(wait=True))}], "collectives": True}
+    about = {"identity": device.identity(), "version": metadata.version("torch_xla")}
+    about["name"] = (
+        f"{os.environ['PJRT_DEVICE']}, {device.addressable_device_count()} of {device.global_device_count()}"
+    )
+    return {"devices": [{**about, **_step(stage, device.device, device.synchronize)}], "collectives": True}
 
 
 def _step(stage: Stage, device: torch.device, synchronize: Callable[[], None]) -> dict[str, Any]:

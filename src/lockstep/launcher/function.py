@@ -47,7 +47,7 @@ def launch(
             "lockstep.launch was called while a rank was importing the script. "
             'Put the call under `if __name__ == "__main__":`'
         )
-    family, count = runtime.resolve(checked.runtime, checked.processes, checked.launch.share_devices)
+    family, count = runtime.resolve(checked)
     checked = checked.model_copy(update={"runtime": family, "processes": count})
     if count == 1:
         return [worker.call(main, checked, Topology(), make_folder)]

@@ -5,6 +5,7 @@ Runs in the process that controls the workers, and keeps no state: Ray makes one
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -42,6 +43,13 @@ class TorchBackend(Backend):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         """Every worker gets the address, then all join at once; returns when the roll call has proven the world."""
+        try:
+            self._join(worker_group, backend_config)
+        except BaseException:
+            _give_back(worker_group)
+            raise
+
+    def _join(self, worker_group: Any, backend_config: TorchConfig) -> None:
         world_size = len(worker_group)
         backend = _resolved(backend_config.backend, worker_group.get_resources_per_worker())
         if backend_config.xla_spmd_config is not None and backend not in XLA_BACKENDS:
@@ -111,6 +119,23 @@ def answer(futures: Sequence[Any], name: str, limit: float) -> list[Any]:
             "session folder; TorchConfig(join_timeout_s=...) sets the limit for joining"
         )
     return list(ray.get(list(futures)))
+
+
+def _give_back(worker_group: Any) -> None:
+    """Ray forgets workers whose backend did not start: their placement group would keep its resources for ever."""
+    asked = worker_group.execute_async(_placement_group)
+    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_SECONDS)
+    for future in ready:
+        with contextlib.suppress(RayError):  # a worker that is gone; another one knows as well
+            found = ray.get(future)
+            mine = ray.util.get_current_placement_group()
+            if found is not None and (mine is None or mine.id != found.id):  # else Ray Tune's, which takes care of it
+                ray.util.remove_placement_group(found)
+            return
+
+
+def _placement_group() -> Any:
+    return ray.util.get_current_placement_group()
 
 
 def _resolved(backend: str, resources: dict[str, float]) -> str:

@@ -29,6 +29,7 @@ from lockstep.ray.config import XLA_BACKENDS, TorchConfig, checked_settings
 from lockstep.ray.placement import Spot, device_index
 from lockstep.ray.report import Reporter
 from lockstep.rollcall.report import Report
+from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology, ranks_text
 from lockstep.train import trainer
 from lockstep.train.run import Run
@@ -191,16 +192,18 @@ def join(topology: Topology, spot: Spot, backend: str, config: TorchConfig) -> J
     """Join the group as the rank that the topology says, and hold the roll call."""
     global _session
     place = topology.place
-    settings = _settings(config, backend, spot)
+    settings = _settings(config, backend, spot, topology.world_size)
     stack = contextlib.ExitStack()
     load_source = _source_loader(config, settings, place.rank, place.host)
     index = device_index(spot, place.local_rank) if settings.runtime == "cuda" else None
-    data_plane = "gloo" if backend == "gloo" else None
-    if backend in XLA_BACKENDS:
-        xla.set_environment(xla.memory_environment(config.xla_memory_fraction, config.xla_memory_preallocate))
-        way = xla.join(place.rank, topology.world_size, config.join_timeout_s)
-        data_plane = "gloo" if way == xla.THROUGH_THE_HOST else "xla"
-    present = stack.enter_context(worker.met(settings, topology, load_source, index, data_plane))
+
+    def adapt(device: Runtime) -> None:
+        if backend in XLA_BACKENDS and settings.strategy.type != "spmd" and topology.world_size > 1:
+            xla.join(place.rank, topology.world_size, config.join_timeout_s)
+        elif backend == "gloo":
+            device.backend = "gloo"  # also between GPUs
+
+    present = stack.enter_context(worker.met(settings, topology, load_source, index, adapt))
     if topology.world_size == 1:
         dist.init_process_group(present.runtime.backend, store=HashStore(), rank=0, world_size=1)
     mine = next(each for each in present.reports if each.rank == place.rank)
@@ -210,7 +213,7 @@ def join(topology: Topology, spot: Spot, backend: str, config: TorchConfig) -> J
     )  # fmt: skip
     _session = Session(config, settings, present)
     _session.met = stack
-    return Joined(present.reports, present.seconds)
+    return Joined(present.reports, present.seconds, present.runtime.addressable_device_count())
 
 
 def join_limit(config: TorchConfig) -> float:
@@ -237,12 +240,15 @@ def leave() -> None:
 # Inside
 
 
-def _settings(config: TorchConfig, backend: str, spot: Spot) -> RunSettings:
+def _settings(config: TorchConfig, backend: str, spot: Spot, world_size: int) -> RunSettings:
     settings = checked_settings(config.settings)
-    family = "xla" if backend in XLA_BACKENDS else "cuda" if spot.gpus else "cpu"
     limits = {"join_timeout": config.join_timeout_s, "timeout": float(config.timeout_s)}
     launch = settings.launch.model_copy(update={**limits, "share_devices": config.share_devices})
-    return settings.model_copy(update={"runtime": family, "launch": launch})
+    settings = settings.model_copy(update={"runtime": "cuda" if spot.gpus else "cpu", "launch": launch})
+    if backend not in XLA_BACKENDS:
+        return settings
+    memory = (config.xla_memory_fraction, config.xla_memory_preallocate)
+    return xla.run_settings(settings, config.xla_spmd_config, memory, spot, world_size)
 
 
 def _source_loader(config: TorchConfig, settings: RunSettings, rank: int, host: str) -> Callable[[], Any]:

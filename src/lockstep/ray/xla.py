@@ -1,4 +1,4 @@
-"""What XLA workers need beyond the others: torch_xla itself, memory limits, a device group, a mesh.
+"""What XLA workers need beyond the others: torch_xla itself, settings from what Ray gave them, a world, a mesh.
 
 torch_xla is imported inside the functions that run on a worker, once its variables are set.
 """
@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from lockstep.config.schema import RunSettings, Xla
 from lockstep.errors import ConfigError, RollCallError
+from lockstep.ray.placement import Spot
+from lockstep.runtime import pjrt
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.train.lockstep")  # which Ray brings to the driver
 
 SPMD_KEYS = ("mesh_shape", "data_parallel_size", "model_parallel_size")
 WAYS_TO_JOIN = ("xla://", "env://")
@@ -29,16 +32,6 @@ def require_torch_xla(who: str) -> None:
             f"{who}: an XLA backend needs torch_xla, which is not installed there. Install it on every node: "
             "pip install 'lockstep-train[xla]' (torch_xla 2.9.0 with torch 2.9.0)"
         )
-
-
-def memory_environment(fraction: float | None, preallocate: bool | None) -> dict[str, str]:
-    """Memory limits, by the names that PJRT reads."""
-    environment = {}
-    if fraction is not None:
-        environment["PJRT_ALLOCATOR_FRACTION"] = f"{fraction:g}"
-    if preallocate is not None:
-        environment["PJRT_ALLOCATOR_PREALLOCATE"] = "true" if preallocate else "false"
-    return environment
 
 
 def check_spmd_config(spmd: Mapping[str, Any]) -> None:
@@ -78,11 +71,48 @@ def mesh_shape(spmd: Mapping[str, Any], devices: int) -> tuple[int, int]:
     return data, model
 
 
+def run_settings(
+    settings: RunSettings,
+    spmd: Mapping[str, Any] | None,
+    memory: tuple[float | None, bool | None],
+    spot: Spot,
+    world: int,
+) -> RunSettings:
+    """The settings of a run on XLA devices: the family that Ray gave the workers, memory limits, and the mesh."""
+    fraction, preallocate = memory
+    family = (
+        settings.xla.device or os.environ.get(pjrt.DEVICE) or ("TPU" if spot.tpus else "CUDA" if spot.gpus else "CPU")
+    )
+    given = {"device": family, "memory_fraction": fraction, "preallocate": preallocate}
+    section = settings.xla.model_dump() | {name: value for name, value in given.items() if value is not None}
+    settings = settings.model_copy(update={"runtime": "xla", "xla": Xla(**section)})
+    return settings if spmd is None else _with_mesh(settings, spmd, family, world)
+
+
+def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, world: int) -> RunSettings:
+    check_spmd_config(spmd)
+    data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
+    if family == "CPU" and world > 1:
+        # Every process there is a world of its own: nothing but copies of the model can span them.
+        if mesh_shape(spmd, world)[1] != 1:
+            raise ConfigError(
+                f"xla_spmd_config: {dict(spmd)}: on PJRT CPU no mesh spans the {world} workers, so that "
+                "model_parallel_size must be 1; one worker can have many CPU devices"
+            )
+        return settings.model_copy(update={"strategy": settings.strategy.model_copy(update={"type": "ddp"})})
+    mesh = {"data": data or -1, "model": model or (1 if data is None else -1)}
+    update: dict[str, Any] = {"strategy": settings.strategy.model_copy(update={"type": "spmd", "mesh": mesh})}
+    if family == "CPU" and settings.devices == "auto":  # pretend to have as many as the mesh needs
+        update["devices"] = (data or 1) * (model or 1)
+    return settings.model_copy(update=update)
+
+
 def join(rank: int, world_size: int, limit: float) -> str:
-    """Join the device group as `xla://`, then as `env://`; which of them gives a world of the right size.
+    """Try the device group as `xla://`, then as `env://`: which of them gives a world of the right size.
 
     MASTER_ADDR and MASTER_PORT are set. Where neither does (PJRT CPU), the answer is that collectives go through the
-    host, and the log says so. Each way is checked by what the device runtime believes, not by what it was told.
+    host, and the log says so. Each way is checked by what the device runtime believes, not by what it was told. The
+    group of torch is left again: collectives are part of the compiled programs, and the run's group is of the hosts.
     """
     if not 0 <= rank < world_size:
         raise RollCallError(f"rank {rank} does not exist in a world of {world_size} (ranks start at 0)")
@@ -92,6 +122,8 @@ def join(rank: int, world_size: int, limit: float) -> str:
         except Exception as error:
             logger.warning("Worker %d: joining by %s failed: %s", rank, way, _first_line(error))
             continue
+        finally:
+            _leave()
         if believed == world_size:
             logger.info("Worker %d: joined by %s, a world of %d", rank, way, world_size)
             return way
@@ -99,7 +131,6 @@ def join(rank: int, world_size: int, limit: float) -> str:
             "Worker %d: joined by %s, but the device runtime believes in a world of %d instead of %d",
             rank, way, believed, world_size,
         )  # fmt: skip
-        _leave()
     logger.warning(
         "Worker %d: no XLA collectives across the %d workers here: gradients are reduced through the host",
         rank, world_size,
@@ -121,12 +152,6 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def set_environment(environment: Mapping[str, str]) -> None:
-    """Before torch_xla is imported. What the user's own environment says stays."""
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
 
 
 def _within(limit: float, work: Callable[[], int], name: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from lockstep.errors import RollCallError
 from lockstep.group import Group
@@ -21,9 +20,9 @@ def prove(group: Group, runtime: Runtime, limit: float) -> None:
     seen[group.rank] = 1.0
     seen = seen.to(runtime.device)
     try:
-        work = dist.all_reduce(seen, async_op=True)
-        assert work is not None
-        work.wait(timedelta(seconds=limit))
+        work = runtime.all_reduce(seen)
+        if work is not None:
+            work.wait(timedelta(seconds=limit))
         found = [int(each) for each in seen.cpu().tolist()]
     except RuntimeError as error:
         raise RollCallError(

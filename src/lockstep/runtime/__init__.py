@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
+from lockstep.runtime import pjrt
 
 if TYPE_CHECKING:
     from lockstep.runtime.base import Runtime
@@ -15,20 +17,35 @@ if TYPE_CHECKING:
 # torch is imported inside the functions below, so that a run on explicit settings is planned without it.
 
 
-def resolve(runtime: str, processes: str | int, share: bool = False) -> tuple[str, int]:
+def resolve(settings: RunSettings) -> tuple[str, int]:
     """The device family and the number of processes on this host that `auto` stands for here."""
+    runtime, processes = settings.runtime, settings.processes
     if runtime == "auto":
-        runtime = "cuda" if _gpu_count() else "cpu"
+        runtime = "xla" if pjrt.DEVICE in os.environ else "cuda" if _gpu_count() else "cpu"
     if runtime == "xla":
-        raise ConfigError("runtime: xla is not part of this version; use cpu, cuda or auto")
+        count = pjrt.processes(settings, os.environ) if processes == "auto" else int(processes)
+        pjrt.check(settings, os.environ, count)
+        return runtime, count
+    _refuse_xla_settings(settings, runtime)
     if runtime == "cuda":
         from lockstep.runtime.cuda import check_devices
 
         present = _gpu_count()
         wanted = max(present, 1) if processes == "auto" else int(processes)
-        check_devices(min(wanted, 1) if share else wanted, present)
+        check_devices(min(wanted, 1) if settings.launch.share_devices else wanted, present)
         return runtime, wanted
     return runtime, 1 if processes == "auto" else int(processes)
+
+
+def _refuse_xla_settings(settings: RunSettings, runtime: str) -> None:
+    """What only XLA can do must not be silently ignored elsewhere."""
+    if settings.strategy.type in ("threads", "spmd"):
+        raise ConfigError(f"strategy: {settings.strategy.type} needs runtime: xla, but the runtime is {runtime}")
+    if settings.devices not in ("auto", 1):
+        raise ConfigError(
+            f"devices: {settings.devices} is for XLA devices of one process, but the runtime is {runtime}: "
+            f"set processes: {settings.devices} instead"
+        )
 
 
 def unused_devices(runtime: str, processes: int) -> str | None:
@@ -38,12 +55,16 @@ def unused_devices(runtime: str, processes: int) -> str | None:
     return f"{processes} of {present} visible GPUs will be used; processes: auto uses them all"
 
 
-def create(runtime: str, local_rank: int, share: bool = False) -> Runtime:
-    """The runtime of this process, on the device that its local rank picks; with `share`, others may have it too."""
+def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSettings) -> Runtime:
+    """The runtime of this process, on the device that its local rank picks."""
+    if runtime == "xla":
+        from lockstep.runtime.xla import XlaRuntime
+
+        return XlaRuntime(local_rank, local_world_size, settings)
     from lockstep.runtime.cpu import CpuRuntime
     from lockstep.runtime.cuda import CudaRuntime
 
-    return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, share)
+    return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, settings.launch.share_devices)
 
 
 def _gpu_count() -> int:

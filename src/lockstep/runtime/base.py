@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 
 class Runtime(abc.ABC):
@@ -16,6 +17,9 @@ class Runtime(abc.ABC):
     name: ClassVar[str]
     # The torch.distributed backend that carries tensors between devices of this family.
     backend: str
+
+    # Whether every new shape costs a compilation, so that short batches are better filled up.
+    fixed_shapes: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,6 +44,38 @@ class Runtime(abc.ABC):
 
     def synchronize(self) -> None:  # noqa: B027
         """Return once the device has done everything it was given."""
+
+    def end_of_program(self, device: torch.device | None = None) -> None:  # noqa: B027
+        """Here a program ends that is to be compiled and run as one; where operations run at once, nothing happens."""
+
+    def compilations(self) -> int | None:
+        """Programs compiled so far; None where nothing is."""
+        return None
+
+    def program_text(self, tensor: torch.Tensor) -> str:
+        """What a tensor is computed by, with the lines it comes from; nothing where it is already computed."""
+        return ""
+
+    def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors in the memory of the host."""
+        return [each.cpu() for each in tensors]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Sum a tensor over all ranks, in place, by the data plane; what is returned can be waited for."""
+        return dist.all_reduce(tensor, async_op=True)
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Give every rank what rank 0 has in these tensors."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+    def addressable_device_count(self) -> int:
+        """Devices that this process drives."""
+        return 1
+
+    def global_device_count(self) -> int | None:
+        """Devices of all processes; None where the device family does not know, and it is one per process."""
+        return None
 
     def move(self, batch: Any) -> Any:
         """A batch with all its tensors on the device, in the same nesting."""

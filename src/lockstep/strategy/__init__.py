@@ -13,6 +13,24 @@ from lockstep.strategy.single import SingleStrategy
 def create(settings: StrategySettings, runtime: Runtime, world_size: int) -> Strategy:
     """The strategy that the config names; `auto` is `single` for one process and `ddp` for more."""
     check_strategy(settings.type, world_size)
+    if runtime.name == "xla":
+        return _on_xla(settings, runtime, world_size)
     if world_size == 1:
         return SingleStrategy(runtime)
     return DdpStrategy(runtime, settings)
+
+
+def _on_xla(settings: StrategySettings, runtime: Runtime, world_size: int) -> Strategy:
+    from lockstep.runtime.xla import XlaRuntime
+    from lockstep.strategy.spmd import SpmdStrategy
+    from lockstep.strategy.threads import ThreadsStrategy
+    from lockstep.strategy.xla_ddp import XlaDdpStrategy
+
+    assert isinstance(runtime, XlaRuntime)
+    if settings.type == "spmd":
+        return SpmdStrategy(runtime, settings, world_size)
+    if settings.type == "threads":
+        return ThreadsStrategy(runtime)
+    if world_size == 1:
+        return SingleStrategy(runtime)
+    return XlaDdpStrategy(runtime, settings, world_size)

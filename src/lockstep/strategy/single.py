@@ -6,14 +6,14 @@ from typing import ClassVar
 
 from torch import nn
 
-from lockstep.strategy.base import Strategy
+from lockstep.strategy.base import Strategy, to_device
 
 
 class SingleStrategy(Strategy):
     name: ClassVar[str] = "single"
 
     def place(self, model: nn.Module) -> nn.Module:
-        return model.to(self.runtime.device)
+        return to_device(model, self.runtime.device)
 
     def sync_gradients(self, wanted: bool) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,29 +12,41 @@ from torch import Tensor, nn
 
 from lockstep.data import Loader
 from lockstep.errors import ConfigError
-from lockstep.metrics import Sums
+from lockstep.metrics import Sums, numbers
 
 Measure = Callable[[Any], Mapping[str, Tensor]]
 
 
-def measure_sums(measure: Measure, loader: Loader, move: Callable[[Any], Any]) -> tuple[Sums, int]:
+def measure_sums(
+    measure: Measure, loader: Loader, move: Callable[[Any], Any], measured: Callable[[], None] = lambda: None
+) -> tuple[Sums, int]:
     """This rank's sums over its part of the data, in double precision, and how many examples it saw."""
-    return sums_of(measure, ((part.examples, batch) for part, batch in loader.epoch(0)), move)
+    batches = ((part.examples, len(part.indices), batch) for part, batch in loader.epoch(0))
+    return sums_of(measure, batches, move, measured)
 
 
-def sums_of(measure: Measure, counted: Iterable[tuple[int, Any]], move: Callable[[Any], Any]) -> tuple[Sums, int]:
-    """The same over batches of any source, each with how many examples of it count."""
-    totals: dict[str, Tensor] = {}
-    seen = 0
+def sums_of(
+    measure: Measure,
+    batches: Iterable[tuple[int, int, Any]],
+    move: Callable[[Any], Any],
+    measured: Callable[[], None] = lambda: None,
+) -> tuple[Sums, int]:
+    """The same over batches of any source, each with how many examples a mean over it counts for, and its length.
+
+    Means are kept where they were computed, and read once at the end: no batch waits for the one before.
+    """
+    means: dict[str, list[Tensor]] = {}
+    counts: list[int] = []
     with torch.no_grad():
-        for examples, batch in counted:
+        for examples, length, batch in batches:
             if examples == 0:
                 continue
             for name, value in measure(move(batch)).items():
-                amount = _sum(name, value, examples)
-                totals[name] = totals[name] + amount if name in totals else amount
-            seen += examples
-    return {name: [float(total), float(seen)] for name, total in totals.items()}, seen
+                means.setdefault(name, []).append(_mean(name, value, length))
+            counts.append(examples)
+            measured()
+    seen = sum(counts)
+    return {name: [_total(name, each, counts), float(seen)] for name, each in means.items()}, seen
 
 
 def combine(parts: list[tuple[Sums, int]], expected: int, name: str) -> dict[str, float]:
@@ -60,14 +73,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _sum(name: str, value: Tensor, examples: int) -> Tensor:
+def _total(name: str, means: list[Tensor], counts: list[int]) -> float:
+    if len(means) != len(counts):
+        raise ConfigError(f"metric {name!r} is there for {len(means)} of {len(counts)} batches: return it for each")
+    return math.fsum(mean * count for mean, count in zip(numbers(means), counts, strict=True))
+
+
+def _mean(name: str, value: Tensor, length: int) -> Tensor:
     if not isinstance(value, Tensor):
         raise ConfigError(f"metric {name!r} is a {type(value).__name__}: return a tensor with one value per example")
     if value.dim() == 0:
-        return value.detach().double() * examples  # a mean over the batch
-    if value.shape != (examples,):
+        return value.detach().double()  # a mean over the batch
+    if value.shape != (length,):
         raise ConfigError(
-            f"metric {name!r} has shape {list(value.shape)} for a batch of {examples} examples: "
+            f"metric {name!r} has shape {list(value.shape)} for a batch of {length} examples: "
             "return one value per example, shape [B]"
         )
-    return value.detach().double().sum()
+    return value.detach().double().mean()

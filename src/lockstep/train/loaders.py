@@ -8,14 +8,16 @@ from torch.utils.data import Dataset
 
 from lockstep.config.schema import Data
 from lockstep.data import Collate, Loader, Loading, Walk, check_dataset
+from lockstep.runtime.base import Runtime
 
 
 class Loaders:
     """Makes loaders for one rank, and keeps them with their worker processes until it is closed."""
 
-    def __init__(self, rank: int, world_size: int, seed: int, settings: Data, pin_memory: bool) -> None:
+    def __init__(self, rank: int, world_size: int, seed: int, settings: Data, runtime: Runtime) -> None:
         self._rank, self._world_size, self._seed = rank, world_size, seed
-        pin = pin_memory if settings.pin_memory is None else settings.pin_memory
+        self._fill = runtime.fixed_shapes
+        pin = runtime.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self._loading = Loading(settings.workers, pin, settings.prefetch)
         self._kept: dict[tuple[Any, ...], Loader] = {}
 
@@ -36,7 +38,7 @@ class Loaders:
         if key not in self._kept:
             rank, world_size = (0, 1) if alone else (self._rank, self._world_size)
             count = check_dataset(dataset, "the dataset")
-            walk = Walk(count, batch_size, rank, world_size, self._seed, shuffle, drop_last, accumulate)
+            walk = Walk(count, batch_size, rank, world_size, self._seed, shuffle, drop_last, accumulate, self._fill)
             self._kept[key] = Loader(dataset, walk, collate, self._loading)
         return self._kept[key]
 

@@ -26,13 +26,15 @@ from lockstep.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.compiling import be_patient_while_compiling
-from lockstep.train.deciding import Deciding
+from lockstep.train.devices import OnDevices
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
 from lockstep.train.fingerprint import combined, compare, fingerprint
+from lockstep.train.guard import CompileGuard
 from lockstep.train.journal import Journal
 from lockstep.train.kept import Kept
 from lockstep.train.loaders import Loaders
 from lockstep.train.record import Record
+from lockstep.train.sharding import shard_rules
 from lockstep.train.state import (
     Due,
     Progress,
@@ -47,7 +49,7 @@ from lockstep.train.stream import counted, streamed
 logger = logging.getLogger(__name__)
 
 
-class Run(Deciding):
+class Run(OnDevices):
     """What `main(run)` is given on every rank. Batch sizes are global; every decision is made once and shared."""
 
     def __init__(
@@ -60,16 +62,17 @@ class Run(Deciding):
         display: Display,
         requests: Requests,
     ) -> None:
-        super().__init__(group)
-        self.topology, self.runtime = topology, runtime
+        super().__init__(group, runtime, strategies.create(settings.strategy, runtime, group.world_size))
+        self.topology = topology
         self.settings, self.folder = settings, folder
         self.progress = Progress()
         self._model: nn.Module | None = None
-        self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self._store = Store(folder / "checkpoints")
-        self._saver = Saver(self._store, settings.checkpoint, group.whereabouts)
+        to_host = runtime.to_host if runtime.name == "xla" else list
+        self._saver = Saver(self._store, settings.checkpoint, group.whereabouts, to_host)
         self._last_saved_step = -1
-        self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, self.device.type == "cuda")
+        self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, runtime)
+        self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
         self._handed_out: Part | None = None  # the same, until the next one
         self._precision = "float32"
@@ -88,14 +91,6 @@ class Run(Deciding):
     # Who and where
 
     @property
-    def device(self) -> torch.device:
-        return self.runtime.device
-
-    @property
-    def strategy(self) -> str:
-        return self._strategy.name
-
-    @property
     def model(self) -> nn.Module:
         """What to call in training."""
         return self._set_up(self._model)
@@ -108,6 +103,11 @@ class Run(Deciding):
     @property
     def optimizer(self) -> Optimizer | None:
         return self._kept.optimizer
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """Programs that training steps compiled, by kind of step; nothing where nothing is compiled."""
+        return dict(self._guard.compilations)
 
     @property
     def seconds(self) -> float:
@@ -148,10 +148,12 @@ class Run(Deciding):
         clip_norm: float | None = None,
         compile: bool = False,
         on_nan: str = "stop",
+        shard: Mapping[str, Any] | None = None,
     ) -> Any:
         """Place the model on the device, equal on all ranks. Returns what was given, in the same order.
 
         With `on_nan="skip"`, a step whose gradients are not finite leaves the weights as they are, on all ranks.
+        `shard` has sharding rules for SPMD, as `strategy.shard` in the config, which comes before it.
         """
         if self._model is not None:
             raise ConfigError("run.setup was called twice: a run trains one model")
@@ -159,10 +161,13 @@ class Run(Deciding):
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
         self._precision, self._clip_norm, self._skip_nan = precision, clip_norm, on_nan == "skip"
         self.journal.forgive_nan = self._skip_nan
-        if compile:
+        if compile and self.runtime.name == "xla":
+            logger.info("compile: everything is compiled on XLA devices; nothing more to do")
+        elif compile:
             model.compile()
             be_patient_while_compiling(self._whereabouts)
         self._kept.module, self._kept.optimizer = model, optimizer
+        self._strategy.use_rules(shard_rules(shard or {}))
         self._whereabouts.enter("placing the model", waits=self.world_size > 1)
         self._model = self._strategy.place(model)
         self._whereabouts.enter("getting ready")
@@ -198,6 +203,7 @@ class Run(Deciding):
         that was asked to stop saves itself and leaves, on all ranks at once. Leaving the loop early leaves the epoch
         where it is: the next call goes on from there.
         """
+        accumulate *= self._strategy.parts
         check_batch_size(batch_size, self.world_size, accumulate, "batch_size")
         loader = self._loaders.get(
             dataset, batch_size, collate, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate
@@ -237,11 +243,13 @@ class Run(Deciding):
             following = next(parts, None)
             if following is None:
                 break
+            continues = self._part is not None
             self._part, batch = following
             self._handed_out = self._part
-            if accumulate > 1:
+            if accumulate > 1 or self.runtime.fixed_shapes:
                 self._strategy.sync_gradients(self._part.completes_batch)
-            batch = self.runtime.move(batch)
+            batch = self._strategy.move(batch)
+            self._guard.begin("a batch that was filled up" if continues and accumulate == 1 else "a step", batch)
             self._whereabouts.enter("loss")
             yield batch
         if self.progress.epoch == epoch:  # a loop that does not step still gets on
@@ -260,9 +268,16 @@ class Run(Deciding):
         weight = 1.0 if self._part is None else self._part.weight
         exchanges = self.world_size > 1 and (self._part is None or self._part.completes_batch)
         doing = "gradient reduction" if exchanges else "backward"
+        self._guard.computed(loss)
         self._whereabouts.enter(doing, self.progress.step + 1, waits=exchanges)
+        if not self._guard.settled:
+            self._whereabouts.be_patient()
+        complete = self._part is None or self._part.completes_batch
         try:
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            self._strategy.computed(complete)
+            if complete:
+                self._strategy.reduce_gradients(self.module)
         except RuntimeError as error:
             raise self.group.explain(error, f"the gradients of step {self.progress.step + 1}") from error
         self._whereabouts.enter("the optimizer")
@@ -281,7 +296,11 @@ class Run(Deciding):
                 torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if not self._guard.settled:
+            self._whereabouts.be_patient()
+        self._strategy.stepped(self.module)
         self._advance(part)
+        self._guard.end(self.progress.step)
         self._whereabouts.enter("the end", self.progress.step)
         return True
 
@@ -314,7 +333,7 @@ class Run(Deciding):
 
         def here() -> Any:
             with evaluating(self._kept.module) if self._kept.module is not None else contextlib.nullcontext():
-                return measure_sums(measure, loader, self._next_of(name))
+                return measure_sums(measure, loader, self._next_of(name), self.runtime.end_of_program)
 
         parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
         return combine(parts, count, name)
@@ -331,7 +350,7 @@ class Run(Deciding):
         if self._kept.module is not None:
             self._equalize_buffers()
         with evaluating(self._kept.module) if self._kept.module is not None else contextlib.nullcontext():
-            mine = sums_of(measure, counted(batches, count), self._next_of(name))
+            mine = sums_of(measure, counted(batches, count), self._next_of(name), self.runtime.end_of_program)
         parts = self.gather(mine, name)
         return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
 
@@ -348,6 +367,8 @@ class Run(Deciding):
         self._equalize_buffers()
         states = self._compared({"generators": generator_states(self.runtime)}, "generator states")
         if not self.is_main:
+            if self._strategy.name == "spmd":  # what is spread over hosts is fetched by all of them together
+                self._saver.fetch(*self._kept.model_and_state())
             return
         model, state = self._kept.model_and_state()
         state |= {"seconds": self.seconds, "generators": [each["generators"] for each in states]}
@@ -372,6 +393,7 @@ class Run(Deciding):
         state = loaded.state
         self._set_up(self._kept.module)
         self._kept.load(loaded.model, state, str(self._store.path(step)))
+        self._strategy.restored(self.module, self._kept.optimizer)
         self._last_saved_step = step
         self._pulse.start(step, state["seconds"])
         if len(state["generators"]) == self.world_size:
@@ -446,7 +468,7 @@ class Run(Deciding):
 
         def move(batch: Any) -> Any:
             self._whereabouts.enter(name)
-            return self.runtime.move(batch)
+            return self._strategy.move(batch)
 
         return move
 

@@ -45,5 +45,6 @@ def _next(group: Group, batches: Iterator[Any], count: Count, name: str) -> tupl
     return batch, group.gather(examples, f"how many examples of {name!r} every rank has")
 
 
-def counted(batches: Iterator[Any], count: Count) -> Iterator[tuple[int, Any]]:
-    return ((count(batch), batch) for batch in batches)
+def counted(batches: Iterator[Any], count: Count) -> Iterator[tuple[int, int, Any]]:
+    """Batches with how many examples count, and how many there are: all of them."""
+    return ((length := count(batch), length, batch) for batch in batches)

@@ -52,6 +52,10 @@ class Task(abc.ABC):
         """Used where the config names no scheduler; stepped every epoch."""
         return None
 
+    def shard_rules(self) -> dict[str, Any]:
+        """For SPMD: parameter-name pattern -> mesh axis (or None) for every dimension; `strategy.shard` comes first."""
+        return {}
+
     def should_stop(self, metrics: dict[str, float]) -> str | None:
         """A reason to end training on all ranks, for instance that a trial is pruned; asked on rank 0, after every
         validation."""

@@ -44,6 +44,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
         clip_norm=limits.clip_norm,
         compile=limits.compile,
         on_nan=limits.on_nan,
+        shard=task.shard_rules(),
     )
 
     measure = _measure(run, task)

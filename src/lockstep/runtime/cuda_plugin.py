@@ -1,0 +1,94 @@
+"""CUDA through PJRT: torch_xla 2.9 has no CUDA support of its own, but loads any PJRT plugin. JAX ships one.
+
+The plugin comes from the jax-cuda12-pjrt package (`pip install 'lockstep-train[xla-cuda]'`), which needs CUDA 12
+libraries and a GPU; JAX itself is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+NAME = "CUDA"
+_PACKAGE = "jax_plugins.xla_cuda12"
+_LIBRARY = "xla_cuda_plugin.so"
+
+
+def register() -> None:
+    """Make PJRT_DEVICE=CUDA known to torch_xla, before it opens a device."""
+    from torch_xla.experimental import plugins
+
+    library = library_path()
+    count = gpu_count(os.environ)
+    if count == 0:
+        raise ConfigError(
+            "PJRT_DEVICE=CUDA, but this host shows no GPU (/dev/nvidia0 is not there, or CUDA_VISIBLE_DEVICES hides "
+            "it): check with nvidia-smi, or use PJRT_DEVICE=CPU"
+        )
+
+    class CudaPlugin(plugins.DevicePlugin):  # type: ignore[misc]
+        def library_path(self) -> str:
+            return library
+
+        def physical_chip_count(self) -> int:
+            return count
+
+        def configure_multiprocess(self, local_rank: int, local_world_size: int) -> None:
+            os.environ.setdefault("LOCAL_RANK", str(local_rank))
+
+        def client_create_options(self) -> dict[str, object]:
+            return client_options(os.environ)
+
+        def requires_xla_coordinator(self) -> bool:
+            return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+    plugins.use_dynamic_plugins()
+    plugins.register_plugin(NAME, CudaPlugin())
+
+
+def library_path() -> str:
+    """The plugin's library, without importing JAX."""
+    try:
+        found = importlib.util.find_spec(_PACKAGE)
+    except ModuleNotFoundError:
+        found = None
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if (Path(folder) / _LIBRARY).is_file():
+            return str(Path(folder) / _LIBRARY)
+    raise ConfigError(
+        "PJRT_DEVICE=CUDA needs a PJRT plugin for CUDA, which torch_xla 2.9 does not bring along: "
+        "pip install 'lockstep-train[xla-cuda]' (the jax-cuda12-pjrt package)"
+    )
+
+
+def client_options(env: Mapping[str, str]) -> dict[str, object]:
+    """What the plugin is told when it opens its devices, from the variables that torch_xla documents."""
+    options: dict[str, object] = {"platform_name": "cuda"}
+    if "PJRT_ALLOCATOR_FRACTION" in env:
+        options["memory_fraction"] = float(env["PJRT_ALLOCATOR_FRACTION"])
+    if "PJRT_ALLOCATOR_PREALLOCATE" in env:
+        options["preallocate"] = env["PJRT_ALLOCATOR_PREALLOCATE"].lower() == "true"
+    world = int(env.get("WORLD_SIZE", "1"))
+    if world > 1:
+        options |= {
+            "num_nodes": world,
+            "node_id": int(env["RANK"]),
+            "visible_devices": [int(env.get("LOCAL_RANK", "0"))],
+        }
+    elif "GPU_NUM_DEVICES" in env:
+        options["visible_devices"] = list(range(int(env["GPU_NUM_DEVICES"])))
+    return options
+
+
+def gpu_count(env: Mapping[str, str]) -> int:
+    """GPUs that a process here may use, without opening any."""
+    present = len([each for each in Path("/dev").glob("nvidia[0-9]*") if each.name[6:].isdigit()])
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
+    return min(present, len(named))

@@ -1,0 +1,97 @@
+"""What the PJRT runtime reads from the environment, worked out from the settings. Knows neither torch nor torch_xla."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.config.schema import RunSettings
+from lockstep.errors import ConfigError
+
+DEVICE = "PJRT_DEVICE"
+FAMILIES = ("CPU", "TPU", "CUDA")
+_OLD_NAMES = {"GPU": "CUDA"}
+_INSTALL = "pip install 'lockstep-train[xla]'"
+_GOOGLE_VENDOR = "0x1ae0"
+# As they report themselves on the PCI bus: v2 and v3, v4, v5e, v6e, 7x. Google's network cards have other ids.
+_TPU_IDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+
+
+def device_family(settings: RunSettings, env: Mapping[str, str]) -> str:
+    """CPU, TPU or CUDA: as the config says, else as PJRT_DEVICE says, else the CPU."""
+    asked = settings.xla.device or env.get(DEVICE) or "CPU"
+    # PJRT takes `TPU_C_API` and the like for TPU.
+    family = _OLD_NAMES.get(asked.upper().split("_")[0], asked.upper().split("_")[0])
+    if family not in FAMILIES:
+        raise ConfigError(f"{DEVICE}={asked!r} is not known: use CPU, TPU or CUDA")
+    return family
+
+
+def variables(settings: RunSettings, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set before torch_xla is loaded."""
+    family, xla = device_family(settings, env), settings.xla
+    found = {DEVICE: family}
+    if settings.devices != "auto":
+        found[{"CPU": "CPU_NUM_DEVICES", "CUDA": "GPU_NUM_DEVICES"}.get(family, "")] = str(settings.devices)
+    if xla.memory_fraction is not None:
+        found["PJRT_ALLOCATOR_FRACTION"] = str(xla.memory_fraction)
+    if xla.preallocate is not None:
+        found["PJRT_ALLOCATOR_PREALLOCATE"] = str(xla.preallocate).lower()
+    if family == "TPU" and xla.chips is not None:
+        count = len(xla.chips)
+        found["TPU_VISIBLE_CHIPS"] = ",".join(map(str, xla.chips))
+        found["TPU_CHIPS_PER_PROCESS_BOUNDS"] = f"1,{count},1"
+        found["TPU_PROCESS_BOUNDS"] = "1,1,1"
+    found.pop("", None)
+    return found
+
+
+def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None:
+    """Refuse what cannot work, before any process is started."""
+    family, strategy = device_family(settings, env), settings.strategy.type
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError(f"runtime: xla needs torch_xla, which is not installed: {_INSTALL}")
+    if family == "TPU" and tpu_chips() == 0:
+        raise ConfigError(
+            f"{DEVICE}=TPU, but this host has no TPU chip on its PCI bus: use {DEVICE}=CPU (or xla.device: CPU) here"
+        )
+    if settings.devices != "auto" and family == "TPU":
+        raise ConfigError(f"devices: {settings.devices} cannot be set for a TPU: name its chips with xla.chips: [0]")
+    if settings.xla.chips is not None and family != "TPU":
+        raise ConfigError(f"xla.chips: {list(settings.xla.chips)} names TPU chips, but the device family is {family}")
+    if strategy == "spmd" and processes > 1 and family == "CPU":
+        raise ConfigError(
+            f"strategy: spmd with {processes} processes cannot work on PJRT CPU: every process there is a world of its "
+            f"own, so no mesh can span them. Use processes: 1 with devices: {processes}, or strategy: ddp"
+        )
+    if strategy == "threads" and processes > 1:
+        raise ConfigError(
+            f"strategy: threads drives all devices of one process, but there are {processes}: set processes: 1 and "
+            "devices, or use strategy: ddp"
+        )
+    if strategy in ("auto", "single", "ddp") and settings.devices not in ("auto", 1):
+        raise ConfigError(
+            f"devices: {settings.devices} with strategy: {strategy}, which has one device per process: set "
+            f"processes: {settings.devices} with ddp, or use strategy: spmd or threads"
+        )
+
+
+def processes(settings: RunSettings, env: Mapping[str, str]) -> int:
+    """How many processes `auto` stands for: one per chip for ddp on a TPU, else one."""
+    if device_family(settings, env) == "TPU" and settings.strategy.type in ("ddp", "auto"):
+        chips = settings.xla.chips
+        return max(1, tpu_chips() if chips is None else len(chips))
+    return 1
+
+
+def tpu_chips() -> int:
+    """TPU chips on this host's PCI bus."""
+    found = 0
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        try:
+            if vendor.read_text().strip() == _GOOGLE_VENDOR:
+                found += (vendor.parent / "device").read_text().strip() in _TPU_IDS
+        except OSError:
+            continue
+    return found

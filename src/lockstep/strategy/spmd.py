@@ -1,0 +1,119 @@
+"""One program over a mesh of devices: tensors are marked with how they are split, and XLA does the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.config.schema import ShardRule
+from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.errors import ConfigError
+from lockstep.runtime.base import map_tensors
+from lockstep.runtime.xla import XlaRuntime
+from lockstep.strategy import mesh as meshing
+from lockstep.strategy.base import Strategy, to_device
+
+logger = logging.getLogger(__name__)
+
+
+class SpmdStrategy(Strategy):
+    name: ClassVar[str] = "spmd"
+
+    def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
+        super().__init__(runtime)
+        import torch_xla.distributed.spmd as xs
+
+        self._xs, self._settings, self._world_size = xs, settings, world_size
+        devices = runtime.global_device_count()
+        self._shapes = meshing.resolve_meshes(settings, devices)
+        self._meshes = {
+            name: xs.Mesh(np.arange(devices), tuple(shape.values()), tuple(shape))
+            for name, shape in self._shapes.items()
+        }
+        xs.set_global_mesh(self._meshes[meshing.MAIN])
+        self._rules = dict(settings.shard)
+        self._shardings: dict[str, meshing.Sharding] = {}
+        if world_size > 1 and self._data_size != devices:
+            raise ConfigError(
+                f"strategy.mesh: {self._shapes[meshing.MAIN]} on {world_size} hosts: every host loads its own part of "
+                "the batch, which XLA can only put together where the data axis has all devices"
+            )
+
+    @property
+    def _data_size(self) -> int:
+        return self._shapes[meshing.MAIN].get(meshing.DATA_AXIS, 1)
+
+    @property
+    def meshes(self) -> Mapping[str, Any]:
+        return {name.rpartition(".")[2]: each for name, each in self._meshes.items()}
+
+    def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
+        self._rules = {
+            **self._settings.shard,
+            **{name: rule for name, rule in rules.items() if name not in self._rules},
+        }
+
+    def place(self, model: nn.Module) -> nn.Module:
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        self._shardings = meshing.shardings(shapes, self._shapes, self._settings, self._rules)
+        model = to_device(model, self.runtime.device)  # first: what is not on the device cannot be split over it
+        for name, parameter in model.named_parameters():
+            if name in self._shardings:
+                self._mark(parameter, self._shardings[name])
+        self.runtime.end_of_program()
+        text = " x ".join(f"{axis} {size}" for axis, size in self._shapes[meshing.MAIN].items())
+        logger.info("mesh %s; %d of %d parameters are split", text, len(self._shardings), len(shapes))
+        return model
+
+    def move(self, batch: Any) -> Any:
+        return map_tensors(self._sent, batch)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        if tensor.dim() == 0:
+            return tensor.to(self.runtime.device)
+        if len(tensor) * self._world_size % self._data_size:
+            raise ConfigError(
+                f"train.batch_size: {len(tensor) * self._world_size} examples cannot be spread evenly over the "
+                f"{self._data_size} devices of the data axis"
+            )
+        spec = meshing.batch_spec(tensor.dim(), self._shapes[meshing.MAIN])
+        mesh = self._meshes[meshing.MAIN]
+        if self._world_size == 1:
+            sent = tensor.to(self.runtime.device)
+            self._xs.mark_sharding(sent, mesh, spec)
+            return sent
+        sharding = self._xs.ShardingSpec(mesh, spec, minibatch=True)
+        sent = cast(Tensor, xm.send_cpu_data_to_device([tensor], self.runtime.device, input_sharding=sharding)[0])
+        # Without `minibatch` XLA takes what the first host loaded for the whole batch, and says nothing.
+        if len(sent) != len(tensor) * self._world_size:
+            raise AssertionError(
+                f"{self._world_size} hosts loaded {len(tensor)} examples each, but {len(sent)} are trained on"
+            )
+        return sent
+
+    def sync_gradients(self, wanted: bool) -> None:
+        pass  # the program reduces them
+
+    def equalize_buffers(self, model: nn.Module) -> None:
+        pass  # there is one model
+
+    def restored(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """State that was read back is whole on every device; mark what belongs to a split parameter like it."""
+        if optimizer is not None:
+            for name, parameter in model.named_parameters():
+                for value in optimizer.state.get(parameter, {}).values():
+                    if name in self._shardings and isinstance(value, Tensor) and value.shape == parameter.shape:
+                        self._mark(value, self._shardings[name])
+        self.runtime.end_of_program()
+
+    def _mark(self, tensor: Tensor, sharding: meshing.Sharding) -> None:
+        with torch.no_grad():
+            self._xs.mark_sharding(tensor, self._meshes[sharding.mesh], sharding.spec)

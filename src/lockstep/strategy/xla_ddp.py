@@ -1,0 +1,89 @@
+"""One replica per process on XLA devices: gradients are averaged in the graph, or through the hosts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.runtime.xla import XlaRuntime
+from lockstep.strategy.base import Strategy, to_device
+
+logger = logging.getLogger(__name__)
+
+
+class XlaDdpStrategy(Strategy):
+    """Torch's DDP hooks into every gradient as it is computed, and XLA computes none before the step ends.
+
+    Where the runtime spans the processes (TPU), the average is part of the program. Where each process is a world of
+    its own (PJRT CPU), gradients travel through the hosts' group in a few large buckets.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
+        super().__init__(runtime)
+        self._xla, self._world_size = runtime, world_size
+        self._bucket_bytes = settings.bucket_mb * 2**20
+        self._wanted = True
+
+    def place(self, model: nn.Module) -> nn.Module:
+        model = to_device(model, self.runtime.device)
+        with torch.no_grad():
+            self.runtime.broadcast([*model.parameters(), *model.buffers()])
+        if self._xla.spans_processes:
+            logger.info("gradients are reduced in the graph, over %d processes", self._world_size)
+        else:
+            logger.info(
+                "gradients are reduced through the hosts' group: on PJRT %s every process is a world of its own",
+                self._xla.family,
+            )
+        return model
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        named = dict(model.named_parameters())
+        return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
+
+    def sync_gradients(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        if not self._wanted:
+            return
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        if self._xla.spans_processes:
+            import torch_xla.core.xla_model as xm
+
+            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / self._world_size)
+            return
+        buckets = in_buckets(gradients, self._bucket_bytes)
+        # Joined on the device, so that one program computes all of it and a few long copies bring it here.
+        joined = [torch.cat([each.reshape(-1) for each in bucket]) for bucket in buckets]
+        on_host = self.runtime.to_host(joined)
+        works: list[Any] = [dist.all_reduce(each, async_op=True) for each in on_host]
+        for bucket, summed, work in zip(buckets, on_host, works, strict=True):
+            work.wait()
+            back = (summed / self._world_size).to(self.runtime.device)
+            for gradient, part in zip(bucket, torch.split(back, [each.numel() for each in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def equalize_buffers(self, model: nn.Module) -> None:
+        self.runtime.broadcast(list(model.buffers()))
+
+
+def in_buckets(gradients: list[Tensor], limit: int) -> list[list[Tensor]]:
+    """Gradients of one type together, up to so many bytes at once, in the order in which they come."""
+    buckets: list[list[Tensor]] = []
+    sizes: list[int] = []
+    for gradient in gradients:
+        size = gradient.numel() * gradient.element_size()
+        if not buckets or buckets[-1][0].dtype != gradient.dtype or sizes[-1] + size > limit:
+            buckets.append([])
+            sizes.append(0)
+        buckets[-1].append(gradient)
+        sizes[-1] += size
+    return buckets

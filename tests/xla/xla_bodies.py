@@ -1,0 +1,104 @@
+"""What tests of this folder do in a process of their own: `python bodies.py NAME` prints what it returned as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.config.schema import RunSettings
+from lockstep.errors import LockstepError
+
+
+def launched(main: Any, **settings: Any) -> list[Any]:
+    folder = tempfile.mkdtemp()
+    return lockstep.launch(main, out=folder, runtime="xla", xla={"device": "CPU"}, **settings)
+
+
+def what_auto_is() -> Any:
+    import os
+
+    from lockstep import runtime
+
+    return [runtime.resolve(RunSettings())[0], os.environ["PJRT_DEVICE"]]
+
+
+def devices_of_a_mesh() -> Any:
+    def main(run: Any) -> Any:
+        import torch_xla
+
+        model = nn.Linear(8, 8)
+        run.setup(model, torch.optim.SGD(model.parameters(), 0.1), shard={"weight": ["model", None]})
+        spec = torch_xla._XLAC._get_xla_sharding_spec
+        return {
+            "addressable": run.addressable_device_count, "global": run.global_device_count,
+            "process": [run.process_index, run.process_count], "mesh": dict(run.mesh.shape()),
+            "wide": dict(run.meshes["wide"].shape()),
+            "weight": bool(spec(model.weight)), "bias": bool(spec(model.bias)),
+        }  # fmt: skip
+
+    mesh = {"data": 2, "model": -1}
+    strategy = {"type": "spmd", "mesh": mesh, "meshes": {"wide": {**mesh, "height": 1, "width": 1}}}
+    return launched(main, processes=1, devices=4, strategy=strategy)[0]
+
+
+def _talking(run: Any) -> Any:
+    torch.manual_seed(run.rank)
+    model = nn.Linear(2, 2).to(run.device)
+    run.broadcast_parameters(model)
+    exchanged = [each.decode() for each in run.rendezvous("names", f"rank {run.rank}".encode())]
+    run.barrier("a host barrier")
+    return {
+        "weights": model.weight.cpu().tolist(), "exchanged": exchanged,
+        "devices": [run.addressable_device_count, run.global_device_count], "identity": run.runtime.identity(),
+    }  # fmt: skip
+
+
+def two_processes() -> Any:
+    found = launched(_talking, processes=2, strategy="ddp")
+    return {
+        **{name: [each[name] for each in found] for name in ("weights", "exchanged", "devices")},
+        "identities": [each["identity"] for each in found],
+    }
+
+
+def _with_silent_collectives(run: Any) -> None:
+    raise AssertionError("the roll call must not let anybody get here")
+
+
+def silent_collective() -> Any:
+    launched(_with_silent_collectives, processes=2, strategy="ddp")
+
+
+def random_numbers() -> Any:
+    def main(run: Any) -> Any:
+        runtime = run.runtime
+        found = {}
+        for name, seed in (("first", 1), ("again", 1), ("other seed", 2)):
+            runtime.seed(seed)
+            found[name] = torch.rand(3, device=run.device).cpu().tolist()
+        state = runtime.rng_state()
+        found["after"] = torch.rand(3, device=run.device).cpu().tolist()
+        runtime.set_rng_state(state)
+        found["after restoring"] = torch.rand(3, device=run.device).cpu().tolist()
+        return found
+
+    return launched(main, processes=1)[0]
+
+
+if sys.argv[1:2] == ["silent_collective"] or "silent" in str(sys.argv):
+    from lockstep.runtime.xla import XlaRuntime
+
+    XlaRuntime.spans_processes = property(lambda self: True)  # type: ignore[assignment, method-assign]
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(globals()[sys.argv[1]]()))
+    except LockstepError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
