@@ -199,6 +199,20 @@ def view(run_dir: Path, host: str, port: int) -> None:
     os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
 
 
+@profile.command()
+@click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
+@click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")
+def capture(addresses: tuple[str, ...], seconds: float) -> None:
+    """Take a trace of ranks that are training with a profile section, at 127.0.0.1:9012 where no ADDRESS is given."""
+    from lockstep.errors import ConfigError
+    from lockstep.profiler.demand import capture
+
+    failures = capture(addresses or ("127.0.0.1:9012",), seconds)
+    if failures:
+        raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
+    _say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
+
+
 @main.command()
 def schema() -> None:
     """Print the JSON schema of the config, for editors."""

@@ -7,17 +7,24 @@ port that is taken, and writes into the run's own folder. A trace is taken by th
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.profiler.xplane import make_readable, varint
 
 logger = logging.getLogger(__name__)
 
 SERVICE = "tensorflow.ProfilerService"
 _LONGEST_SECONDS = 30.0  # a trace is kept in memory until it is written
 _ANSWER_SECONDS = 60.0  # beyond the trace's own: for the step under way to end, and to write
-_DURATION_MS = 1  # the field of a ProfileRequest
+_DURATION_MS = b"\x08"  # the key of the first field of a ProfileRequest, an integer
 
 
 class Request:
@@ -26,10 +33,11 @@ class Request:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.failure: str | None = None
+        self.written: Path | None = None
         self._answered = threading.Event()
 
-    def answer(self, failure: str | None = None) -> None:
-        self.failure = failure
+    def answer(self, failure: str | None = None, written: Path | None = None) -> None:
+        self.failure, self.written = failure, written
         self._answered.set()
 
     def wait(self) -> None:
@@ -45,6 +53,8 @@ class Demand:
         self._lock = threading.Lock()
         self._server: Any = None
         self._closed = False
+        self._heard = threading.Event()  # nobody is still to hear an answer
+        self._heard.set()
 
     @classmethod
     def listening(cls, address: str, port: int | None, local_rank: int) -> Demand:
@@ -63,12 +73,17 @@ class Demand:
         """Wait for a trace of so many seconds; why there is none, where there is none."""
         request = Request(min(seconds, _LONGEST_SECONDS))
         with self._lock:  # one at a time
-            if self._closed:
-                return "the run is over"
             self._pending = request
+            if self._closed:  # nobody is going to take it
+                return "the run is over"
             request.wait()
             if self._pending is request:
                 self._pending = None
+        if request.written is not None and request.written.is_file():
+            try:
+                make_readable(request.written)  # here and not in the training thread: who asked wants to see it
+            except OSError as error:
+                return f"{request.written} was written, but not as TensorBoard reads it: {error}"
         return request.failure
 
     def close(self) -> None:
@@ -76,18 +91,21 @@ class Demand:
         if request := self.take():
             request.answer("the run is over")
         if self._server is not None:
-            self._server.stop(grace=1.0).wait(5.0)
+            self._heard.wait(2.0)
+            self._server.stop(grace=None).wait(5.0)
             self._server = None
 
     def _serve(self, at: str) -> None:
         try:
-            import grpc
+            grpc = _import_grpc()
         except ImportError:
             logger.info("no profiles on demand: they need grpcio (pip install 'lockstep-train[profile]')")
             return
 
         def profile(message: bytes, context: Any) -> bytes:
-            failure = self.ask(_first_number(message, _DURATION_MS, 1000) / 1000)
+            self._heard.clear()
+            context.add_callback(self._heard.set)
+            failure = self.ask(_seconds(message))
             if failure is not None:
                 context.abort(grpc.StatusCode.UNAVAILABLE, failure)
             return b""  # a ProfileResponse in which nothing needs to be said: the trace is not empty
@@ -111,33 +129,48 @@ class Demand:
         logger.info("profiles on demand at %s", at)
 
 
-def _first_number(message: bytes, field: int, default: int) -> int:
-    """An integer field of a protobuf message, by its number; the default where it is not there."""
-    at = 0
+def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
+    """Ask the ranks that listen at these addresses for a trace, all at once; why there is none, where there is none."""
     try:
-        while at < len(message):
-            key, at = _varint(message, at)
-            kind = key & 7
-            if kind == 0:
-                value, at = _varint(message, at)
-                if key >> 3 == field:
-                    return value
-            elif kind == 2:
-                length, at = _varint(message, at)
-                at += length
-            else:
-                at += {1: 8, 5: 4}[kind]
-    except (IndexError, KeyError):
-        pass
-    return default
+        import grpc
+    except ImportError:
+        raise ConfigError("this needs grpcio: pip install 'lockstep-train[profile]'") from None
+    request, failures = _DURATION_MS + varint(round(seconds * 1000)), {}
+    with contextlib.ExitStack() as stack:
+        channels = {each: stack.enter_context(grpc.insecure_channel(each)) for each in addresses}
+        limit = seconds + _ANSWER_SECONDS + 10
+        answers = {
+            address: channel.unary_unary(f"/{SERVICE}/Profile").future(request, timeout=limit)
+            for address, channel in channels.items()
+        }
+        for address, answer in answers.items():
+            if (error := answer.exception()) is not None:
+                failures[address] = str(error.details())
+    return failures
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
+def _import_grpc() -> Any:
+    """Without what it does about forks, with a message for each: a loader's workers never use it."""
+    name = "GRPC_ENABLE_FORK_SUPPORT"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        import grpc
+
+        grpc.insecure_channel("127.0.0.1:1").close()  # it is read when it is first used
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+    return grpc
+
+
+def _seconds(message: bytes) -> float:
+    """How long a trace a ProfileRequest asks for: its first field, in milliseconds, where it is there at all."""
+    milliseconds = 0
+    if message[:1] == _DURATION_MS:
+        for position, byte in enumerate(message[1:10]):
+            milliseconds |= (byte & 0x7F) << 7 * position
+            if byte < 0x80:
+                break
+    return (milliseconds or 1000) / 1000

@@ -107,7 +107,7 @@ class Window(Profiler):
         if self._wanted and first <= step < first + self._steps:
             self._start(Trace(step, end_step=first + self._steps))
         elif request := self._demand.take():
-            self._start(Trace(step, request=request, end_time=time.monotonic() + request.seconds))
+            self._start(Trace(step, request=request))
 
     def _start(self, trace: Trace) -> None:
         try:
@@ -117,6 +117,8 @@ class Window(Profiler):
         except Exception as error:
             self._failed(trace, f"could not be started: {error}")
         else:
+            if trace.request is not None:
+                trace.end_time = time.monotonic() + trace.request.seconds
             self._trace = trace
 
     def _stop(self) -> None:
@@ -129,17 +131,18 @@ class Window(Profiler):
         except Exception as error:
             self._failed(trace, f"could not be written to {self._folder}: {error}")
             return
-        steps = f"step {trace.first_step}" + (f" to {trace.last_step}" if trace.last_step > trace.first_step else "")
+        first, last = trace.first_step, trace.last_step
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
         logger.info("profile of %s in %s, written in %.2f s", steps, written, time.monotonic() - began)
-        self._settle(trace)
+        self._settle(trace, written=written)
 
     def _failed(self, trace: Trace, reason: str) -> None:
         logger.warning("profile: a trace from step %d on %s. Training goes on without it", trace.first_step, reason)
         self._settle(trace, reason)
 
-    def _settle(self, trace: Trace, failure: str | None = None) -> None:
+    def _settle(self, trace: Trace, failure: str | None = None, written: Path | None = None) -> None:
         if trace.request is not None:
-            trace.request.answer(failure)
+            trace.request.answer(failure, written)
         else:
             self._wanted = False
 

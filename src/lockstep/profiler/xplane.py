@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,13 +25,28 @@ _METADATA_ID, _METADATA_NAME = 1, 2
 _LINE_ID, _LINE_NAME, _LINE_TIMESTAMP, _LINE_EVENTS, _LINE_DISPLAY_ID = 1, 2, 3, 4, 10
 _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION = 1, 2, 3
 
+SESSIONS = Path("plugins") / "profile"  # where the plugin looks, below any folder
+_FIRST_LINE = 1000  # the plugin adds lines of its own, with small numbers
 Event = dict[str, Any]
+
+
+def make_readable(trace: Path) -> None:
+    """A trace of torch.profiler once more, beside itself, as the plugin reads it."""
+    worker, nanoseconds, *_ = trace.name.split(".")
+    stamp = time.strftime("%Y_%m_%d_%H_%M_%S", time.localtime(int(nanoseconds) / 1e9))
+    file = trace.parent / SESSIONS / stamp / f"{worker}.xplane.pb"
+    if file.exists():
+        return
+    converted = convert(trace)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(converted)
+    partial.replace(file)
 
 
 def convert(trace: Path) -> bytes:
     """The slices of a trace, by process (or device) and thread (or stream), as an XSpace."""
-    data = trace.read_bytes()
-    events: list[Event] = json.loads(gzip.decompress(data) if trace.suffix == ".gz" else data)["traceEvents"]
+    events: list[Event] = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     processes, threads = _names(events, "process_name"), _names(events, "thread_name")
     labels = _names(events, "process_labels", "labels")
     lines: dict[Any, dict[Any, list[Event]]] = defaultdict(lambda: defaultdict(list))
@@ -60,7 +76,7 @@ def _names(events: Iterable[Event], kind: str, argument: str = "name") -> dict[t
 def _plane(number: int, name: str, names: dict[Any, str], lines: dict[Any, list[Event]], start: float) -> bytes:
     known: dict[str, int] = {}
     body = [_field(_PLANE_ID, number), _field(_PLANE_NAME, name)]
-    for position, (tid, events) in enumerate(lines.items(), start=1):
+    for position, (tid, events) in enumerate(lines.items(), start=_FIRST_LINE):
         line = [
             _field(_LINE_ID, position),
             _field(_LINE_DISPLAY_ID, position),
@@ -88,12 +104,12 @@ def _event(metadata: int, offset: float, duration: float) -> bytes:
 def _field(number: int, value: int | str | bytes) -> bytes:
     """One field of a protobuf message."""
     if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
+        return varint(number << 3) + varint(value)
     data = value.encode() if isinstance(value, str) else value
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+    return varint(number << 3 | 2) + varint(len(data)) + data
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
