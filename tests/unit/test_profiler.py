@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
+import json
 import logging
 import socket
 import subprocess
@@ -20,17 +22,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.load import validate
-from lockstep.config.schema import REGIONS, RunSettings
+from lockstep.config.schema import REGIONS, Profile, RunSettings
 from lockstep.display import Display
 from lockstep.errors import ConfigError
 from lockstep.group import Group
 from lockstep.profiler import view
 from lockstep.profiler.base import Profiler
-from lockstep.profiler.demand import _seconds, capture
+from lockstep.profiler.demand import Demand, _seconds, capture
+from lockstep.profiler.torch import TorchBackend
+from lockstep.profiler.window import Window
+from lockstep.profiler.xplane import convert
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.topology import Place, Topology
 from lockstep.train.run import Run
 from lockstep.train.stop import Preempted, Requests
+from lockstep.whereabouts import Whereabouts
 from traces import named, slices, torch_traces
 
 DATA = TensorDataset(torch.randn(20, 3))
@@ -208,6 +214,23 @@ def test_a_run_that_fails_leaves_the_profiler_to_the_next(train: Training, tmp_p
     with contextlib.suppress(ZeroDivisionError):
         train({"start_step": 2}, meanwhile=meanwhile)
     assert torch_traces(tmp_path) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_the_kernels_of_a_gpu_are_in_the_trace_and_in_what_tensorboard_reads(tmp_path: Path) -> None:
+    device, model = torch.device("cuda"), nn.Linear(256, 256).cuda()
+    settings = Profile(start_step=2, steps=2)
+    profiler = Window(TorchBackend("cuda"), settings, tmp_path / "profile" / "proc_0", Whereabouts(), Demand())
+    for step in range(1, 5):
+        profiler.next_step(step)
+        profiler.enter("forward")
+        model(torch.ones(64, 256, device=device)).sum().backward()
+        profiler.enter(None)
+    profiler.close()
+    (trace,) = torch_traces(tmp_path)
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert b"/device:GPU:0" in convert(trace)
 
 
 # On demand

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import Project
+
 pytest.importorskip("torch_xla", reason="torch_xla is not installed (it has no build for 64-bit ARM)")
 
 # A process of its own: SPMD and the device can be chosen once only.
@@ -75,3 +77,15 @@ def test_a_window_on_pjrt(tmp_path: Path, mode: str) -> None:
     reader = pytest.importorskip("xprof.convert.raw_to_tool_data", reason="the profile extra is not installed")
     shown, _ = reader.xspace_to_tool_data([str(trace)], "trace_viewer", {})
     assert b'"forward"' in (shown if isinstance(shown, bytes) else shown.encode())
+
+
+@pytest.mark.requirement("P10")
+def test_a_run_on_xla_writes_what_tensorboard_reads(project: Project) -> None:
+    """The whole of it: a task, trained with a profile, with all regions of a step that ends an epoch."""
+    run = project.train(
+        "--profile", "--set", "profile.start_step=6", "--set", "profile.port=null", runtime="xla", processes=1
+    )
+    (trace,) = (run / "profile" / "proc_0").glob("plugins/profile/*/*.xplane.pb")
+    data = trace.read_bytes()
+    for name in ("data", "forward", "backward", "optimizer", "validate", "checkpoint"):
+        assert name.encode() in data, name

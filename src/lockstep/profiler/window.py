@@ -58,9 +58,10 @@ class Window(Profiler):
         if self._began is None:
             self._began = step
             self._first = self._first or step + WARM_UP_STEPS
-        self._leave_step()
-        if self._trace is not None and self._trace.over(step):
-            self._stop()
+        if self._trace is not None:
+            self._leave_step()
+            if self._trace.over(step):
+                self._stop()
         if self._trace is None:
             self._start_what_is_due(step)
         if self._trace is not None:
