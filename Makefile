@@ -10,11 +10,11 @@ endif
 ifeq ($(ENV),torch)
 TEST = test
 TEST_CONSTRAINTS = constraints/torch.txt
-TEST_EXTRAS = examples,tensorboard,notebook,dev
+TEST_EXTRAS = examples,tensorboard,profile,notebook,dev
 else ifeq ($(ENV),xla)
 TEST = test-xla
 TEST_CONSTRAINTS = constraints/xla.txt
-TEST_EXTRAS = examples,tensorboard,notebook,dev,xla
+TEST_EXTRAS = examples,tensorboard,profile,notebook,dev,xla
 else
 $(error ENV=$(ENV) is not known: use ENV=torch or ENV=xla)
 endif

@@ -40,6 +40,7 @@ def main() -> None:
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Override a config value; VALUE is YAML."
 )
+_PROFILE = click.option("--profile", is_flag=True, help="Write a trace of a few steps; short for profile.enabled=true.")
 _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved config and the launch plan; start nothing.")
 
 
@@ -47,14 +48,15 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved conf
 @click.argument("config", type=click.Path(path_type=Path))
 @_SET
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+@_PROFILE
 @_DRY_RUN
-def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) -> None:
+def train(config: Path, overrides: tuple[str, ...], out: Path, profile: bool, dry_run: bool) -> None:
     """Train what CONFIG describes."""
     from lockstep import runfolder
     from lockstep.config.load import load
     from lockstep.topology import launched
 
-    loaded = load(config, overrides)
+    loaded = load(config, _with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
     if launched(os.environ):
         sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
@@ -72,15 +74,16 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
 @main.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @_SET
+@_PROFILE
 @_DRY_RUN
-def resume(run_dir: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bool) -> None:
     """Go on with the run in RUN_DIR from its newest good checkpoint."""
     from lockstep import runfolder
     from lockstep.config.changes import changes, refuse_wrong_changes
     from lockstep.config.load import load
 
     before = runfolder.read_plain_config(run_dir)
-    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, overrides))
+    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, _with_profile(overrides, profile)))
     found = changes(before, loaded.plain())
     refuse_wrong_changes(found)
     plan = _training_plan(loaded, str(run_dir))
@@ -175,12 +178,51 @@ def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: f
     sys.exit(exit_code(overall(checks)))
 
 
+@main.group()
+def profile() -> None:
+    """Look at traces of a run."""
+
+
+@profile.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", help="Where TensorBoard listens (default: this machine alone).")
+@click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
+def view(run_dir: Path, host: str, port: int) -> None:
+    """Open the traces of the run in RUN_DIR in TensorBoard."""
+    from lockstep.profiler import view
+
+    traces, command = view.prepare(run_dir, host, port)
+    _say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
+    for trace in traces:
+        _say(f"  {trace}")
+    sys.stdout.flush()
+    os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
+
+
+@profile.command()
+@click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
+@click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")
+def capture(addresses: tuple[str, ...], seconds: float) -> None:
+    """Take a trace of ranks that are training with a profile section, at 127.0.0.1:9012 where no ADDRESS is given."""
+    from lockstep.errors import ConfigError
+    from lockstep.profiler.demand import capture
+
+    failures = capture(addresses or ("127.0.0.1:9012",), seconds)
+    if failures:
+        raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
+    _say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
+
+
 @main.command()
 def schema() -> None:
     """Print the JSON schema of the config, for editors."""
     from lockstep.config.schema import RunConfig
 
     click.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
+
+
+def _with_profile(overrides: tuple[str, ...], profile: bool) -> tuple[str, ...]:
+    return (*overrides, "profile.enabled=true") if profile else overrides
 
 
 def _name_after(config: Path) -> str:
@@ -191,12 +233,13 @@ def _name_after(config: Path) -> str:
 def _resolved(config: RunConfig) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
-    from lockstep.config.load import check_batch_size, check_strategy
+    from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
 
     family, processes = runtime.resolve(config)
     if idle := runtime.unused_devices(family, processes):
         _say(idle)
     check_strategy(config.strategy.type, processes)
+    check_profile_ranks(config.profile, processes)
     check_batch_size(config.train.batch_size, processes, config.train.accumulate)
     return config.model_copy(update={"runtime": family, "processes": processes})
 
@@ -287,6 +330,7 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> None:
     limit = "steps" if config.train.steps is not None else "epochs"
     _say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
     _say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
+    _say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:

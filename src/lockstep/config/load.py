@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.config.schema import Profile, RunConfig, RunSettings
 from lockstep.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=RunSettings)
@@ -105,6 +105,16 @@ def check_strategy(strategy: str, world_size: int) -> None:
         raise ConfigError(
             f"strategy: single trains on one process, but there are {world_size}: each would train a model of its own. "
             "Set processes: 1, or strategy: ddp"
+        )
+
+
+def check_profile_ranks(profile: Profile | None, world_size: int) -> None:
+    """A rank that does not exist would leave the user waiting for its trace."""
+    beyond = [rank for rank in (profile.ranks if profile else None) or () if rank >= world_size]
+    if beyond:
+        raise ConfigError(
+            f"profile.ranks: there is no rank {beyond[0]}; of {world_size} "
+            f"process{'es' if world_size > 1 else ''} the last is rank {world_size - 1}"
         )
 
 
