@@ -78,11 +78,16 @@ def resume(run_dir: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     from lockstep import runfolder
     from lockstep.config.changes import changes, refuse_wrong_changes
     from lockstep.config.load import load
+    from lockstep.topology import launched
 
     before = runfolder.read_plain_config(run_dir)
-    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, overrides))
+    loaded = load(run_dir / runfolder.CONFIG_FILE, overrides)
+    as_rank = launched(os.environ)
+    loaded = loaded if as_rank else _resolved(loaded)
     found = changes(before, loaded.plain())
     refuse_wrong_changes(found)
+    if as_rank:
+        sys.exit(_train_as_rank(loaded, lambda: run_dir))
     plan = _training_plan(loaded, str(run_dir))
     if dry_run:
         _print_plan(loaded, plan)
@@ -173,6 +178,47 @@ def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: f
             click.echo(report.text(check))
     click.echo(report.as_json(checks) if as_json else report.conclusion(checks))
     sys.exit(exit_code(overall(checks)))
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=2), default=5, help="Steps to train on each (default: 5).")
+@_SET
+@click.option("--only", multiple=True, metavar="NAME", help="Compare only these; cpu-* means all that begin so.")
+@click.option("--require", multiple=True, metavar="NAME", help="Fail where one of these is not here.")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=None, help="Largest relative difference allowed.")
+@click.option("--limit", type=click.FloatRange(min=1), default=300.0, help="Seconds that any one run may take.")
+@click.option("--no-resume", is_flag=True, help="Leave out going on from each other's checkpoints.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Keep the runs in this new folder.")
+@click.option("--json", "form", flag_value="json", help="Print a JSON object.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
+def verify(
+    config: Path,
+    steps: int,
+    overrides: tuple[str, ...],
+    only: tuple[str, ...],
+    require: tuple[str, ...],
+    tolerance: float | None,
+    limit: float,
+    no_resume: bool,
+    out: Path | None,
+    form: str | None,
+) -> None:
+    """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
+    from lockstep.verify import report, work
+    from lockstep.verify.examine import Asked, examine
+
+    asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
+    with work.folder(out) as place:
+        found = examine(asked, place.path, _say)
+        place.keep = place.keep or not found.agrees
+    shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
+    click.echo(shown)
+    if form != "json":
+        click.echo(f"\n{report.conclusion(found)}")
+    if place.keep:
+        _say(f"the runs are in {place.path}")
+    sys.exit(0 if found.agrees else 1)
 
 
 @main.command()
