@@ -205,13 +205,22 @@ def verify(
     form: str | None,
 ) -> None:
     """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
+    from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
+    from lockstep.topology import launched
     from lockstep.verify import report, work
-    from lockstep.verify.examine import Asked, examine
+    from lockstep.verify.examine import examine
+    from lockstep.verify.findings import Asked
 
+    if launched(os.environ):
+        raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
-    with work.folder(out) as place:
-        found = examine(asked, place.path, _say)
-        place.keep = place.keep or not found.agrees
+    try:
+        with work.folder(out) as place:
+            found = examine(asked, place.path, _say)
+            place.keep = place.keep or not found.agrees
+    except KeyboardInterrupt:
+        _say("asked to stop: the run under way was ended")
+        sys.exit(INTERRUPTED_EXIT_CODE)
     shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
     click.echo(shown)
     if form != "json":

@@ -39,7 +39,7 @@ def compare(reference: Losses, losses: Losses, allowed: float) -> Comparison:
 
 
 def _difference(reference: float | None, other: float | None) -> float:
-    if reference is None or other is None:
+    if reference is None or other is None or not (math.isfinite(reference) and math.isfinite(other)):
         return math.inf
     if reference == other:
         return 0.0

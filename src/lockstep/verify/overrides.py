@@ -1,4 +1,4 @@
-"""What is changed in a config to compare by it: the same few steps everywhere, each with its loss, one save half-way."""
+"""What is changed in a config to compare by it: few steps, each with its loss, and one save half-way."""
 
 from __future__ import annotations
 

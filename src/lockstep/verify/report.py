@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.plain import finite
-from lockstep.verify.examine import Judged, Report, Row
+from lockstep.verify.findings import Judged, Report, Row
 from lockstep.verify.overrides import halfway
 
 _ALL_SHOWN = 5  # steps; of more, the first three and the last
@@ -36,19 +36,20 @@ def markdown(report: Report) -> str:
 
 def conclusion(report: Report) -> str:
     """What it comes to, and what to do about what is not right."""
-    lines = [_what_is_wrong(row) for row in report.rows if not row.good and (row in report.ran or row.required)]
-    lines += [*_by_design(report)]
-    compared = [row for row in report.ran if row.fresh.verdict != "reference"]
+    lines = [_what_is_wrong(row) for row in report.rows if not row.good and (row.ran or row.required)]
+    lines += [*_by_rounding(report), *_by_design(report)]
+    ran = [row for row in report.rows if row.ran]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
     if report.agrees:
-        largest = max(each.largest for row in report.ran for each in _comparisons(row))
-        lines.append(f"all {len(report.ran)} agree: the largest difference is {largest:.1e} ({allowed})")
+        largest = max(each.largest for row in ran for each in _comparisons(row))
+        lines.append(f"all {len(ran)} agree: the largest difference is {largest:.1e} ({allowed})")
     elif report.rows[0].fresh.verdict != "reference":
         lines.append(f"nothing was compared: {report.rows[0].combination.name}, the reference, did not run")
-    elif not compared:
+    elif len(ran) == 1:
         lines.append("nothing was compared: no combination but the reference can run here with this config")
     else:
-        lines.append(f"{sum(not row.good for row in compared)} of {len(compared)} compared do not agree ({allowed})")
+        wanted = [row for row in report.rows if row.ran or row.required]
+        lines.append(f"{sum(not row.good for row in wanted)} of {len(wanted)} do not agree ({allowed})")
     return "\n".join(lines)
 
 
@@ -64,6 +65,7 @@ def as_json(report: Report) -> str:
         "tolerance": report.tolerance,
         "reference": report.rows[0].combination.name,
         "draws_random_numbers": report.random,
+        "control_difference": report.control.largest if report.control else None,
         "combinations": [
             {
                 "name": row.combination.name,
@@ -146,21 +148,35 @@ def _failed_or_differs(judged: Judged) -> str:
     )
 
 
+def _by_rounding(report: Report) -> Sequence[str]:
+    control = report.control
+    if control is None:
+        return []
+    alone = "one process that takes its batches in halves, which is the same sum in another order,"
+    if control.first_step is None:
+        return [f"rounding is not the reason: {alone} agrees with the reference to {control.largest:.1e}"]
+    fewer = f"--steps {control.first_step - 1}" if control.first_step > 2 else "a lower learning rate"
+    return [
+        f"rounding may be the reason: {alone} differs from the reference as well, from step {control.first_step} on "
+        f"and by up to {control.largest:.1e}. The training is unstable there; compare with {fewer}"
+    ]
+
+
 def _by_design(report: Report) -> Sequence[str]:
     """What makes losses depend on the number of ranks although nothing is broken."""
     notes = []
     if report.random:
         likely = " ".join(f"--set task.{name}=0" for name in report.random_arguments)
         notes.append(
-            "the task draws random numbers while it trains (dropout, random augmentation). Every rank draws its own, so "
-            "that losses differ with the number of ranks by design, and chance hides what would be wrong. Compare "
-            f"without: lockstep verify {report.asked.config} {likely or '--set task.dropout=0 (or as your task has it)'}"
+            "the task draws random numbers while it trains (dropout, random augmentation). Every rank draws its own, "
+            "so that losses differ with the number of ranks by design, and chance hides what would be wrong. Compare "
+            f"without them: {likely or '--set task.dropout=0, or whatever your task calls it'}"
         )
     if report.batch_norm and any(row.fresh.verdict == "differs" for row in report.rows):
         notes.append(
             f"{', '.join(report.batch_norm[:3])}{' ...' if len(report.batch_norm) > 3 else ''} normalise by the "
-            "statistics of a rank's share of the batch, so that the loss depends on the number of ranks; a norm over the "
-            "features of an example (LayerNorm, GroupNorm) does not"
+            "statistics of a rank's share of the batch, so that the loss depends on the number of ranks; a norm over "
+            "the features of an example (LayerNorm, GroupNorm) does not"
         )
     return notes
 

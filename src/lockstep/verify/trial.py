@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,20 +50,20 @@ def resume(combination: Combination, run: Path, limit: float) -> Trial:
 
 
 def _run(combination: Combination, arguments: list[str], out: Path, limit: float) -> Trial:
-    command = [sys.executable, *combination.command, *arguments]
+    command = [sys.executable, "-P", *combination.command, *arguments]
     log = out / "output.log"
     began = time.monotonic()
-    code = _execute(command, {**environment(), **combination.env}, log, limit)
+    code = execute(command, {**environment(), **combination.env}, log, limit)
     seconds = time.monotonic() - began
     folder = next(iter((out / "runs").glob("*/")), None)
     if code == 0:
-        return Trial(_shown(command), log, folder, seconds, _losses(folder))
+        return Trial(shlex.join(command), log, folder, seconds, _losses(folder))
     text = log.read_text(encoding="utf-8", errors="replace")
     failure = _late(text, limit) if code is None else headline(text, _reason(folder), code)
-    return Trial(_shown(command), log, folder, seconds, failure=failure)
+    return Trial(shlex.join(command), log, folder, seconds, failure=failure)
 
 
-def _execute(command: Sequence[str], env: Mapping[str, str], log: Path, limit: float) -> int | None:
+def execute(command: Sequence[str], env: Mapping[str, str], log: Path, limit: float) -> int | None:
     """The exit code; None where it did not end in time, and was ended."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -127,7 +128,3 @@ def headline(log: str, reason: str | None, code: int) -> str:
 def _late(log: str, limit: float) -> str:
     said = [line.strip() for line in log.splitlines() if line.strip()]
     return f"did not end within {limit:g} s" + (f"; it last said: {said[-1]}" if said else "")
-
-
-def _shown(command: Sequence[str]) -> str:
-    return " ".join(["python", *command[1:]])
