@@ -83,6 +83,8 @@ class _Runs:
         half = halfway(self.asked.steps)
         rest = {step: loss for step, loss in reference.losses.items() if step > half}
         good = [row for row in rows if row.good]
+        if len(good) == 1:
+            return rows  # nobody to hand anything to
         resumed: dict[str, Judged] = {}
         for giver, taker in zip([good[-1], *good[:-1]], good, strict=True):
             name, before = taker.combination.name, giver.combination.name
