@@ -73,26 +73,37 @@ def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
     assert COMBINATIONS[0] is REFERENCE and REFERENCE.shares == 1 and not REFERENCE.packages and not REFERENCE.gpus
 
 
-def _not_here_yet(combination: Combination) -> Any:
-    """What another part of the system brings: the mark fails, and is to be removed, once it is there."""
-    absent = {"torch_xla": "runtime: xla has no settings yet", "ray": "launch.type: ray does not exist yet"}
-    reasons = [reason for package, reason in absent.items() if package in combination.packages]
-    marks = [pytest.mark.xfail(raises=ConfigError, reason=reasons[0])] if reasons else []
+def _on_its_way(combination: Combination) -> Any:
+    """The mark fails, and is to be removed, once `launch.type: ray` is there."""
+    marks = [pytest.mark.xfail(raises=ConfigError, reason="launch.type: ray")] if "ray" in combination.packages else []
     return pytest.param(combination, id=combination.name, marks=marks)
 
 
-@pytest.mark.parametrize("combination", [_not_here_yet(each) for each in COMBINATIONS])
-def test_every_combination_is_a_valid_config(combination: Combination, tmp_path: Path) -> None:
+# The short forms, a limit in epochs, and settings that must not disturb the comparison.
+ORDINARY = "strategy: ddp\nlaunch: local\n"
+# Made for one way of running, by which none of the others is to stumble.
+SHARDED = (
+    "runtime: xla\ndevices: 8\nxla: {chips: [0]}\n"
+    "strategy: {type: spmd, mesh: {data: 4, model: 2}, shard: {'.*weight': [model, null]}, preset: tensor}\n"
+)
+
+
+@pytest.mark.parametrize("written", [ORDINARY, SHARDED], ids=["ordinary", "sharded"])
+@pytest.mark.parametrize("combination", [_on_its_way(each) for each in COMBINATIONS])
+def test_every_combination_is_a_valid_config(combination: Combination, written: str, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("class Mine: pass\n")
-    # The short forms, a limit in epochs, and settings that must not disturb the comparison.
     (tmp_path / "config.yaml").write_text(
-        "task: task.py:Mine\nstrategy: ddp\nlaunch: local\ntrain: {epochs: 3, precision: bf16}\n"
+        f"task: task.py:Mine\n{written}train: {{epochs: 3, precision: bf16}}\n"
         "data: {workers: 2, prefetch: 3}\nearly_stop: {patience: 1}\nlog: {tensorboard: true}\n"
     )
     config = load(tmp_path / "config.yaml", (*USUAL, *needed(5), *combination.overrides))
     assert (config.train.steps, config.train.epochs, config.train.precision) == (5, None, "float32")
     assert config.early_stop is None and not config.log.tensorboard
     assert config.runtime == combination.name.split("-")[0]
+    if config.runtime == "xla":
+        if config.strategy.mesh is not None:
+            assert math.prod(config.strategy.mesh.values()) == config.devices
+        assert bool(config.strategy.shard) == (config.strategy.type == "spmd" and written is SHARDED)
 
 
 def test_half_of_the_steps_are_left_and_only_the_end_is_saved_after() -> None:

@@ -27,35 +27,44 @@ def _torchrun(processes: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "lockstep")
 
 
-_LOCAL = "launch.type=local"
-_CPU = ("runtime=cpu", _LOCAL)
+# What a config may say that belongs to one way of running alone.
+_PLAIN = (
+    "launch.type=local",
+    "devices=auto",
+    "xla.chips=null",
+    *("strategy.mesh=null", "strategy.meshes={}", "strategy.shard={}", "strategy.preset=null"),
+)
+_CPU, _CUDA = ("runtime=cpu", *_PLAIN), ("runtime=cuda", *_PLAIN)
+_XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
+_RAY = ("runtime=cpu", *_PLAIN, "launch.type=ray")
+# A config's rules for sharding stay; both meshes have the axes that rules name, data and model.
+_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", "launch.type=local", "devices=4", "strategy.type=spmd")
+_SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy.type=threads"
+_ONE, _TWO, _FOUR = "processes=1", "processes=2", "processes=4"
+_MESH_4, _MESH_2X2 = "strategy.mesh={data: 4, model: 1}", "strategy.mesh={data: 2, model: 2}"
+_TORCH_XLA = ("torch_xla",)
 # TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
 # order of the same one.
-_CUDA, _NO_TF32 = ("runtime=cuda", _LOCAL), {"NVIDIA_TF32_OVERRIDE": "0"}
-_XLA, _TORCH_XLA = ("runtime=xla", "xla.device=CPU", _LOCAL), ("torch_xla",)
-_ONE, _TWO, _FOUR = ("processes=1",), ("processes=2",), ("processes=4",)
-_SINGLE, _DDP = ("strategy.type=single",), ("strategy.type=ddp",)
-_THREADS, _SPMD = ("strategy.type=threads", *_ONE), ("strategy.type=spmd", *_ONE)
-_MESH_4, _MESH_2X2 = "strategy.mesh={data: 4}", "strategy.mesh={data: 2, model: 2}"
+_NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 # The first is what all others are compared with.
 COMBINATIONS = (
-    Combination("cpu-single", (*_CPU, *_ONE, *_SINGLE)),
-    Combination("cpu-ddp-2", (*_CPU, *_TWO, *_DDP), shares=2),
-    Combination("cpu-ddp-4", (*_CPU, *_FOUR, *_DDP), shares=4),
-    Combination("cpu-torchrun-2", (*_CPU, *_TWO, *_DDP), shares=2, command=_torchrun(2)),
-    Combination("cpu-ray-2", ("runtime=cpu", "launch.type=ray", *_TWO, *_DDP), shares=2, packages=("ray",)),
-    Combination("xla-single", (*_XLA, *_ONE, *_SINGLE), packages=_TORCH_XLA),
-    Combination("xla-ddp-2", (*_XLA, *_TWO, *_DDP), shares=2, packages=_TORCH_XLA),
-    Combination("xla-torchrun-2", (*_XLA, *_TWO, *_DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
-    Combination("xla-threads-2", (*_XLA, *_THREADS, "devices=2"), shares=2, packages=_TORCH_XLA),
-    Combination("xla-threads-4", (*_XLA, *_THREADS, "devices=4"), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-4", (*_XLA, *_SPMD, "devices=4", _MESH_4), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-2x2", (*_XLA, *_SPMD, "devices=4", _MESH_2X2), shares=2, packages=_TORCH_XLA),
-    Combination("cuda-single", (*_CUDA, *_ONE, *_SINGLE), gpus=1, env=_NO_TF32),
-    Combination("cuda-shared-2", (*_CUDA, *_TWO, *_DDP, "launch.share_devices=true"), shares=2, gpus=1, env=_NO_TF32),
-    Combination("cuda-ddp-2", (*_CUDA, *_TWO, *_DDP), shares=2, gpus=2, env=_NO_TF32),
-    Combination("cuda-torchrun-2", (*_CUDA, *_TWO, *_DDP), shares=2, gpus=2, env=_NO_TF32, command=_torchrun(2)),
+    Combination("cpu-single", (*_CPU, _ONE, _SINGLE)),
+    Combination("cpu-ddp-2", (*_CPU, _TWO, _DDP), shares=2),
+    Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP), shares=4),
+    Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), shares=2, command=_torchrun(2)),
+    Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), shares=2, packages=("ray",)),
+    Combination("xla-single", (*_XLA, _ONE, _SINGLE), packages=_TORCH_XLA),
+    Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA),
+    Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
+    Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), shares=2, packages=_TORCH_XLA),
+    Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), shares=4, packages=_TORCH_XLA),
+    Combination("xla-spmd-4", (*_SPMD, _ONE, _MESH_4), shares=4, packages=_TORCH_XLA),
+    Combination("xla-spmd-2x2", (*_SPMD, _ONE, _MESH_2X2), shares=2, packages=_TORCH_XLA),
+    Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), gpus=1, env=_NO_TF32),
+    Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, "launch.share_devices=true"), shares=2, gpus=1, env=_NO_TF32),
+    Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32),
+    Combination("cuda-torchrun-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32, command=_torchrun(2)),
 )
 REFERENCE = COMBINATIONS[0]
 
