@@ -110,7 +110,9 @@ def _loss(losses: Mapping[int, float], step: int) -> str:
 
 
 def _difference(judged: Judged) -> str:
-    return "-" if judged.comparison is None else f"{judged.comparison.largest:.1e}"
+    if judged.comparison is None:
+        return "-"
+    return f"{judged.comparison.largest:.1e}" if judged.comparison.largest else "0"
 
 
 def _comparisons(row: Row) -> list[Any]:
