@@ -81,11 +81,16 @@ def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bo
     from lockstep import runfolder
     from lockstep.config.changes import changes, refuse_wrong_changes
     from lockstep.config.load import load
+    from lockstep.topology import launched
 
     before = runfolder.read_plain_config(run_dir)
-    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, _with_profile(overrides, profile)))
+    loaded = load(run_dir / runfolder.CONFIG_FILE, _with_profile(overrides, profile))
+    as_rank = launched(os.environ)
+    loaded = loaded if as_rank else _resolved(loaded)
     found = changes(before, loaded.plain())
     refuse_wrong_changes(found)
+    if as_rank:
+        sys.exit(_train_as_rank(loaded, lambda: run_dir))
     plan = _training_plan(loaded, str(run_dir))
     if dry_run:
         _print_plan(loaded, plan)
@@ -211,6 +216,56 @@ def capture(addresses: tuple[str, ...], seconds: float) -> None:
     if failures:
         raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
     _say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=2), default=5, help="Steps to train on each (default: 5).")
+@_SET
+@click.option("--only", multiple=True, metavar="NAME", help="Compare only these; cpu-* means all that begin so.")
+@click.option("--require", multiple=True, metavar="NAME", help="Fail where one of these is not here.")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=None, help="Largest relative difference allowed.")
+@click.option("--limit", type=click.FloatRange(min=1), default=300.0, help="Seconds that any one run may take.")
+@click.option("--no-resume", is_flag=True, help="Leave out going on from each other's checkpoints.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Keep the runs in this new folder.")
+@click.option("--json", "form", flag_value="json", help="Print a JSON object.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
+def verify(
+    config: Path,
+    steps: int,
+    overrides: tuple[str, ...],
+    only: tuple[str, ...],
+    require: tuple[str, ...],
+    tolerance: float | None,
+    limit: float,
+    no_resume: bool,
+    out: Path | None,
+    form: str | None,
+) -> None:
+    """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
+    from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
+    from lockstep.topology import launched
+    from lockstep.verify import report, work
+    from lockstep.verify.examine import examine
+    from lockstep.verify.findings import Asked
+
+    if launched(os.environ):
+        raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
+    asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
+    try:
+        with work.folder(out) as place:
+            found = examine(asked, place.path, _say)
+            place.keep = place.keep or not found.agrees
+    except KeyboardInterrupt:
+        _say("asked to stop: the run under way was ended")
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
+    click.echo(shown)
+    if form != "json":
+        click.echo(f"\n{report.conclusion(found)}")
+    if place.keep:
+        _say(f"the runs are in {place.path}")
+    sys.exit(0 if found.agrees else 1)
 
 
 @main.command()

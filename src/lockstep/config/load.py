@@ -19,6 +19,9 @@ from lockstep.errors import ConfigError
 Settings = TypeVar("Settings", bound=RunSettings)
 KeyPath = tuple[str | int, ...]
 
+# Where a bare value stands for a mapping with its `type` alone.
+SHORT_FORMS = ("task", "optimizer", "scheduler", "strategy", "launch")
+
 
 class SafeLoader(yaml.SafeLoader):
     """YAML as people expect it: `on` is a word, not true, and `1e-3` is a number, not text (as in YAML 1.2)."""
@@ -180,7 +183,7 @@ def _apply(raw: dict[str, Any], override: str) -> KeyPath:
     node: Any = raw
     for depth, key in enumerate(keys[:-1]):
         below = node.get(key)
-        if isinstance(below, str) and keys[: depth + 1] in (("task",), ("optimizer",), ("scheduler",), ("strategy",)):
+        if isinstance(below, str) and depth == 0 and key in SHORT_FORMS:
             below = {"type": below}  # the short form, made long so that an argument can join it
         if below is None:
             below = {}
