@@ -22,7 +22,7 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep import runfolder, runtime
-from lockstep.config.load import check_batch_size, check_strategy
+from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
 from lockstep.config.schema import RunConfig
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
 from lockstep.failure import Failure, Result, worth_retrying
@@ -65,7 +65,7 @@ def resolved(config: RunConfig) -> tuple[RunConfig, dict[str, Any], str]:
     if address_of(config.launch.ray) is not None:
         return _checked(config), *code.runtime_env(config)
     # The workers will be on this machine, where the task is.
-    family, workers = runtime.resolve(config.runtime, config.processes, config.launch.share_devices)
+    family, workers = runtime.resolve(config)
     config = _checked(config.model_copy(update={"runtime": family, "processes": workers}))
     return config, dict(config.launch.ray.runtime_env), config.task.type
 
@@ -109,6 +109,7 @@ def described(config: RunConfig) -> str:
 def _checked(config: RunConfig) -> RunConfig:
     if config.processes != "auto":
         check_strategy(config.strategy.type, config.processes)
+        check_profile_ranks(config.profile, config.processes)
         check_batch_size(config.train.batch_size, config.processes, config.train.accumulate)
     return config
 
