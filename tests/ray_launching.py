@@ -105,7 +105,7 @@ class OnRay:
     def run_folder(self) -> Path:
         from conftest import wait_until
 
-        return Path(wait_until(lambda: list(self.folder.glob("runs/*/topology.json")), 90, "the roll call")[0]).parent
+        return Path(wait_until(lambda: list(self.folder.glob("runs/*/topology.json")), 150, "the roll call")[0]).parent
 
     def order(self, what: str, rank: int) -> None:
         """Have a rank misbehave in its next step."""

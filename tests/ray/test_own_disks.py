@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from conftest import losses, steps_saved, summary, wait_until
 from ray_cluster import Nodes
 from ray_launching import LIMIT, OnRay, assert_same_weights
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 
 def _namespaces_can_be_made() -> bool:
@@ -27,6 +28,16 @@ def _namespaces_can_be_made() -> bool:
     return tried.returncode == 0
 
 
+def _joined() -> int:
+    return sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"])
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.fixture
 def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
     """Two nodes with disks of their own at the place of the runs' folder; the address of their cluster."""
@@ -34,20 +45,26 @@ def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
         pytest.skip("mounting a disk for a node needs root and unshare")
     runs = on_ray.folder / "runs"
     runs.mkdir()
-    ray = Path(sys.executable).with_name("ray")
-    join = f"{ray} start --address={nodes.cluster.address} --num-cpus=1 --resources='{{\"apart\": 1}}' --block"
-    script = f"mount -t tmpfs none {runs} && exec {join}"
-    started = [
-        subprocess.Popen(["unshare", "-m", "sh", "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(2)
-    ]
-    yield str(nodes.cluster.address)
-    for process in started:
-        below = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        for each in psutil.wait_procs(below, timeout=10)[1]:
-            each.kill()
+    command = Path(sys.executable).with_name("ray")
+    started = []
+    for number in range(2):
+        options = f"--num-cpus=1 --dashboard-agent-listen-port={_free_port()} --resources='{{\"apart\": 1}}' --block"
+        join = f"{command} start --address={nodes.cluster.address} {options}"
+        script = f"mount -t tmpfs none {runs} && exec {join} >{on_ray.folder}/node-{number}.log 2>&1"
+        started.append(subprocess.Popen(["unshare", "-m", "sh", "-c", script]))
+    try:
+        wait_until(
+            lambda: sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"]) == 2, 120, "nodes"
+        )
+        yield str(nodes.cluster.address)
+    finally:
+        for process in started:
+            everything = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in everything:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait(30)
+            psutil.wait_procs(everything, timeout=30)
 
 
 def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(apart: str, on_ray: OnRay) -> None:
