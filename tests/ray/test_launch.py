@@ -12,11 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import Project, losses, rows, steps_saved, summary, wait_until
+from lockstep import runfolder
 from lockstep.cli import main
+from lockstep.config.load import load
 from lockstep.ray.installed import RayMissing
 from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+
+from lockstep.ray.launch import launch
 
 ADDRESS_NOBODY_HAS = "127.0.0.1:1"
 
@@ -85,6 +89,18 @@ def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
     assert "restored step-" in resumed.out
     assert_same_weights(run, undisturbed)
     assert losses(run) == losses(undisturbed)
+
+
+def test_rays_result_carries_the_metrics_and_the_checkpoint_of_the_run(places: Places, on_ray: OnRay) -> None:
+    """In a program that is connected to a cluster already."""
+    config = load(on_ray.config(ray=places.ray(), train={"epochs": 1, "batch_size": 12}))
+    ended = launch(config, lambda resolved: runfolder.create(on_ray.folder / "runs", "result"))
+    assert ended.result.exit_code == 0 and ended.train_result is not None
+    found = summary(ended.folder)
+    metrics = ended.train_result.metrics
+    assert metrics["val/loss"] == found["metrics"]["val/loss"] and metrics["step"] == found["step"] == 7
+    newest = max((ended.folder / "checkpoints").glob("step-*"))
+    assert Path(ended.train_result.checkpoint.path) == newest.resolve(), "where it is, and not a copy"
 
 
 def _placement_groups(address: str) -> list[Any]:

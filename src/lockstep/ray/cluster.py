@@ -32,12 +32,13 @@ class Cluster:
 @contextlib.contextmanager
 def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> Iterator[Cluster]:
     """Connect to the cluster of a config, or start one with room for the run; leave, or end it, at the end."""
-    if ray.is_initialized():  # a trial of a sweep, or a program of the user's own
-        yield Cluster(ray.get_runtime_context().gcs_address, ours=False)
+    if ray.is_initialized():  # by a program of the user's own
+        with environment(config):
+            yield Cluster(ray.get_runtime_context().gcs_address, ours=False)
         return
     address = address_of(config.launch.ray)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with _environment(config.launch.ray.placement_timeout):
+    with environment(config):
         if address is None:
             cluster = _start(_room_for(int(config.processes), resources), dict(runtime_env), quiet)
         else:
@@ -89,8 +90,8 @@ def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -
 
 
 @contextlib.contextmanager
-def _environment(placement_timeout: float) -> Iterator[None]:
-    """Variables that Ray reads in the driver, unless the user has set them: see each."""
+def environment(config: RunConfig) -> Iterator[None]:
+    """Variables that Ray reads in the process that starts a training, unless the user has set them: see each."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",  # a training run does not call home
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the task's folder
@@ -101,7 +102,7 @@ def _environment(placement_timeout: float) -> Iterator[None]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
     }
     changed = {name: value for name, value in wanted.items() if name not in os.environ}
-    changed["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{placement_timeout:g}"  # of a restart, too
+    changed["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{config.launch.ray.placement_timeout:g}"  # of a restart, too
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:

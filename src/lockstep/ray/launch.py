@@ -62,6 +62,8 @@ def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended
 
 def resolved(config: RunConfig) -> tuple[RunConfig, dict[str, Any], str]:
     """The config as far as it can be known before connecting, Ray's runtime_env for it, and the task's name there."""
+    if ray.is_initialized():  # and what travels was settled then
+        return _checked(config), {}, config.task.type
     if address_of(config.launch.ray) is not None:
         return _checked(config), *code.runtime_env(config)
     # The workers will be on this machine, where the task is.

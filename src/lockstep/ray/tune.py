@@ -24,7 +24,7 @@ from lockstep.config.sweep import Axis, Sweep
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
 from lockstep.plain import columns
 from lockstep.ray import room
-from lockstep.ray.cluster import Cluster, connected
+from lockstep.ray.cluster import Cluster, connected, environment
 from lockstep.ray.launch import Fit, resolved, say, train_on
 from lockstep.signals import Signals
 
@@ -121,7 +121,9 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
         return run
 
     config = with_values(config, values)
-    ended = train_on(cluster, config, task, make_folder, Signals(save_on_request=False), [TuneReportCallback()])
+    with environment(config):
+        signals = Signals(save_on_request=False)
+        ended = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
     failure = ended.result.failure
     if failure is not None:
         runfolder.record(run, "failed", failure.cause)
