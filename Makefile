@@ -10,18 +10,18 @@ endif
 ifeq ($(ENV),torch)
 TEST = test
 TEST_CONSTRAINTS = constraints/torch.txt
-TEST_EXTRAS = examples,tensorboard,profile,notebook,dev
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev
 else ifeq ($(ENV),xla)
 TEST = test-xla
 TEST_CONSTRAINTS = constraints/xla.txt
-TEST_EXTRAS = examples,tensorboard,profile,notebook,dev,xla
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev,xla
 else
 $(error ENV=$(ENV) is not known: use ENV=torch or ENV=xla)
 endif
 
 TEST_PYTHON = .venv-$(TEST)/bin/python
 BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
-    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py
+    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py benchmarks/ray.py
 
 .PHONY: help train test faults verify lint format bench clean train-environment test-environment bench-environment
 
@@ -46,7 +46,7 @@ test: lint
 	$(TEST_PYTHON) -m pytest $(ARGS)
 
 faults: test-environment
-	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py --whole-matrix $(ARGS)
+	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_failures.py --whole-matrix $(ARGS)
 
 verify: test-environment
 	$(TEST_PYTHON) scripts/verify_tables.py $(ARGS)
@@ -72,7 +72,7 @@ test-environment:
 	@scripts/environment $(TEST) $(TEST_CONSTRAINTS) $(TEST_EXTRAS)
 
 bench-environment:
-	@scripts/environment bench constraints/torch.txt examples,tensorboard,bench
+	@scripts/environment bench constraints/torch.txt examples,tensorboard,ray,bench
 
 clean:
 	rm -rf .venv-* .env-fallback build dist src/*.egg-info

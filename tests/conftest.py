@@ -18,6 +18,11 @@ import psutil
 import pytest
 import yaml
 
+from ray_cluster import fit, nodes
+from ray_launching import on_ray, places
+
+__all__ = ["fit", "nodes", "on_ray", "places"]  # fixtures
+
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0

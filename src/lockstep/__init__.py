@@ -27,6 +27,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ray":
+        return importlib.import_module("lockstep.ray")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

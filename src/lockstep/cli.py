@@ -16,7 +16,7 @@ from lockstep.errors import PREEMPTED_EXIT_CODE, LockstepError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.launcher.local import Result
+    from lockstep.failure import Result
     from lockstep.launcher.plan import LaunchPlan
 
 
@@ -48,9 +48,12 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved conf
 @click.argument("config", type=click.Path(path_type=Path))
 @_SET
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
 @_PROFILE
 @_DRY_RUN
-def train(config: Path, overrides: tuple[str, ...], out: Path, profile: bool, dry_run: bool) -> None:
+def train(
+    config: Path, overrides: tuple[str, ...], out: Path, sweep: Path | None, profile: bool, dry_run: bool
+) -> None:
     """Train what CONFIG describes."""
     from lockstep import runfolder
     from lockstep.config.load import load
@@ -58,8 +61,18 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, profile: bool, dr
 
     loaded = load(config, _with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
+    if sweep is not None:
+        _sweep(loaded, sweep, out, dry_run)
+        return
     if launched(os.environ):
-        sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
+        sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, "--out", loaded)))
+    if loaded.launch.type == "ray":
+        storage = loaded.launch.ray.storage
+        where = (Path(storage), "launch.ray.storage") if storage else (out, "--out")
+        if not dry_run:
+            runfolder.require_folder(*where)
+        _train_on_ray(loaded, lambda resolved: _new_folder(*where, resolved), dry_run)
+        return
     loaded = _resolved(loaded)
     plan = _training_plan(loaded, "RUN_DIR" if dry_run else "")
     if dry_run:
@@ -85,20 +98,29 @@ def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bo
 
     before = runfolder.read_plain_config(run_dir)
     loaded = load(run_dir / runfolder.CONFIG_FILE, _with_profile(overrides, profile))
-    as_rank = launched(os.environ)
-    loaded = loaded if as_rank else _resolved(loaded)
-    found = changes(before, loaded.plain())
-    refuse_wrong_changes(found)
-    if as_rank:
+
+    def changed(resolved: RunConfig) -> Path:
+        found = changes(before, resolved.plain())
+        refuse_wrong_changes(found)
+        if not dry_run:
+            with runfolder.locked(run_dir):
+                runfolder.write_config(run_dir, resolved)
+            for change in found:
+                _say(f"changed: {change}")
+        return run_dir
+
+    if launched(os.environ):
+        refuse_wrong_changes(changes(before, loaded.plain()))
         sys.exit(_train_as_rank(loaded, lambda: run_dir))
+    if loaded.launch.type == "ray":
+        _train_on_ray(loaded, changed, dry_run)
+        return
+    loaded = _resolved(loaded)
     plan = _training_plan(loaded, str(run_dir))
+    changed(loaded)
     if dry_run:
         _print_plan(loaded, plan)
         return
-    with runfolder.locked(run_dir):
-        runfolder.write_config(run_dir, loaded)
-    for change in found:
-        _say(f"changed: {change}")
     _warm_up(plan)
     _train(run_dir, loaded)
 
@@ -320,10 +342,10 @@ def _warm_up(plan: LaunchPlan) -> None:
     local.warm_up(plan.threads)
 
 
-def _new_folder(out: Path, config: RunConfig) -> Path:
+def _new_folder(out: Path, setting: str, config: RunConfig) -> Path:
     from lockstep import runfolder
 
-    folder = runfolder.create(out, str(config.name))
+    folder = runfolder.create(out, str(config.name), setting)
     runfolder.write_config(folder, config)
     return folder
 
@@ -334,6 +356,47 @@ def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
 
     topology = Topology.from_env(os.environ)
     return worker.train(config.model_copy(update={"processes": topology.local_world_size}), topology, make_folder)
+
+
+def _train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], dry_run: bool) -> None:
+    from lockstep.config.load import to_yaml
+    from lockstep.ray.address import require_answer
+    from lockstep.ray.installed import require_ray
+
+    require_ray()
+    if not dry_run:
+        require_answer(config.launch.ray)
+    from lockstep.ray.launch import described, launch
+
+    if dry_run:
+        click.echo(to_yaml(config.plain()))
+        click.echo(described(config))
+        return
+    ended = launch(config, make_folder)
+    _tell(ended.folder, ended.result, ended.config)
+    sys.exit(ended.result.exit_code)
+
+
+def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
+    from lockstep import runfolder
+    from lockstep.config.load import to_yaml
+    from lockstep.config.sweep import load_sweep
+    from lockstep.ray.address import require_answer
+    from lockstep.ray.installed import require_ray
+
+    sweep = load_sweep(file, config)
+    if dry_run:
+        click.echo(to_yaml(config.plain()))
+        click.echo(to_yaml(sweep.model_dump(mode="json")))
+        return
+    require_ray()
+    require_answer(config.launch.ray)
+    from lockstep.ray.tune import sweep_over
+
+    storage = config.launch.ray.storage
+    folder = runfolder.create(Path(storage) if storage else out, f"{config.name}-sweep")
+    _say(f"trials in {folder}")
+    sys.exit(sweep_over(config, sweep, folder))
 
 
 def _train(folder: Path, config: RunConfig) -> None:
@@ -361,11 +424,11 @@ def _train(folder: Path, config: RunConfig) -> None:
 
 
 def _tell(folder: Path, result: Result, config: RunConfig) -> None:
-    from lockstep.runfolder import SUMMARY_FILE, record_failure
+    from lockstep.runfolder import SUMMARY_FILE, record
 
     if result.failure is not None:
         failure = result.failure
-        record_failure(folder, failure.cause)
+        record(folder, "failed", failure.cause)
         _say(failure.render(int(config.processes)))
         log = folder / "logs" / f"rank-{failure.rank}.log"
         if log.exists():  # a rank has one from the roll call on

@@ -61,6 +61,7 @@ class Part:
     examples: int
     # The mean over ranks of the sum over parts of weight x mean loss is the mean loss over the global batch.
     weight: float
+    whole: int  # how many examples the global batch has, over all ranks
     completes_batch: bool
     completes_epoch: bool
 
@@ -101,7 +102,7 @@ class Walk:
         if len(mine) == 0:
             # Every rank takes part in the exchange of gradients, so one without examples computes one that counts for
             # nothing.
-            yield Part(batch, np.repeat(whole[:1], full), 0, 0.0, True, ends_epoch)
+            yield Part(batch, np.repeat(whole[:1], full), 0, 0.0, len(whole), True, ends_epoch)
             return
         pieces = np.array_split(mine, min(self.accumulate, len(mine)))
         for number, piece in enumerate(pieces, start=1):
@@ -109,13 +110,14 @@ class Walk:
             last = number == len(pieces)
             missing = full - len(piece) if self.fill else 0
             if not missing:
-                yield Part(batch, piece, len(piece), len(piece) * weight, last, last and ends_epoch)
+                yield Part(batch, piece, len(piece), len(piece) * weight, len(whole), last, last and ends_epoch)
                 continue
             # Filled up with its last example, and what that adds is taken back by a part of nothing but that example:
             # both have the usual shape, and the mean over the two is the mean over the piece.
             filler = np.repeat(piece[-1:], full)
-            yield Part(batch, np.concatenate([piece, filler[:missing]]), full, full * weight, False, False)
-            yield Part(batch, filler, -missing, -missing * weight, last, last and ends_epoch)
+            filled = np.concatenate([piece, filler[:missing]])
+            yield Part(batch, filled, full, full * weight, len(whole), False, False)
+            yield Part(batch, filler, -missing, -missing * weight, len(whole), last, last and ends_epoch)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ A message says what failed, where (rank, host, YAML path, file), the value recei
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class LockstepError(Exception):
     """The base of every error that Lockstep raises for its user."""
@@ -75,6 +77,12 @@ class PeerLost(LockstepError):
     exit_code = 5
 
 
+class ClusterLost(LockstepError):
+    """The cluster that a run is on does not answer any more."""
+
+    exit_code = 5
+
+
 class RankZeroFailed(LockstepError):
     """What rank 0 was asked to do for everybody failed there: a consequence on all other ranks."""
 
@@ -100,6 +108,9 @@ class NonFiniteLoss(LockstepError):
         )
         self.step, self.rank, self.value = step, rank, value
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step, self.rank, self.value)
+
 
 class NonFiniteGradients(LockstepError):
     """Step after step was skipped: the gradients are not finite any more."""
@@ -123,6 +134,9 @@ class WorkerFailed(LockstepError):
     def __init__(self, rank: int, host: str, cause: str, exit_code: int = 5) -> None:
         super().__init__(cause)
         self.rank, self.host, self.cause, self.exit_code = rank, host, cause, exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.host, self.cause, self.exit_code)
 
 
 PREEMPTED_EXIT_CODE = 75

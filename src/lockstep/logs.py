@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -> Iterator[Path]:
+def rank_log(
+    folder: Path, rank: int, console: Console | None, redirect: bool, to_screen: logging.Handler | None = None
+) -> Iterator[Path]:
     """Log to logs/rank-N.log while the block runs; with redirect, other ranks' output goes there altogether."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}.log"
@@ -25,9 +27,7 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
     to_file.setFormatter(logging.Formatter(f"%(asctime)s [RANK {rank}] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [to_file]
     if rank == 0:
-        to_screen = logging.StreamHandler(sys.stdout) if console is None else _ConsoleHandler(console)
-        to_screen.setFormatter(_ScreenFormatter(rank))
-        handlers.append(to_screen)
+        handlers.append(to_screen or screen_handler(console))
     ours, everything = logging.getLogger("lockstep"), logging.getLogger()
     before = (ours.level, ours.propagate)
     ours.setLevel(logging.INFO)
@@ -43,6 +43,13 @@ def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -
         for handler in handlers:
             ours.removeHandler(handler)
             handler.close()
+
+
+def screen_handler(console: Console | None) -> logging.Handler:
+    """What shows rank 0's words: above a live display, or as plain lines."""
+    handler = logging.StreamHandler(sys.stdout) if console is None else _ConsoleHandler(console)
+    handler.setFormatter(_ScreenFormatter(0))
+    return handler
 
 
 class _LogFile(logging.FileHandler):

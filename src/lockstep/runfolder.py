@@ -20,8 +20,8 @@ from lockstep.errors import ConfigError
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
 
 
-def create(out: Path, name: str) -> Path:
-    """A new folder `<name>-<timestamp>`; a second run in the same second gets a number."""
+def create(out: Path, name: str, setting: str = "--out") -> Path:
+    """A new folder `<name>-<timestamp>`; a second run in the same second gets a number. `setting` named `out`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         folder = out / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
@@ -29,16 +29,27 @@ def create(out: Path, name: str) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError as error:
             if not folder.is_dir():
-                raise ConfigError(f"--out {out}: {error.filename} is in the way: it is not a folder") from None
+                raise ConfigError(f"{setting} {out}: {error.filename} is in the way: it is not a folder") from None
             continue
         except OSError as error:
             raise ConfigError(
-                f"--out {out}: the run's folder cannot be made there: {error.strerror}. "
-                "Name a writable folder with --out"
+                f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
+                f"Name a writable folder with {setting}"
             ) from None
         (folder / "logs").mkdir()
         return folder
-    raise ConfigError(f"--out {out}: a thousand runs were started in this second")
+    raise ConfigError(f"{setting} {out}: a thousand runs were started in this second")
+
+
+def require_folder(out: Path, setting: str) -> None:
+    """Make the folder that runs are made in, so that a mistake in its name is told before anything is started."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
+            f"Name a writable folder with {setting}"
+        ) from None
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -71,12 +82,17 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def record_failure(folder: Path, cause: str) -> None:
-    """Say in summary.json that the run failed, whatever rank 0 got to write there before."""
-    summary: dict[str, Any] = {}
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What summary.json says; nothing where there is none, or half of one."""
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-    summary.update(status="failed", reason=cause)
+        summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return summary
+    return {}
+
+
+def record(folder: Path, status: str, reason: str) -> None:
+    """Say in summary.json how the run ended, whatever rank 0 got to write there before."""
+    summary = {**read_summary(folder), "status": status, "reason": reason}
     with contextlib.suppress(OSError):  # a full disk must not hide the failure that it caused
         (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 

@@ -43,6 +43,8 @@ class Topology:
     launched_by_us: bool = False
     # It also reads the heartbeats, and ends those that do not get on.
     watched: bool = False
+    # How many hosts there are, where a cluster engine put different numbers of processes on them.
+    hosts: int | None = None
 
     def __post_init__(self) -> None:
         place = self.place
@@ -55,14 +57,14 @@ class Topology:
                 f"rank {place.rank}: local rank {place.local_rank} does not exist on a host with "
                 f"{self.local_world_size} processes"
             )
-        if self.world_size % self.local_world_size:
+        if self.hosts is None and self.world_size % self.local_world_size:
             raise TopologyError(f"{self.world_size} processes in all cannot be {self.local_world_size} on every host")
         if self.world_size > 1 and not 0 < self.port < 65536:
             raise TopologyError(f"{self.world_size} processes need a port to meet at, got {self.port}")
 
     @property
     def host_count(self) -> int:
-        return self.world_size // self.local_world_size
+        return self.hosts or self.world_size // self.local_world_size
 
     def to_env(self) -> dict[str, str]:
         """The variables that torchrun sets, so that any script written for it finds what it expects."""

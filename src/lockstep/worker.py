@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,11 @@ def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]
         try:
             outcome = fit(run, config)
         except Preempted as preempted:
-            _conclude(run, {"status": "preempted", "reason": preempted.reason})
+            conclude(run, {"status": "preempted", "reason": preempted.reason})
             logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
             return PREEMPTED_EXIT_CODE
         run.finish()
-        _conclude(run, outcome)
+        conclude(run, outcome)
     return 0
 
 
@@ -71,10 +71,10 @@ def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, ma
         try:
             returned = main(run)
         except Preempted as preempted:
-            _conclude(run, {"status": "preempted", "reason": preempted.reason})
+            conclude(run, {"status": "preempted", "reason": preempted.reason})
             raise
         run.finish()
-        _conclude(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
+        conclude(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
         return returned
 
 
@@ -87,37 +87,102 @@ def joined(
     redirect: bool,
 ) -> Iterator[Run]:
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
-    settings = settings.model_copy(update={"processes": topology.local_world_size})
-    family, _ = runtime.resolve(settings)
-    device = runtime.create(family, topology.place.local_rank, topology.local_world_size, settings)
+    requests = Requests()
+    with (
+        requests.listening(topology.launched_by_us),
+        met(settings, topology, load_source) as present,
+        opened(present, settings, make_folder, requests, redirect) as run,
+    ):
+        try:
+            yield run
+        except Preempted:
+            present.leave()
+            raise
+        present.leave()
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """Where rank 0's words and numbers go, where that is not the terminal of its own process."""
+
+    screen: display.Display
+    log: logging.Handler
+
+
+@dataclass(frozen=True)
+class Present:
+    """A rank that has met the others: what the roll call found, and the group that it belongs to now."""
+
+    topology: Topology
+    runtime: Runtime
+    group: Group
+    reports: list[Report]  # of everybody on rank 0; on the others, their own
+    seconds: float  # how long the roll call took
+    heartbeat: Heartbeat
+
+    def leave(self) -> None:
+        whereabouts = self.group.whereabouts
+        whereabouts.enter("leaving", waits=True)
+        self.group.leave()
+        whereabouts.enter(LEFT, waits=True)
+
+
+@contextlib.contextmanager
+def met(
+    settings: RunSettings,
+    topology: Topology,
+    load_source: Callable[[], Any],
+    device_index: int | None = None,
+    adapt: Callable[[Runtime], None] = lambda device: None,
+) -> Iterator[Present]:
+    """Device chosen, roll called, group joined; the heart beats while the block runs.
+
+    The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it before
+    anybody is met. Leaving is up to the caller: a rank that failed does not take apart what others may wait in.
+    """
+    # What the host has is its own affair; the settings that ranks compare are those that the run was given.
+    here = settings.model_copy(update={"processes": topology.local_world_size})
+    family, _ = runtime.resolve(here)
+    index = topology.place.local_rank if device_index is None else device_index
+    device = runtime.create(family, index, topology.local_world_size, here)
+    adapt(device)
     device.prepare()
-    requests, whereabouts = Requests(), Whereabouts(settings.watch.first_time)
-    with requests.listening(topology.launched_by_us):
-        store, for_beats = meet(topology, settings.launch.join_timeout)
-        with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
-            config = comparable(settings.model_dump(mode="json", by_alias=True))
-            evidence = Evidence(config, source_files(load_source()))
-            began = time.monotonic()
-            reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
-            seconds = time.monotonic() - began
-            folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
-            rank, console = group.rank, display.terminal() if group.rank == 0 else None
-            screen = display.create(console)
-            with rank_log(folder / "logs", rank, console, redirect) as log, dumping_stacks(log) as heartbeat.stacks:
-                _announce(reports, topology, device, folder, seconds)
-                run = Run(topology, device, group, settings, folder, screen, requests)
-                try:
-                    yield run
-                except Exception:
-                    logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
-                    run.give_up()
-                    raise
-                except Preempted:
-                    _leave(group, whereabouts)
-                    raise
-                finally:
-                    screen.close()
-                _leave(group, whereabouts)
+    whereabouts = Whereabouts(settings.watch.first_time)
+    store, for_beats = meet(topology, settings.launch.join_timeout)
+    with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
+        config = comparable(settings.model_dump(mode="json", by_alias=True))
+        evidence = Evidence(config, source_files(load_source()))
+        began = time.monotonic()
+        reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
+        yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat)
+
+
+@contextlib.contextmanager
+def opened(
+    present: Present,
+    settings: RunSettings,
+    make_folder: Callable[[], Path],
+    requests: Requests,
+    redirect: bool,
+    outlet: Outlet | None = None,
+) -> Iterator[Run]:
+    """The run of a rank that has met the others: folder agreed, log open."""
+    group, topology = present.group, present.topology
+    folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
+    rank, console = group.rank, display.terminal() if group.rank == 0 else None
+    screen = outlet.screen if outlet else display.create(console)
+    opened_log = rank_log(folder / "logs", rank, console, redirect, outlet.log if outlet else None)
+    with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
+        _announce(present, folder)
+        run = Run(topology, present.runtime, group, settings, folder, screen, requests)
+        try:
+            yield run
+        except Exception:
+            logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
+            run.give_up()
+            raise
+        finally:
+            screen.close()
 
 
 @contextlib.contextmanager
@@ -130,15 +195,10 @@ def _beating(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
         heartbeat.stop()
 
 
-def _leave(group: Group, whereabouts: Whereabouts) -> None:
-    whereabouts.enter("leaving", waits=True)
-    group.leave()
-    whereabouts.enter(LEFT, waits=True)
-
-
-def _announce(reports: list[Report], topology: Topology, device: Runtime, folder: Path, seconds: float) -> None:
+def _announce(present: Present, folder: Path) -> None:
     """Write down, and say, who takes part."""
-    logger.info("on %s, %s, pid %d", topology.place.host, device.device, os.getpid())
+    topology, reports, seconds = present.topology, present.reports, present.seconds
+    logger.info("on %s, %s, pid %d", topology.place.host, present.runtime.device, os.getpid())
     if topology.place.rank != 0:
         return
     found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
@@ -150,7 +210,7 @@ def _announce(reports: list[Report], topology: Topology, device: Runtime, folder
             logger.info(line)
 
 
-def _conclude(run: Run, outcome: dict[str, Any]) -> None:
+def conclude(run: Run, outcome: dict[str, Any]) -> None:
     """summary.json, by rank 0."""
     if not run.is_main:
         return

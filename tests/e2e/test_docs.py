@@ -14,6 +14,7 @@ import yaml
 from conftest import ROOT
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
+from ray_cluster import Nodes
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -35,18 +36,30 @@ def shell(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python")]
+ON_RAY = sorted((ROOT / "docs").glob("ray*.md"))
+RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not in ON_RAY]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=[page.name for page in RUNNABLE])
 def test_commands_and_snippets_run_in_order(page: Path, tmp_path: Path, shell: dict[str, str]) -> None:
+    run_page(page, tmp_path, shell)
+
+
+@pytest.mark.parametrize("page", ON_RAY, ids=[page.name for page in ON_RAY])
+def test_commands_and_snippets_about_ray_run_on_a_cluster(
+    page: Path, nodes: Nodes, tmp_path: Path, shell: dict[str, str]
+) -> None:
+    run_page(page, tmp_path, {**shell, "RAY_ADDRESS": nodes.cluster.address})
+
+
+def run_page(page: Path, folder: Path, shell: dict[str, str]) -> None:
     for number, (language, text) in enumerate(blocks(page, "sh", "python")):
         if language == "python":
-            (tmp_path / f"snippet_{number}.py").write_text(text)
+            (folder / f"snippet_{number}.py").write_text(text)
             text = f"python snippet_{number}.py"
         finished = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text],
-            cwd=tmp_path,
+            cwd=folder,
             env=shell,
             capture_output=True,
             text=True,

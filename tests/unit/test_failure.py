@@ -21,7 +21,7 @@ from lockstep.errors import (
     TopologyError,
     WorkerFailed,
 )
-from lockstep.launcher.failure import (
+from lockstep.failure import (
     Failure,
     Report,
     describe_exit,

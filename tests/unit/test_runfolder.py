@@ -70,15 +70,15 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work(t
 
 def test_a_failure_is_written_over_what_rank_0_wrote(tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
-    runfolder.record_failure(tmp_path, "first")
+    runfolder.record(tmp_path, "failed", "first")
     assert json.loads(summary.read_text()) == {"status": "failed", "reason": "first"}
     summary.write_text('{"status": "completed", "step": 7}')
-    runfolder.record_failure(tmp_path, "second")
+    runfolder.record(tmp_path, "failed", "second")
     assert json.loads(summary.read_text()) == {"status": "failed", "reason": "second", "step": 7}
     summary.write_text('{"status": "comp')
-    runfolder.record_failure(tmp_path, "third")
+    runfolder.record(tmp_path, "failed", "third")
     assert json.loads(summary.read_text())["reason"] == "third"
 
 
 def test_a_failure_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
-    runfolder.record_failure(tmp_path / "nowhere", "the disk is gone")
+    runfolder.record(tmp_path / "nowhere", "failed", "the disk is gone")

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.schema import Profile, RunConfig, RunSettings
+from lockstep.config.schema import Profile, RunConfig
 from lockstep.errors import ConfigError
 
-Settings = TypeVar("Settings", bound=RunSettings)
+Settings = TypeVar("Settings", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
 
 # Where a bare value stands for a mapping with its `type` alone.
@@ -69,9 +69,7 @@ def parse_yaml(text: str) -> Any:
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a config file, apply `key.path=value` overrides and validate the whole."""
-    text = _read(path)
-    raw, lines = _parse(text, path)
-    places: dict[KeyPath, str] = {key: f"{path}:{line}" for key, line in lines.items()}
+    raw, places = read(path)
     for override in overrides:
         keys = _apply(raw, override)
         places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
@@ -80,6 +78,23 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     return _with_task_located(
         config, path.resolve().parent, places.get(("task", "type"), places.get(("task",), str(path)))
     )
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """The plain data of a YAML file, and the place of every key in it."""
+    raw, lines = _parse(_read(path), path)
+    return raw, {key: f"{path}:{line}" for key, line in lines.items()}
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A config with other values at some paths, validated as a whole; errors name the path."""
+    raw = config.plain()
+    places: dict[KeyPath, str] = {}
+    for path, value in values.items():
+        keys = tuple(path.split("."))
+        _put(raw, keys, value, path)
+        places.update({keys[:n]: f"{path}={value!r}" for n in range(1, len(keys) + 1)})
+    return validate(RunConfig, raw, places, "config")
 
 
 def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> Settings:
@@ -180,6 +195,11 @@ def _apply(raw: dict[str, Any], override: str) -> KeyPath:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override}: {text!r} is not valid YAML: {error}") from None
+    _put(raw, keys, value, f"--set {override}")
+    return keys
+
+
+def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> None:
     node: Any = raw
     for depth, key in enumerate(keys[:-1]):
         below = node.get(key)
@@ -188,11 +208,10 @@ def _apply(raw: dict[str, Any], override: str) -> KeyPath:
         if below is None:
             below = {}
         if not isinstance(below, dict):
-            raise ConfigError(f"--set {override}: {'.'.join(keys[: depth + 1])} is {below!r}, which has no keys below")
+            raise ConfigError(f"{place}: {'.'.join(keys[: depth + 1])} is {below!r}, which has no keys below")
         node[key] = dict(below)
         node = node[key]
     node[keys[-1]] = value
-    return keys
 
 
 def _describe(

@@ -219,8 +219,41 @@ class Log(Section):
     tensorboard: bool = False
 
 
+def _no_client(address: str) -> str:
+    if address.startswith("ray://"):
+        raise ValueError(
+            "Ray Client (ray://) cannot carry a training run; give the cluster's own address (HOST:6379) on a machine "
+            "of the cluster, or submit the command with `ray job submit`"
+        )
+    return address
+
+
+def _shared_folder(storage: str) -> str:
+    if "://" in storage:
+        raise ValueError("must be a folder that all nodes have mounted; a bucket has to be mounted first")
+    return storage
+
+
+class RayCluster(Section):
+    """Where Ray starts the workers, and what each of them gets."""
+
+    address: Annotated[str, AfterValidator(_no_client)] | None = Field(
+        None, description="of a cluster that runs; where not given, RAY_ADDRESS, or one of our own on this machine"
+    )
+    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        {}, description="per worker: CPU (1 where not given), GPU, TPU, memory in bytes, or the cluster's own names"
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    placement_timeout: Seconds = Field(60.0, description="how long to wait for room for all workers")
+    min_workers: int | None = Field(None, gt=0, description="go on with so few where there is no room for all")
+    runtime_env: dict[str, Any] = Field({}, description="Ray's own; the task's folder travels to the workers anyway")
+    storage: Annotated[str, AfterValidator(_shared_folder)] | None = Field(
+        None, description="a folder that all nodes share, for the runs' folders; --out where not given"
+    )
+
+
 class Launch(Section):
-    type: Literal["local"] = "local"
+    type: Literal["local", "ray"] = "local"
     max_restarts: int = Field(0, ge=0)
     port: int | None = Field(None, gt=0, lt=65536, description="a free one where not given")
     threads: int | None = Field(None, gt=0, description="CPU threads per process; cores / processes where not given")
@@ -228,6 +261,7 @@ class Launch(Section):
     timeout: Seconds = Field(1800.0, description="the longest wait for other ranks while training")
     grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
     share_devices: bool = Field(False, description="let several processes use one physical device")
+    ray: RayCluster = RayCluster()
 
 
 class Watch(Section):

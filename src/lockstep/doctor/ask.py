@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from lockstep.launcher.failure import describe_exit
+from lockstep.failure import describe_exit
 from lockstep.topology import Topology
 
 # How long a process that was killed may take to be gone; one that waits for a driver never is.

@@ -13,7 +13,13 @@ from lockstep.doctor import versions
 from lockstep.doctor.check import Check
 
 # Optional packages, and the extra of Lockstep that brings each.
-EXTRAS = {"tensorboard": "tensorboard", "torch_xla": "xla", "scikit-learn": "examples", "cloudpickle": "notebook"}
+EXTRAS = {
+    "tensorboard": "tensorboard",
+    "torch_xla": "xla",
+    "ray": "ray",
+    "scikit-learn": "examples",
+    "cloudpickle": "notebook",
+}
 
 
 def look(asked: Collection[str]) -> Iterator[Check]:

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.failure import report, stop_file
 from lockstep.group import settle
-from lockstep.launcher.failure import report, stop_file
 
 logger = logging.getLogger(__name__)
 

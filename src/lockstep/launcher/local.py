@@ -14,18 +14,16 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError, RankStalled
-from lockstep.launcher.failure import Failure, Report, find_cause, stop_file, worth_retrying
+from lockstep.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
 from lockstep.launcher.plan import LaunchPlan
+from lockstep.signals import Signals
 
 if TYPE_CHECKING:
     from lockstep.launcher.ranks import Ranks
@@ -38,15 +36,6 @@ _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
 # How long ranks get to write down their stacks before they are ended.
 _DUMP_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a launch ended: what each rank returned, or why one failed."""
-
-    exit_code: int
-    returned: dict[int, Any] = field(default_factory=dict)
-    failure: Failure | None = None
 
 
 def warm_up(threads: int) -> None:
@@ -73,7 +62,7 @@ def launch(
     With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on.
     """
     warm_up(plan.threads)
-    signals = _Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
+    signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
     with signals.listening(), _store(plan) as (port, store):
         from torch._C._distributed_c10d import PrefixStore
 
@@ -100,7 +89,7 @@ def _attempt(
     argument: Any,
     grace: float,
     fresh: bool,
-    signals: _Signals,
+    signals: Signals,
     heartbeats: Any,
     watch: Limits | None,
 ) -> Result:
@@ -137,7 +126,7 @@ def cannot_start(count: int, error: OSError) -> str:
 
 
 def _supervise(
-    ranks: Ranks, error_files: list[Path], grace: float, signals: _Signals, watcher: Watcher | None
+    ranks: Ranks, error_files: list[Path], grace: float, signals: Signals, watcher: Watcher | None
 ) -> Result:
     asked = 0
     deadline = float("inf")
@@ -233,39 +222,3 @@ def _store(plan: LaunchPlan) -> Iterator[tuple[int, Any]]:
         )
         yield port, store
         del store
-
-
-class _Signals:
-    """Requests that reach the launcher, which speaks for all ranks: how often to stop, and whether to save."""
-
-    _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-    # A batch system may signal the launcher and then its group: two signals this close together are one request.
-    _SAME_REQUEST_SECONDS = 1.0
-
-    def __init__(self, save_on_request: bool) -> None:
-        self.count = 0
-        self.name = ""
-        self.save = False  # asked to save now, and not yet passed on
-        self._numbers = (*self._STOP, *((signal.SIGUSR1,) if save_on_request else ()))
-        self._last = float("-inf")
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._received) for number in self._numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _received(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
-            self.save = True
-            return
-        now = time.monotonic()
-        if now - self._last >= self._SAME_REQUEST_SECONDS:
-            self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now

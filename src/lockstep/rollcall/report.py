@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.plain import columns
+
 
 @dataclass(frozen=True)
 class Report:
@@ -56,9 +58,6 @@ def table(reports: list[Report], marked: set[int] | None = None) -> list[str]:
     """A line per rank, for the log and for messages."""
     header = ("rank", "host", "pid", "device", "physical device")
     rows = [(str(r.rank), r.host, str(r.pid), r.device, r.physical_device) for r in reports]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(header, widths, strict=True)).rstrip()]
-    for report, row in zip(reports, rows, strict=True):
-        mark = "> " if marked and report.rank in marked else "  "
-        lines.append(mark + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return lines
+    first, *rest = columns([header, *rows])
+    marks = ["> " if marked and report.rank in marked else "  " for report in reports]
+    return ["  " + first, *(mark + line for mark, line in zip(marks, rest, strict=True))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,19 +20,30 @@ Measure = Callable[[Any], Mapping[str, Tensor]]
 def measure_sums(
     measure: Measure, loader: Loader, move: Callable[[Any], Any], measured: Callable[[], None] = lambda: None
 ) -> tuple[Sums, int]:
-    """This rank's sums over its part of the data, in double precision, and how many examples it saw.
+    """This rank's sums over its part of the data, in double precision, and how many examples it saw."""
+    batches = ((part.examples, len(part.indices), batch) for part, batch in loader.epoch(0))
+    return sums_of(measure, batches, move, measured)
+
+
+def sums_of(
+    measure: Measure,
+    batches: Iterable[tuple[int, int, Any]],
+    move: Callable[[Any], Any],
+    measured: Callable[[], None] = lambda: None,
+) -> tuple[Sums, int]:
+    """The same over batches of any source, each with how many examples a mean over it counts for, and its length.
 
     Means are kept where they were computed, and read once at the end: no batch waits for the one before.
     """
     means: dict[str, list[Tensor]] = {}
     counts: list[int] = []
     with torch.no_grad():
-        for part, batch in loader.epoch(0):
-            if part.examples == 0:
+        for examples, length, batch in batches:
+            if examples == 0:
                 continue
             for name, value in measure(move(batch)).items():
-                means.setdefault(name, []).append(_mean(name, value, len(part.indices)))
-            counts.append(part.examples)
+                means.setdefault(name, []).append(_mean(name, value, length))
+            counts.append(examples)
             measured()
     seen = sum(counts)
     return {name: [_total(name, each, counts), float(seen)] for name, each in means.items()}, seen

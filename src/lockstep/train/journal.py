@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.config.values import Interval
@@ -32,6 +32,8 @@ class Journal:
         self.forgive_nan = False  # a loss that is not finite is left out of the means, and does not end the run
         self._skips = {"since_row": 0, "in_a_row": 0, "last": 0}  # steps that left the weights as they were
         self._last_gathered_step = self._last_row_step = 0
+        # Called with every row on every rank, at the same steps: for whoever else wants to know of them.
+        self.listener: Callable[[Mapping[str, Any]], None] | None = None
 
     def note(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
         """Values of this rank that are means over so many examples of a step."""
@@ -94,9 +96,12 @@ class Journal:
         self.write(progress, {**row, "examples": progress.examples})
 
     def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        """Write a row of metrics, on rank 0; nothing elsewhere."""
+        """Write a row of metrics, on rank 0; elsewhere only a listener hears of it."""
+        row = {"step": progress.step, "epoch": progress.epoch, **values}
         if self._record is not None:
-            self._record.write({"step": progress.step, "epoch": progress.epoch, **values})
+            self._record.write(dict(row))
+        if self.listener is not None:
+            self.listener(row)
 
     def start_at(self, step: int, state: dict[str, Any] | None = None) -> None:
         """Forget rows after a step: of a run that is restored there, or that ended before its first checkpoint."""

@@ -20,7 +20,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Store
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunSettings
-from lockstep.data import Collate, Part, Walk, check_dataset
+from lockstep.data import Collate, Part, check_dataset
 from lockstep.display import Display
 from lockstep.errors import ConfigError
 from lockstep.group import Group
@@ -29,7 +29,7 @@ from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.compiling import be_patient_while_compiling
 from lockstep.train.devices import OnDevices
-from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums
+from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
 from lockstep.train.fingerprint import combined, compare, fingerprint
 from lockstep.train.guard import CompileGuard
 from lockstep.train.journal import Journal
@@ -46,6 +46,7 @@ from lockstep.train.state import (
     set_generator_states,
 )
 from lockstep.train.stop import Preempted, Pulse, Requests
+from lockstep.train.stream import counted, streamed
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,6 @@ class Run(OnDevices):
         self._last_saved_step = -1
         self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, runtime)
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
-        self._walk: Walk | None = None
         self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
         self._handed_out: Part | None = None  # the same, until the next one
         self._precision = "float32"
@@ -220,9 +220,26 @@ class Run(OnDevices):
                 f"the training data has {loader.walk.count} examples, fewer than one batch of {batch_size}, and "
                 "drop_last leaves out what does not fill a batch: lower batch_size or set drop_last to false"
             )
-        self._walk, self._part = loader.walk, None
+        yield from self._hand_out(loader.epoch(self.progress.epoch, self.progress.batch), accumulate)
+
+    def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str = "train") -> Iterator[Any]:
+        """Batches from a source that every rank has a share of, of whatever sizes, until no rank has any left.
+
+        For data that cannot be asked for by index. Gradients are those of the mean over all examples that the ranks
+        have at hand, and every example counts once. An epoch that was interrupted starts again from its beginning.
+        """
+        if self.progress.batch:
+            logger.warning(
+                "epoch %d was interrupted after %d batches; %r cannot be entered in the middle, so that these are "
+                "trained on again", self.progress.epoch, self.progress.batch, name,
+            )  # fmt: skip
+            self.progress.batch = 0
+        yield from self._hand_out(streamed(self.group, batches, count, name), accumulate=1)
+
+    def _hand_out(self, parts: Iterator[tuple[Part, Any]], accumulate: int) -> Iterator[Any]:
+        """The parts of the current epoch one by one, each on the device and with a safe point before its batch."""
+        self._part = None
         epoch = self.progress.epoch
-        parts = loader.epoch(epoch, self.progress.batch)
         while True:
             if self._part is None:
                 self._safe_point()
@@ -337,6 +354,22 @@ class Run(OnDevices):
         parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
         return combine(parts, count, name)
 
+    def evaluate_stream(
+        self,
+        measure: Measure,
+        batches: Iterator[Any],
+        count: Callable[[Any], int],
+        expected: int | None = None,
+        name: str = "validation",
+    ) -> dict[str, float]:
+        """Like evaluate, over batches that every rank has a share of; `expected` is how many examples they have."""
+        if self._kept.module is not None:
+            self._equalize_buffers()
+        with evaluating(self._kept.module) if self._kept.module is not None else contextlib.nullcontext():
+            mine = sums_of(measure, counted(batches, count), self._next_of(name), self.runtime.end_of_program)
+        parts = self.gather(mine, name)
+        return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
+
     # Keeping
 
     @in_region("checkpoint")
@@ -386,6 +419,12 @@ class Run(OnDevices):
             seed_generators(self.runtime, self.settings.seed + step, self.rank)
         logger.info("restored %s (epoch %d)", self._store.path(step).name, self.progress.epoch)
         return True
+
+    def newest_saved(self) -> tuple[int, Path] | None:
+        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
+        self._saver.finish()
+        steps = self._store.steps()
+        return (steps[-1], self._store.path(steps[-1])) if steps else None
 
     def write_due_row(self) -> None:
         """Write the row of this step, if there is one and it is not written yet."""
@@ -460,10 +499,9 @@ class Run(OnDevices):
         progress = self.progress
         progress.step += 1
         progress.epoch_ended = False
-        if part is not None and self._walk is not None:
-            walk = self._walk
+        if part is not None:
             progress.batch = part.batch + 1
-            progress.examples += min(walk.batch_size, walk.count - part.batch * walk.batch_size)
+            progress.examples += part.whole
             if part.completes_epoch:
                 progress.epoch, progress.batch, progress.epoch_ended = progress.epoch + 1, 0, True
         self._part = None

@@ -98,7 +98,9 @@ def construct(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) 
 def import_object(path: str, name: str) -> Any:
     """What `package.module:Name`, `package.module.Name` or `file.py:Name` stands for."""
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name, path, name)
+    module = (
+        _load_file(Path(module_name).resolve()) if module_name.endswith(".py") else _import(module_name, path, name)
+    )
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.doctor.ask import environment
-from lockstep.launcher.failure import describe_exit
+from lockstep.failure import describe_exit
 from lockstep.runfolder import SUMMARY_FILE
 from lockstep.verify.combinations import Combination
 

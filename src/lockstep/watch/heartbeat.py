@@ -54,6 +54,7 @@ class Heartbeat:
         self._last_answer = self._clock.now()
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
+        self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
         self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
         self._threads = [threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True)]
         if not self._watched:
@@ -64,6 +65,10 @@ class Heartbeat:
         if self._store is not None:
             for thread in self._threads:
                 thread.start()
+
+    def follow_this_thread(self) -> None:
+        """From here on the caller's thread is the one that trains: its line is told where a rank does not get on."""
+        self._training_thread = threading.get_ident()
 
     def stop(self) -> None:
         """Send the last beat and end. Limited, since the store may be gone or out of reach."""
@@ -135,6 +140,8 @@ class Heartbeat:
         try:
             with suppress(OSError, ValueError):
                 os.write(self._terminal, f"lockstep: {message}\n".encode())
+            if self.tell is not None:
+                self.tell(message)
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(self.stacks, all_threads=True)
             logger.error("%s. Ended; the stacks of all threads are above", message)

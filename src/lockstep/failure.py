@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss
 
@@ -63,6 +64,15 @@ class Failure:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended: what each rank returned, or why one failed."""
+
+    exit_code: int
+    returned: dict[int, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
 def stop_file(error_file: Path) -> Path:
     """A file next to the reports that is there once the launcher has asked its ranks to stop."""
     return error_file.with_name("stop")
@@ -103,7 +113,7 @@ def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
 
 def user_traceback(error: BaseException) -> list[str]:
     """The traceback from the first frame that is the user's: how we got there is of no use to them."""
-    here = str(Path(__file__).parents[1])
+    here = str(Path(__file__).parent)
     internal = (here, "<frozen ")
     entry: TracebackType | None = error.__traceback__
     while entry is not None and entry.tb_frame.f_code.co_filename.startswith(internal):

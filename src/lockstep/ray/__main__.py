@@ -1,0 +1,61 @@
+"""`python -m lockstep.ray --workers 2 --backend gloo`: proof that every worker has a device of its own."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from typing import Any
+
+import click
+
+from lockstep.errors import ConfigError, LockstepError, RollCallError
+
+BACKENDS = ("auto", "gloo", "nccl", "xla", "xla_tpu")
+
+
+@click.command()
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option(
+    "--address", help="Of a running cluster, else RAY_ADDRESS; a local one is started where there is neither."
+)
+@click.option("--gpus", type=float, default=0, show_default=True, help="GPUs per worker.")
+@click.option("--tpus", type=float, default=0, show_default=True, help="TPU chips per worker.")
+@click.option("--timeout", type=float, default=30.0, show_default=True, help="Seconds to join the group.")
+@click.option("--placement-timeout", type=float, default=60.0, show_default=True, help="Seconds to place the workers.")
+def main(
+    workers: int,
+    backend: str,
+    address: str | None,
+    gpus: float,
+    tpus: float,
+    timeout: float,
+    placement_timeout: float,
+) -> None:
+    """Place workers on a Ray cluster, join them to a group, and print the device of each.
+
+    Exit code 0 where every worker has a device of its own and a sum over all of them is right, 3 where not.
+    """
+    try:
+        from lockstep.ray.installed import require_ray
+
+        require_ray()
+        from lockstep.ray.verification import verify
+
+        resources = {"CPU": 1.0, **({"GPU": gpus} if gpus else {}), **({"TPU": tpus} if tpus else {})}
+        with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage:
+            lines = verify(workers, backend, address, resources, timeout, placement_timeout, storage)
+    except (LockstepError, ImportError) as error:
+        _fail(error)
+    for line in lines:
+        click.echo(line)
+
+
+def _fail(error: Any) -> None:
+    verdict = "NOT OK" if isinstance(error, RollCallError) else "could not be verified"
+    click.echo(f"lockstep: {error}\nverdict: {verdict}", err=True)
+    sys.exit(getattr(error, "exit_code", ConfigError.exit_code))
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m lockstep.ray")

@@ -1,0 +1,166 @@
+"""How Ray sets the workers up: its Backend, by its public worker group calls alone.
+
+Runs in the process that controls the workers, and keeps no state: Ray makes one Backend per process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.train.backend import Backend
+
+from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
+from lockstep.ray import session
+from lockstep.ray.config import XLA_BACKENDS, TorchConfig
+from lockstep.ray.placement import Spot, look_around, meeting_place, topologies
+from lockstep.ray.session import Joined
+from lockstep.ray.xla import mesh_shape, require_torch_xla
+from lockstep.rollcall.faults import SHOWN
+from lockstep.rollcall.report import table
+from lockstep.topology import ranks_text
+
+logger = logging.getLogger(__name__)
+
+# How long workers may take to answer at all: the first answer waits for their imports.
+_ANSWER_SECONDS = 120.0
+# How much longer than the workers themselves the controller waits for them to have joined.
+_GRACE_SECONDS = 15.0
+_LEAVE_SECONDS = 15.0
+# Once a worker has failed, how long the others get to say whether it was them.
+_COMPLETE_SECONDS = 1.0
+
+
+class TorchBackend(Backend):  # type: ignore[misc]
+    """gloo and NCCL. Workers on a node see each other's GPUs, as with Ray's own backend."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Every worker gets the address, then all join at once; returns when the roll call has proven the world."""
+        try:
+            self._join(worker_group, backend_config)
+        except BaseException:
+            _give_back(worker_group)
+            raise
+
+    def _join(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        world_size = len(worker_group)
+        backend = _resolved(backend_config.backend, worker_group.get_resources_per_worker())
+        if backend_config.xla_spmd_config is not None and backend not in XLA_BACKENDS:
+            raise ConfigError(f"TorchConfig: xla_spmd_config is given, but backend='auto' is {backend!r} here")
+        if backend in XLA_BACKENDS:
+            answer(worker_group.execute_async(_check_torch_xla), "looking for torch_xla", _ANSWER_SECONDS)
+        spots: list[Spot] = answer(worker_group.execute_async(look_around), "saying where they are", _ANSWER_SECONDS)
+        address, port = meeting_place(spots)
+        everyone = topologies(spots, address, port)
+        setting = worker_group.execute_async(session.set_meeting_place, address, port)
+        answer(setting, "setting MASTER_ADDR and MASTER_PORT", _ANSWER_SECONDS)
+        joining = [
+            worker_group.execute_single_async(rank, session.join, everyone[rank], spots[rank], backend, backend_config)
+            for rank in range(world_size)
+        ]
+        joined: list[Joined] = answer(joining, "joining the group", session.join_limit(backend_config) + _GRACE_SECONDS)
+        if backend in XLA_BACKENDS and backend_config.xla_spmd_config is not None:
+            mesh_shape(backend_config.xla_spmd_config, sum(each.devices for each in joined))
+        _show(joined)
+
+    def on_training_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Variables only, for code that looks for them."""
+        answer(worker_group.execute_async(session.set_rank_variables), "setting RANK and the like", _ANSWER_SECONDS)
+
+    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Leave the group. A worker that is gone, or stuck, does not hold up the end."""
+        leaving = worker_group.execute_async(session.leave)
+        left, late = ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
+        if late:
+            ranks = [rank for rank, future in enumerate(leaving) if future in late]
+            logger.warning("%s did not leave the group within %g s", ranks_text(ranks), _LEAVE_SECONDS)
+        for future in left:
+            try:
+                ray.get(future)
+            except RayError as error:  # what it failed with before is what Ray reports
+                logger.debug("a worker could not leave the group: %s", error)
+
+
+class XlaBackend(TorchBackend):
+    """XLA devices. CUDA_VISIBLE_DEVICES is left as Ray sets it: every worker sees its own device."""
+
+    share_cuda_visible_devices = False
+
+
+def answer(futures: Sequence[Any], name: str, limit: float) -> list[Any]:
+    """What every worker returned, by rank. The first failure that is no consequence of another is raised as it was."""
+    deadline, waiting = time.monotonic() + limit, list(futures)
+    failures: dict[int, Exception] = {}
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=remaining)
+        for future in ready:
+            try:
+                ray.get(future)
+            except RayTaskError as error:
+                failures[futures.index(future)] = error.cause if isinstance(error.cause, Exception) else error
+            except RayError as error:
+                failures[futures.index(future)] = error
+        if failures:
+            deadline = min(deadline, time.monotonic() + _COMPLETE_SECONDS)
+    if failures:
+        causes = [each for each in failures.values() if type(each).__name__ not in CONSEQUENCES]
+        raise (causes or list(failures.values()))[0] from None
+    if waiting:
+        ranks = [rank for rank, future in enumerate(futures) if future in waiting]
+        raise RankMissing(
+            f"{ranks_text(ranks)} of {len(futures)} took more than {limit:g} s for {name}. Look at their logs in Ray's "
+            "session folder; TorchConfig(join_timeout_s=...) sets the limit for joining"
+        )
+    return list(ray.get(list(futures)))
+
+
+def _give_back(worker_group: Any) -> None:
+    """Ray forgets workers whose backend did not start: their placement group would keep its resources for ever."""
+    asked = worker_group.execute_async(_placement_group)
+    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_SECONDS)
+    for future in ready:
+        with contextlib.suppress(RayError):  # a worker that is gone; another one knows as well
+            found = ray.get(future)
+            mine = ray.util.get_current_placement_group()
+            if found is not None and (mine is None or mine.id != found.id):  # else Ray Tune's, which takes care of it
+                ray.util.remove_placement_group(found)
+            return
+
+
+def _placement_group() -> Any:
+    return ray.util.get_current_placement_group()
+
+
+def _resolved(backend: str, resources: dict[str, float]) -> str:
+    """The backend that `auto` stands for, by what every worker gets."""
+    gpus, tpus = resources.get("GPU", 0), resources.get("TPU", 0)
+    if backend == "auto":
+        return "nccl" if gpus else "xla" if tpus else "gloo"
+    if backend == "nccl" and not gpus:
+        raise ConfigError(
+            "TorchConfig: backend='nccl' needs GPUs, and the workers get none: ScalingConfig(use_gpu=True), "
+            "or backend='gloo'"
+        )
+    return backend
+
+
+def _check_torch_xla() -> None:
+    context = ray.get_runtime_context()
+    require_torch_xla(f"the worker on node {ray.util.get_node_ip_address()} ({context.get_node_id()[:8]})")
+
+
+def _show(joined: Sequence[Joined]) -> None:
+    """The assignment of all workers; what this process prints, Ray brings to the driver's terminal."""
+    reports = joined[0].reports
+    lines = [f"Lockstep: all {len(joined)} workers are here, in {joined[0].seconds:.2f} s"]
+    lines += table(reports[:SHOWN])
+    if len(reports) > SHOWN:
+        lines.append(f"  and {len(reports) - SHOWN} more")
+    print("\n".join(lines), flush=True)

@@ -1,0 +1,120 @@
+"""The cluster that a run uses: one that runs already, or a small one of our own that ends with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from lockstep.config.schema import RunConfig
+from lockstep.errors import LaunchError
+from lockstep.ray.address import address_of
+
+# Tensors do not go through Ray's object store: words and numbers do.
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run needs to know of the cluster it is on."""
+
+    address: str
+    ours: bool  # started for this run on this machine, reachable from nowhere else, and ended with the run
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> Iterator[Cluster]:
+    """Connect to the cluster of a config, or start one with room for the run; leave, or end it, at the end."""
+    if ray.is_initialized():  # by a program of the user's own
+        with environment(config):
+            yield Cluster(ray.get_runtime_context().gcs_address, ours=False)
+        return
+    address = address_of(config.launch.ray)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    with environment(config):
+        if address is None:
+            cluster = _start(_room_for(int(config.processes), resources), dict(runtime_env), quiet)
+        else:
+            cluster = _connect(address, dict(runtime_env), quiet)
+        try:
+            yield cluster
+        finally:
+            with contextlib.redirect_stdout(io.StringIO()):  # it prints once more what it had to say
+                ray.shutdown()
+
+
+def _room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
+    """What a cluster of our own must have."""
+    return {name: math.ceil(amount * workers) for name, amount in resources.items()}
+
+
+def _start(room: Mapping[str, float], runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
+    custom = {name: amount for name, amount in room.items() if name not in ("CPU", "GPU", "memory")}
+    accelerators = {"num_gpus": int(room["GPU"])} if "GPU" in room else {}
+    try:
+        ray.init(
+            address="local",
+            num_cpus=int(room.get("CPU", 1)),
+            resources=custom or None,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            runtime_env=runtime_env or None,
+            _node_ip_address="127.0.0.1",  # nobody but this machine has to reach it
+            **({"_memory": int(room["memory"])} if "memory" in room else {}),
+            **accelerators,
+            **quiet,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise LaunchError(f"launch.ray: a cluster could not be started on this machine: {_reason(error)}") from None
+    return Cluster(ray.get_runtime_context().gcs_address, ours=True)
+
+
+def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
+    try:
+        ray.init(address=address, runtime_env=runtime_env or None, **quiet)
+    except ValueError as error:  # a runtime_env that Ray does not take
+        raise LaunchError(f"launch.ray.runtime_env: {_reason(error)}") from None
+    except (ConnectionError, RuntimeError, OSError) as error:
+        raise LaunchError(
+            f"launch.ray.address: there is no Ray cluster to be used at {address!r}: {_reason(error)}. Start one with "
+            "`ray start --head`, correct the address, or leave it out to train on this machine"
+        ) from None
+    return Cluster(address, ours=False)
+
+
+@contextlib.contextmanager
+def environment(config: RunConfig) -> Iterator[None]:
+    """Variables that Ray reads in the process that starts a training, unless the user has set them: see each."""
+    wanted = {
+        "RAY_USAGE_STATS_ENABLED": "0",  # a training run does not call home
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the task's folder
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal by our own way
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # nor is every report a line on it
+        "RAY_AIR_NEW_OUTPUT": "0",  # a sweep has a table of our own
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise
+    }
+    changed = {name: value for name, value in wanted.items() if name not in os.environ}
+    changed["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{config.launch.ray.placement_timeout:g}"  # of a restart, too
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _reason(error: BaseException) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,108 @@
+"""`lockstep.ray.TorchConfig`: what Ray's own says, and what Lockstep needs to know beyond it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray.train.torch
+from ray.train.backend import Backend
+
+from lockstep.config.load import validate
+from lockstep.config.schema import RunSettings
+from lockstep.errors import ConfigError
+from lockstep.ray.xla import SPMD_KEYS, check_spmd_config
+
+XLA_BACKENDS = ("xla", "xla_tpu")
+BACKENDS = ("auto", "gloo", "nccl", *XLA_BACKENDS)
+# What a run on Ray is told by Ray or by the fields of the config, and must not be told twice.
+_NOT_SETTINGS = ("processes", "runtime", "launch")
+
+
+@dataclass
+class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """A drop-in for `ray.train.torch.TorchConfig`.
+
+    `backend="auto"` is nccl where workers have GPUs, xla where they have TPUs, else gloo.
+    """
+
+    backend: str = "auto"
+    # mesh_shape, or data_parallel_size and model_parallel_size: the mesh of an XLA backend.
+    xla_spmd_config: Mapping[str, Any] | None = None
+    # How long workers may take to find each other; each way of joining an XLA group has as long.
+    join_timeout_s: float = 30.0
+    # The share of a device's memory that the XLA allocator takes, and whether it takes it at once.
+    xla_memory_fraction: float | None = None
+    xla_memory_preallocate: bool | None = None
+    share_devices: bool = False
+    # Of the run: seed, strategy, data, checkpoint, log, watch as in a config file.
+    settings: RunSettings | Mapping[str, Any] = field(default_factory=dict)
+    # The run's folder, on storage that all nodes see; `lockstep` inside Ray's storage where not given.
+    folder: str | None = None
+    # `package.module:Name` or `file.py:Name`: compared on all workers before training starts.
+    task: str | None = None
+    # At most so often are metrics and the newest checkpoint reported to Ray: every report waits for all workers.
+    report_every_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"TorchConfig: backend={self.backend!r} is not known; it is one of {', '.join(BACKENDS)}")
+        for name in ("timeout_s", "join_timeout_s"):
+            _check_number(name, getattr(self, name), above=0.0)
+        _check_number("report_every_s", self.report_every_s, above=-1e-9)
+        if self.xla_memory_fraction is not None:
+            _check_number("xla_memory_fraction", self.xla_memory_fraction, above=0.0, most=1.0)
+        for_xla = ("xla_spmd_config", "xla_memory_fraction", "xla_memory_preallocate")
+        given = [name for name in for_xla if getattr(self, name) is not None]
+        if given and self.backend not in (*XLA_BACKENDS, "auto"):
+            raise ConfigError(
+                f"TorchConfig: {given[0]} is for backend={' or '.join(map(repr, XLA_BACKENDS))}, not {self.backend!r}"
+            )
+        if self.xla_spmd_config is not None:
+            check_spmd_config(self.xla_spmd_config)
+        self.settings = checked_settings(self.settings)
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        from lockstep.ray.backend import TorchBackend, XlaBackend
+
+        return XlaBackend if self.backend in XLA_BACKENDS else TorchBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        from lockstep.ray.session import Training
+
+        return Training
+
+    def to_dict(self) -> dict[str, Any]:
+        """What Ray's dashboard shows."""
+        spmd = {key: self.xla_spmd_config[key] for key in SPMD_KEYS if key in (self.xla_spmd_config or {})}  # type: ignore[index]
+        return {
+            "backend": self.backend,
+            "init_method": self.init_method,
+            "timeout_s": self.timeout_s,
+            "join_timeout_s": self.join_timeout_s,
+            "xla_spmd_config": spmd,
+            "folder": self.folder,
+        }
+
+
+def checked_settings(settings: RunSettings | Mapping[str, Any]) -> RunSettings:
+    if isinstance(settings, RunSettings):
+        return settings
+    twice = [name for name in _NOT_SETTINGS if name in settings]
+    if twice:
+        raise ConfigError(
+            f"TorchConfig: settings[{twice[0]!r}]: Ray's ScalingConfig says how many workers there are and what they "
+            "get, and backend, timeout_s, join_timeout_s and share_devices of TorchConfig the rest; leave it out"
+        )
+    return validate(RunSettings, dict(settings), {}, "lockstep.ray.TorchConfig(settings=...)")
+
+
+def _check_number(name: str, value: Any, above: float, most: float = math.inf) -> None:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= most
+    if not fits:
+        limit = f" and at most {most:g}" if most < math.inf else ""
+        raise ConfigError(f"TorchConfig: {name}={value!r} must be a number greater than {max(above, 0):g}{limit}")

@@ -1,0 +1,63 @@
+"""Ray Data as a source of examples: every worker has a shard, and every row counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import ray.train
+
+from lockstep.config.load import check_batch_size
+from lockstep.errors import ConfigError
+from lockstep.train.evaluation import Measure
+from lockstep.train.run import Run
+
+
+class DataConfig(ray.train.DataConfig):  # type: ignore[misc]
+    """Splits datasets without leaving out a row. Ray's own makes shards equal, and drops what does not fit."""
+
+    def configure(
+        self,
+        datasets: Mapping[str, Any],
+        world_size: int,
+        worker_handles: Sequence[Any] | None,
+        worker_node_ids: Sequence[str] | None,
+        **kwargs: Any,
+    ) -> list[dict[str, Any]]:
+        shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            for rank, shard in enumerate(dataset.streaming_split(world_size, equal=False)):
+                shards[rank][name] = shard
+        return shards
+
+
+def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[Any]:
+    """This worker's rows of every global batch of the next epoch of a dataset, as a mapping of tensors on the device.
+
+    `options` are those of Ray's `iter_torch_batches`, e.g. local_shuffle_buffer_size.
+    """
+    check_batch_size(batch_size, run.world_size, name="batch_size")
+    return run.stream(_shard(run, name, batch_size, options), row_count, name)
+
+
+def evaluate(
+    run: Run, measure: Measure, name: str, batch_size: int, rows: int | None = None, **options: Any
+) -> dict[str, float]:
+    """Exact means over all rows of a dataset; with `rows`, after checking that the workers saw so many together."""
+    return run.evaluate_stream(measure, _shard(run, name, batch_size, options), row_count, rows, name)
+
+
+def row_count(batch: Mapping[str, Any]) -> int:
+    return len(next(iter(batch.values()))) if batch else 0
+
+
+def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> Iterator[Any]:
+    try:
+        shard = ray.train.get_dataset_shard(name)
+    except KeyError:
+        shard = None
+    if shard is None:
+        raise ConfigError(f"there is no dataset {name!r}: TorchTrainer(datasets={{{name!r}: ...}}) names them")
+    share = max(batch_size // run.world_size, 1)
+    # The runtime moves batches to its device itself, which Ray does not know in the case of XLA.
+    return iter(shard.iter_torch_batches(batch_size=share, device="cpu", **options))

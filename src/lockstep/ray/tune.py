@@ -1,0 +1,213 @@
+"""`lockstep train --sweep`: trials of a config on a cluster, by Ray Tune, and the best of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+from ray.tune.integration.ray_train import TuneReportCallback
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import BasicVariantGenerator
+
+from lockstep import runfolder
+from lockstep.config.load import with_values
+from lockstep.config.schema import RunConfig
+from lockstep.config.sweep import Axis, Sweep
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
+from lockstep.plain import columns
+from lockstep.ray import room
+from lockstep.ray.cluster import Cluster, connected, environment
+from lockstep.ray.launch import Fit, resolved, say, train_on
+from lockstep.signals import Signals
+
+SWEEP_FILE, BEST_FILE = "sweep.json", "best.yaml"
+# A trial's own process only waits for its workers, which have what they need.
+_TRIAL_RESOURCES = {"memory": 1024 * 1024}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one trial went."""
+
+    number: int
+    values: Mapping[str, Any]
+    status: str  # completed, stopped early, pruned, failed
+    epoch: int | None
+    metric: float | None
+    cause: str = ""
+
+    @property
+    def folder(self) -> str:
+        return trial_folder(self.number)
+
+
+def trial_folder(number: int) -> str:
+    return f"trial-{number:05d}"
+
+
+def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
+    """Run all trials, show what came of them, keep the best config; the exit code."""
+    signals = Signals(save_on_request=False)
+    config, env, task = resolved(config)
+    if config.processes == "auto":
+        raise ConfigError("processes: auto cannot be swept over; say how many workers each trial has")
+    resources, workers = room.per_worker(config), int(config.processes)
+    at_once = config.model_copy(update={"processes": workers * sweep.concurrency})
+    with signals.listening(), connected(at_once, resources, env) as cluster, signals.listening():
+        room.find(config, [workers * sweep.concurrency], resources)
+        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
+            fit = Fit(_tuner(config, sweep, folder, task, cluster))
+            while not fit.done and not signals.count:
+                time.sleep(0.2)
+        if signals.count:
+            say(f"{signals.name}: ending all trials; what they saved is in {folder}")
+            return INTERRUPTED_EXIT_CODE
+    if fit.error is not None:
+        raise _explained(fit.error, sweep)
+    return _conclude([_trial(result, sweep, folder) for result in fit.result], sweep, folder)
+
+
+def _tuner(config: RunConfig, sweep: Sweep, folder: Path, task: str, cluster: Cluster) -> tune.Tuner:
+    place = folder.resolve()
+
+    def trial(values: dict[str, Any]) -> None:
+        _run_trial(config, values, place, task, cluster)
+
+    return tune.Tuner(
+        tune.with_resources(trial, tune.PlacementGroupFactory([_TRIAL_RESOURCES])),
+        param_space={name: _domain(axis) for name, axis in sweep.space.items()},
+        tune_config=tune.TuneConfig(
+            metric=sweep.metric,
+            mode=sweep.mode,
+            num_samples=sweep.samples,
+            scheduler=_scheduler(config, sweep),
+            search_alg=BasicVariantGenerator(max_concurrent=sweep.concurrency, random_state=sweep.seed),
+        ),
+        run_config=tune.RunConfig(name="tune", storage_path=str(place), verbose=0, callbacks=[_Shown(sweep)]),
+    )
+
+
+def _scheduler(config: RunConfig, sweep: Sweep) -> ASHAScheduler | None:
+    prune = sweep.prune
+    if prune is None:
+        return None
+    # One more than there are: a trial that gets that far ends by itself.
+    most = (prune.most or config.train.epoch_limit or 1_000_000) + 1
+    return ASHAScheduler("epoch", max_t=most, grace_period=prune.grace, reduction_factor=prune.reduction)
+
+
+def _domain(axis: Axis) -> Any:
+    if axis.grid is not None:
+        return tune.grid_search(axis.grid)
+    return getattr(tune, axis.kind)(*([axis.choice] if axis.choice is not None else axis.values_of_range()))
+
+
+def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task: str, cluster: Cluster) -> None:
+    """In a process of its own: one run, whose validations are what Tune hears of."""
+    number = int(tune.get_context().get_trial_id().rpartition("_")[2])
+    run = folder / trial_folder(number)
+
+    def make_folder(chosen: RunConfig) -> Path:
+        (run / "logs").mkdir(parents=True)
+        runfolder.write_config(run, chosen)
+        return run
+
+    config = with_values(config, values)
+    with environment(config):
+        signals = Signals(save_on_request=False)
+        ended = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
+    failure = ended.result.failure
+    if failure is not None:
+        runfolder.record(run, "failed", failure.cause)
+        raise WorkerFailed(failure.rank, failure.host, failure.render(int(ended.config.processes)), failure.exit_code)
+
+
+class _Shown(tune.Callback):  # type: ignore[misc]
+    """A line for every trial that begins, and one for how it ended."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        say(f"trial {_number(trial.trial_id)}: {_text(trial.config)}")
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        value = result.get(self._sweep.metric)
+        if value is not None:
+            say(f"trial {_number(trial.trial_id)}: epoch {result.get('epoch')}  {self._sweep.metric} {value:.4g}")
+
+
+def _trial(result: Any, sweep: Sweep, folder: Path) -> Trial:
+    number = _number(result.metrics["trial_id"])
+    run, metric = folder / trial_folder(number), result.metrics.get(sweep.metric)
+    summary = runfolder.read_summary(run)
+    status = "failed" if result.error is not None else str(summary.get("status", "pruned"))
+    if status == "pruned":
+        runfolder.record(run, status, f"by the sweep, at epoch {result.metrics.get('epoch')}")
+    cause = str(summary.get("reason") or result.error or "") if status == "failed" else ""
+    values = dict(result.config or {})
+    return Trial(number, values, status, result.metrics.get("epoch"), metric, cause.strip().split("\n")[0])
+
+
+def _conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path) -> int:
+    trials = sorted(trials, key=lambda each: each.number)
+    (folder / SWEEP_FILE).write_text(json.dumps([asdict(each) for each in trials], indent=1) + "\n", encoding="utf-8")
+    for line in table(trials, sweep):
+        say(line)
+    best = best_of(trials, sweep)
+    if best is None:
+        say("no trial has come to an end that counts")
+        return 5
+    shutil.copy(folder / best.folder / runfolder.CONFIG_FILE, folder / BEST_FILE)
+    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {_text(best.values)}")
+    say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
+    return 0
+
+
+def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
+    """The best of those that were trained to the end, by the metric that they ended with."""
+    measured = [
+        each
+        for each in trials
+        if each.metric is not None and math.isfinite(each.metric) and each.status not in ("failed", "pruned")
+    ]
+    sign = 1 if sweep.mode == "min" else -1
+    return min(measured, key=lambda each: sign * (each.metric or 0.0), default=None)
+
+
+def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:
+    """A line per trial."""
+    rows: list[Sequence[str]] = [("trial", *sweep.space, "epoch", sweep.metric, "status")]
+    for each in trials:
+        values = [_short(each.values.get(name)) for name in sweep.space]
+        status = f"{each.status}: {each.cause}" if each.cause else each.status
+        rows.append((str(each.number), *values, _short(each.epoch), _short(each.metric), status))
+    return columns(rows)
+
+
+def _explained(error: Exception, sweep: Sweep) -> Exception:
+    if "metric" in str(error) and sweep.metric in str(error):
+        return ConfigError(f"sweep: metric: {sweep.metric!r} is not among what the trials measure: {error}")
+    return error
+
+
+def _number(trial_id: str) -> int:
+    return int(trial_id.rpartition("_")[2])
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,182 @@
+"""What XLA workers need beyond the others: torch_xla itself, settings from what Ray gave them, a world, a mesh.
+
+torch_xla is imported inside the functions that run on a worker, once its variables are set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from lockstep.config.schema import RunSettings, Xla
+from lockstep.errors import ConfigError, RollCallError
+from lockstep.ray.placement import Spot
+from lockstep.runtime import pjrt
+
+logger = logging.getLogger("ray.train.lockstep")  # which Ray brings to the driver
+
+SPMD_KEYS = ("mesh_shape", "data_parallel_size", "model_parallel_size")
+WAYS_TO_JOIN = ("xla://", "env://")
+THROUGH_THE_HOST = "host"
+
+
+def require_torch_xla(who: str) -> None:
+    """Refuse an XLA backend where torch_xla is not installed."""
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ImportError(
+            f"{who}: an XLA backend needs torch_xla, which is not installed there. Install it on every node: "
+            "pip install 'lockstep-train[xla]' (torch_xla 2.9.0 with torch 2.9.0)"
+        )
+
+
+def check_spmd_config(spmd: Mapping[str, Any]) -> None:
+    """Refuse what cannot be a mesh, whatever the devices are."""
+    unknown = [key for key in spmd if key not in SPMD_KEYS]
+    if unknown:
+        raise ConfigError(f"xla_spmd_config: {unknown[0]!r} is not known; the keys are {', '.join(SPMD_KEYS)}")
+    for key in SPMD_KEYS[1:]:
+        if key in spmd and not _is_size(spmd[key]):
+            raise ConfigError(f"xla_spmd_config: {key}={spmd[key]!r} must be a whole number greater than 0")
+    if "mesh_shape" in spmd:
+        shape = spmd["mesh_shape"]
+        if not isinstance(shape, (list, tuple)) or len(shape) != 2 or not all(map(_is_size, shape)):
+            raise ConfigError(
+                f"xla_spmd_config: mesh_shape={shape!r} must be two whole numbers greater than 0: data, model"
+            )
+        for key, size in zip(SPMD_KEYS[1:], shape, strict=True):
+            if spmd.get(key, size) != size:
+                raise ConfigError(f"xla_spmd_config: mesh_shape={shape!r} contradicts {key}={spmd[key]!r}")
+
+
+def mesh_shape(spmd: Mapping[str, Any], devices: int) -> tuple[int, int]:
+    """Sizes of the data and the model axis over so many devices; a size that is not given takes what is left."""
+    check_spmd_config(spmd)
+    data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
+    if data is None and model is None:
+        data, model = devices, 1
+    elif data is None:
+        data = max(devices // model, 1)
+    elif model is None:
+        model = max(devices // data, 1)
+    if data * model != devices:
+        raise ConfigError(
+            f"xla_spmd_config: {data} x {model} (data x model) is a mesh of {data * model} devices, but the workers "
+            f"have {devices} together; change num_workers, or sizes whose product is {devices}"
+        )
+    return data, model
+
+
+def run_settings(
+    settings: RunSettings,
+    spmd: Mapping[str, Any] | None,
+    memory: tuple[float | None, bool | None],
+    spot: Spot,
+    world: int,
+) -> RunSettings:
+    """The settings of a run on XLA devices: the family that Ray gave the workers, memory limits, and the mesh."""
+    fraction, preallocate = memory
+    family = (
+        settings.xla.device or os.environ.get(pjrt.DEVICE) or ("TPU" if spot.tpus else "CUDA" if spot.gpus else "CPU")
+    )
+    given = {"device": family, "memory_fraction": fraction, "preallocate": preallocate}
+    section = settings.xla.model_dump() | {name: value for name, value in given.items() if value is not None}
+    settings = settings.model_copy(update={"runtime": "xla", "xla": Xla(**section)})
+    return settings if spmd is None else _with_mesh(settings, spmd, family, world)
+
+
+def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, world: int) -> RunSettings:
+    check_spmd_config(spmd)
+    data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
+    if family == "CPU" and world > 1:
+        # Every process there is a world of its own: nothing but copies of the model can span them.
+        if mesh_shape(spmd, world)[1] != 1:
+            raise ConfigError(
+                f"xla_spmd_config: {dict(spmd)}: on PJRT CPU no mesh spans the {world} workers, so that "
+                "model_parallel_size must be 1; one worker can have many CPU devices"
+            )
+        return settings.model_copy(update={"strategy": settings.strategy.model_copy(update={"type": "ddp"})})
+    mesh = {"data": data or -1, "model": model or (1 if data is None else -1)}
+    update: dict[str, Any] = {"strategy": settings.strategy.model_copy(update={"type": "spmd", "mesh": mesh})}
+    if family == "CPU" and settings.devices == "auto":  # pretend to have as many as the mesh needs
+        update["devices"] = (data or 1) * (model or 1)
+    return settings.model_copy(update=update)
+
+
+def join(rank: int, world_size: int, limit: float) -> str:
+    """Try the device group as `xla://`, then as `env://`: which of them gives a world of the right size.
+
+    MASTER_ADDR and MASTER_PORT are set. Where neither does (PJRT CPU), the answer is that collectives go through the
+    host, and the log says so. Each way is checked by what the device runtime believes, not by what it was told. The
+    group of torch is left again: collectives are part of the compiled programs, and the run's group is of the hosts.
+    """
+    if not 0 <= rank < world_size:
+        raise RollCallError(f"rank {rank} does not exist in a world of {world_size} (ranks start at 0)")
+    for way in WAYS_TO_JOIN:
+        try:
+            believed = _within(limit, lambda way=way: _try_to_join(way, rank, world_size, limit), f"joining by {way}")  # type: ignore[misc]
+        except Exception as error:
+            logger.warning("Worker %d: joining by %s failed: %s", rank, way, _first_line(error))
+            continue
+        finally:
+            _leave()
+        if believed == world_size:
+            logger.info("Worker %d: joined by %s, a world of %d", rank, way, world_size)
+            return way
+        logger.warning(
+            "Worker %d: joined by %s, but the device runtime believes in a world of %d instead of %d",
+            rank, way, believed, world_size,
+        )  # fmt: skip
+    logger.warning(
+        "Worker %d: no XLA collectives across the %d workers here: gradients are reduced through the host",
+        rank, world_size,
+    )  # fmt: skip
+    return THROUGH_THE_HOST
+
+
+def _try_to_join(way: str, rank: int, world_size: int, limit: float) -> int:
+    import torch.distributed as dist
+    import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend
+    from torch_xla import runtime as xr
+
+    dist.init_process_group("xla", init_method=way, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
+    return int(xr.world_size())
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _within(limit: float, work: Callable[[], int], name: str) -> int:
+    """Native code may not keep its own limits: give up on it from outside."""
+    outcome: list[Any] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=attempt, name=f"lockstep-{name}", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if not outcome:
+        raise RollCallError(f"{name} took more than {limit:g} s")
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return int(outcome[0])
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,46 @@
+"""Requests that reach whoever started the ranks, and speaks for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Signals:
+    """How often the launcher was asked to stop, and whether to save."""
+
+    _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+    # A batch system may signal the launcher and then its group: two signals this close together are one request.
+    _SAME_REQUEST_SECONDS = 1.0
+
+    def __init__(self, save_on_request: bool) -> None:
+        self.count = 0
+        self.name = ""
+        self.save = False  # asked to save now, and not yet passed on
+        self._numbers = (*self._STOP, *((signal.SIGUSR1,) if save_on_request else ()))
+        self._last = float("-inf")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._received) for number in self._numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
+        now = time.monotonic()
+        if now - self._last >= self._SAME_REQUEST_SECONDS:
+            self.count, self.name, self._last = self.count + 1, signal.Signals(number).name, now

@@ -1,0 +1,193 @@
+"""`launch: ray`: the same run on a cluster of our own or on somebody else's, as the command line starts it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from conftest import Project, losses, rows, steps_saved, summary, wait_until
+from lockstep import runfolder
+from lockstep.cli import main
+from lockstep.config.load import load
+from lockstep.ray.installed import RayMissing
+from ray_launching import LIMIT, OnRay, Places, assert_same_weights
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+
+from lockstep.ray.launch import launch
+
+ADDRESS_NOBODY_HAS = "127.0.0.1:1"
+
+
+@pytest.fixture
+def undisturbed(on_ray: OnRay) -> Path:
+    """The same run by the local launcher."""
+    config = on_ray.config(name="local", launch={"type": "local"})
+    finished = on_ray.project.run("train", config, "--out", "local")
+    assert finished.code == 0, finished.text
+    return on_ray.project.only_run("local")
+
+
+def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRay, undisturbed: Path) -> None:
+    finished = on_ray.start(on_ray.config()).wait(LIMIT)
+    assert finished.code == 0, finished.text
+    run = on_ray.project.only_run()
+    assert_same_weights(run, undisturbed)
+    assert losses(run) == losses(undisturbed)
+    assert summary(run)["status"] == "completed" and summary(run)["world_size"] == 2
+    assert steps_saved(run) == steps_saved(undisturbed)
+    out = finished.out.splitlines()
+    assert "[RANK 0] roll call: all 2 ranks are here, in" in finished.out
+    assert sum("train/loss" in line for line in out) == sum("train/loss" in row for row in rows(run))
+    assert sum(" step 7/" in line and " loss " in line for line in out) == 1, "every row is shown once"
+    assert f"the task is in {on_ray.folder} and has travelled" in finished.out, "what rank 0 prints is shown"
+    assert finished.out.count("the task is in") == 1, "what other ranks print is in their logs"
+    assert "the task is in" in (run / "logs" / "rank-1.log").read_text()
+    assert "lockstep: completed: epoch 4" in finished.err
+    assert "Traceback" not in finished.text and "raylet" not in finished.text
+    assert not list(run.glob(".driver-*"))
+
+
+def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
+    places: Places,
+    on_ray: OnRay,
+    undisturbed: Path,
+) -> None:
+    (on_ray.folder / ".env").write_text("SECRET=hidden\n")
+    shared = on_ray.folder / "shared"
+    task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
+    settings = places.ray(placement="STRICT_SPREAD", storage=str(shared))
+    started = on_ray.start(on_ray.config(task=task, ray=settings))
+    (run,) = wait_until(lambda: [each.parent for each in shared.glob("*/metrics.jsonl")], 90, "the first step")
+    wait_until(lambda: max(losses(run), default=0) >= 3, what="the third step")
+    started.process.send_signal(signal.SIGTERM)
+    finished = started.wait(LIMIT)
+    assert finished.code == 75, finished.text
+    assert "lockstep: SIGTERM: finishing the step, saving and leaving" in finished.err
+    assert f"go on with: lockstep resume {run}" in finished.err
+    assert summary(run)["status"] == "preempted"
+
+    hosts = {each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]}
+    assert len(hosts) == 2, "a rank on each node"
+    for host in hosts:
+        assert f"  {host}  " in finished.out, "the table of ranks and nodes is shown"
+    (place,) = [line for line in finished.out.splitlines() if line.startswith("the task is in")]
+    assert str(on_ray.folder) not in place, "the task's folder travelled"
+    (beside,) = [line for line in finished.out.splitlines() if line.startswith("beside it:")]
+    assert "neighbour.py" in beside and ".env" not in beside and "runs" not in beside
+    wait_until(lambda: not places.workers(), 20, "all workers to be gone")
+    assert _placement_groups(places.address) == [], "no placement group is left"
+
+    resumed = on_ray.project.run("resume", run, limit=LIMIT)
+    assert resumed.code == 0, resumed.text
+    assert "restored step-" in resumed.out
+    assert_same_weights(run, undisturbed)
+    assert losses(run) == losses(undisturbed)
+
+
+def test_rays_result_carries_the_metrics_and_the_checkpoint_of_the_run(places: Places, on_ray: OnRay) -> None:
+    """In a program that is connected to a cluster already."""
+    config = load(on_ray.config(ray=places.ray(), train={"epochs": 1, "batch_size": 12}))
+    ended = launch(config, lambda resolved: runfolder.create(on_ray.folder / "runs", "result"))
+    assert ended.result.exit_code == 0 and ended.train_result is not None
+    found = summary(ended.folder)
+    metrics = ended.train_result.metrics
+    assert metrics["val/loss"] == found["metrics"]["val/loss"] and metrics["step"] == found["step"] == 7
+    newest = max((ended.folder / "checkpoints").glob("step-*"))
+    assert Path(ended.train_result.checkpoint.path) == newest.resolve(), "where it is, and not a copy"
+
+
+def _placement_groups(address: str) -> list[Any]:
+    """Ask the cluster, from a process of its own."""
+    import subprocess
+
+    script = (
+        "import json, logging, ray; from ray.util import placement_group_table as table\n"
+        f"ray.init(address={address!r}, log_to_driver=False, logging_level=logging.ERROR)\n"
+        "print(json.dumps([each for each in table().values() if each['state'] != 'REMOVED']))"
+    )
+    asked = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(asked.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+# Bad input
+
+
+def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> None:
+    settings = places.ray(placement_timeout="1 s", resources={"place": 3})
+    finished = on_ray.start(on_ray.config(ray=settings)).wait(LIMIT)
+    assert finished.code == 2, finished.text
+    assert "the cluster has no room for 2 workers with CPU 1, place 3 each (PACK) in 1 s" in finished.err
+    assert "place 4 of 4, on " in finished.err
+    assert not list((on_ray.folder / "runs").iterdir()), "no folder for a run that did not begin"
+
+
+def test_a_task_that_cannot_be_imported_on_the_workers(places: Places, on_ray: OnRay) -> None:
+    file = on_ray.folder / "recorder.py"
+    file.write_text(
+        "import a_module_of_the_laptop\n" + file.read_text().replace("from __future__", "# from __future__")
+    )
+    settings = places.ray()
+    finished = on_ray.start(on_ray.config(ray=settings, launch={"max_restarts": 3})).wait(LIMIT)
+    assert finished.code == 2, finished.text
+    assert "the task's code cannot be imported on this worker: ModuleNotFoundError" in finished.err
+    assert "a_module_of_the_laptop" in finished.err and "runtime_env" in finished.err
+    assert "restarting" not in finished.err, "the same would happen again"
+
+
+def test_an_address_where_nobody_answers(on_ray: OnRay) -> None:
+    result = CliRunner().invoke(main, ["train", str(on_ray.config(ray={"address": ADDRESS_NOBODY_HAS}))])
+    assert result.exit_code == 2, result.output
+    assert f"launch.ray.address: nobody answers at {ADDRESS_NOBODY_HAS}" in result.output
+
+
+def test_storage_that_cannot_be_written(on_ray: OnRay) -> None:
+    (on_ray.folder / "file").touch()
+    settings = {"storage": str(on_ray.folder / "file" / "below")}
+    result = CliRunner().invoke(main, ["train", str(on_ray.config(ray=settings))])
+    assert result.exit_code == 2, result.output
+    assert "launch.ray.storage" in result.output and "the run's folder cannot be made there" in result.output
+
+
+@pytest.mark.parametrize(
+    ("ray", "message"),
+    [
+        ({"address": "ray://head:10001"}, "launch.ray.address: ray Client (ray://) cannot carry a training run"),
+        ({"storage": "s3://bucket/runs"}, "launch.ray.storage: must be a folder that all nodes have mounted"),
+        ({"resources": {"CPU": -1}}, "launch.ray.resources.CPU: input should be greater than or equal to 0"),
+        ({"placment": "PACK"}, "launch.ray.placment: unknown key, did you mean placement?"),
+        ({"placement": "TIGHT"}, "launch.ray.placement: must be one of PACK, SPREAD"),
+    ],
+)
+def test_settings_that_cannot_be(project: Project, ray: dict[str, Any], message: str) -> None:
+    config = project.config(launch={"type": "ray", "ray": ray})
+    result = CliRunner().invoke(main, ["train", str(config)])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_without_ray_the_command_says_what_to_install(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RayMissing("lockstep.ray needs Ray, which is not installed: pip install 'lockstep-train[ray]'")
+
+    monkeypatch.setattr("lockstep.ray.installed.require_ray", missing)
+    result = CliRunner().invoke(main, ["train", str(project.config(launch="ray"))])
+    assert result.exit_code == 2
+    assert "which is not installed" in result.output
+
+
+def test_a_dry_run_says_what_would_be_asked_of_ray(project: Project) -> None:
+    env = {"env_vars": {"TOKEN": "secret-word"}, "pip": ["einops"]}
+    ray = {"address": "head:6379", "resources": {"GPU": 1}, "runtime_env": env}
+    config = project.config(launch={"type": "ray", "ray": ray}, runtime="cuda")
+    result = CliRunner().invoke(main, ["train", str(config), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    described = result.output[result.output.index("ray: head:6379") :]
+    assert "workers: 2, PACK, each with CPU 1, GPU 1" in described
+    assert "pip ['einops']" in described and "variables TOKEN" in described and "secret-word" not in described

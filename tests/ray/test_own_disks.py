@@ -1,0 +1,107 @@
+"""Nodes that do not see the driver's disk: each in a mount namespace of its own, with an empty disk for the runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from conftest import losses, steps_saved, summary, wait_until
+from ray_cluster import Nodes
+from ray_launching import LIMIT, OnRay, assert_same_weights
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+
+
+def _namespaces_can_be_made() -> bool:
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        return False
+    tried = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=10)
+    return tried.returncode == 0
+
+
+def _joined() -> int:
+    return sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"])
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
+    """Two nodes with disks of their own at the place of the runs' folder; the address of their cluster."""
+    if not _namespaces_can_be_made():
+        pytest.skip("mounting a disk for a node needs root and unshare")
+    runs = on_ray.folder / "runs"
+    runs.mkdir()
+    command = Path(sys.executable).with_name("ray")
+    started = []
+    for number in range(2):
+        options = f"--num-cpus=1 --dashboard-agent-listen-port={_free_port()} --resources='{{\"apart\": 1}}' --block"
+        join = f"{command} start --address={nodes.cluster.address} {options}"
+        script = f"mount -t tmpfs none {runs} && exec {join} >{on_ray.folder}/node-{number}.log 2>&1"
+        started.append(subprocess.Popen(["unshare", "-m", "sh", "-c", script]))
+    try:
+        wait_until(
+            lambda: sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"]) == 2, 120, "nodes"
+        )
+        yield str(nodes.cluster.address)
+    finally:
+        for process in started:
+            everything = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in everything:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait(30)
+            psutil.wait_procs(everything, timeout=30)
+
+
+def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(apart: str, on_ray: OnRay) -> None:
+    local = on_ray.project.run("train", on_ray.config(name="local", launch={"type": "local"}), "--out", "local")
+    assert local.code == 0, local.text
+    task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
+    resources = {"CPU": 0, "apart": 1}
+    settings = {"address": apart, "placement": "STRICT_SPREAD", "resources": resources, "placement_timeout": "90 s"}
+    started = on_ray.start(on_ray.config(task=task, ray=settings, launch={"max_restarts": 1}))
+    run = on_ray.run_folder()  # its topology.json has come back
+    wait_until(lambda: steps_saved(run), 90, "the first checkpoint to come back")
+    on_ray.order("kill", 1)
+    finished = started.wait(LIMIT)
+    assert finished.code == 0, finished.text
+    assert "restored step-" in finished.out, "brought to nodes whose disks may be empty"
+    reference = on_ray.project.only_run("local")
+    assert_same_weights(run, reference)
+    assert losses(run) == losses(reference) and steps_saved(run) == steps_saved(reference)
+    assert summary(run)["status"] == "completed"
+    for rank in (0, 1):
+        assert "pid" in (run / "logs" / f"rank-{rank}.log").read_text()
+    assert not list((run / "checkpoints").glob(".partial-*"))
+
+
+def test_what_the_desk_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
+    from lockstep.ray.depot import Depot
+
+    (tmp_path / "secret").write_text("hidden")
+    (tmp_path / "run").mkdir()
+    depot = Depot(str(tmp_path / "run"))
+    for path in ("../secret", "/etc/hostname", "logs/../../secret", "."):
+        with pytest.raises(ValueError, match="is not below the run's folder"):
+            depot.read(path, 0, 10)
+    depot.write("checkpoints/.partial-x/file", 0, b"one ")
+    depot.write("checkpoints/.partial-x/file", 4, b"two")
+    depot.rename("checkpoints/.partial-x", "checkpoints/step-00000001")
+    assert depot.files("checkpoints") == [("checkpoints/step-00000001/file", 7)]
+    assert depot.read("checkpoints/step-00000001/file", 2, 4) == b"e tw"
+    depot.remove("checkpoints/step-00000001")
+    assert depot.files("checkpoints") == [] and depot.newest_checkpoint() is None

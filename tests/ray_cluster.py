@@ -1,0 +1,106 @@
+"""Real Ray for tests: one cluster per session, to which a test may add nodes (raylets with resources of their own)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Nothing leaves this machine, nothing waits for ever, and a worker is polled often.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
+    "RAY_TRAIN_V2_ENABLED": os.environ.get("RAY_TRAIN_V2_ENABLED", "1"),
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent / "ray"), os.environ.get("PYTHONPATH")])),
+}
+# What a join may take on a machine that is busy with starting other workers.
+JOIN_SECONDS = 60.0
+SMALL = {"num_cpus": 4, "object_store_memory": 100_000_000}
+
+
+class Nodes:
+    """A cluster of raylets on this machine. Workers that ask for a resource are placed on the nodes that have it."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "include_dashboard": False})
+
+    def add(self, **resources: float) -> Any:
+        return self.cluster.add_node(**SMALL, resources=resources)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Nodes]:
+    """The driver is connected to the head."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+
+    before = {name: os.environ.get(name) for name in SETTINGS}
+    os.environ.update(SETTINGS)
+    cluster = Nodes()
+    ray.init(address=cluster.cluster.address, log_to_driver=True)
+    yield cluster
+    ray.shutdown()
+    cluster.cluster.shutdown()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def notes(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What the workers of tests/ray/bodies.py wrote down, by rank."""
+    files = sorted(folder.glob("rank-*.jsonl"))
+    return {int(file.stem[5:]): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+Fit = Callable[..., Any]
+
+
+@pytest.fixture
+def fit(nodes: Nodes, tmp_path: Path) -> Fit:
+    """Train a function under Ray with our TorchConfig: its Result."""
+    return make_fit(tmp_path)
+
+
+def make_fit(storage: Path) -> Fit:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from lockstep.ray import TorchConfig
+
+    def fit(
+        function: Callable[..., Any],
+        workers: int = 2,
+        backend: str = "gloo",
+        loop_config: dict[str, Any] | None = None,
+        scaling: dict[str, Any] | None = None,
+        max_failures: int = 0,
+        name: str = "run",
+        trainer: dict[str, Any] | None = None,
+        run_config: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Any:
+        return TorchTrainer(
+            function,
+            train_loop_config=loop_config,
+            scaling_config=ScalingConfig(num_workers=workers, **(scaling or {})),
+            torch_config=TorchConfig(backend=backend, **{"join_timeout_s": JOIN_SECONDS, **config}),
+            run_config=RunConfig(
+                name=name,
+                storage_path=str(storage),
+                failure_config=FailureConfig(max_failures=max_failures),
+                **(run_config or {}),
+            ),
+            **(trainer or {}),
+        ).fit()
+
+    return fit
