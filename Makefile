@@ -10,11 +10,11 @@ endif
 ifeq ($(ENV),torch)
 TEST = test
 TEST_CONSTRAINTS = constraints/torch.txt
-TEST_EXTRAS = examples,tensorboard,notebook,ray,dev
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev
 else ifeq ($(ENV),xla)
 TEST = test-xla
 TEST_CONSTRAINTS = constraints/xla.txt
-TEST_EXTRAS = examples,tensorboard,notebook,ray,dev,xla
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev,xla
 else
 $(error ENV=$(ENV) is not known: use ENV=torch or ENV=xla)
 endif
@@ -23,12 +23,13 @@ TEST_PYTHON = .venv-$(TEST)/bin/python
 BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
     benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py
 
-.PHONY: help train test faults lint format bench clean train-environment test-environment bench-environment
+.PHONY: help train test faults verify lint format bench clean train-environment test-environment bench-environment
 
 help:
 	@echo 'make train    train the digits example: lockstep train examples/digits.yaml'
 	@echo 'make test     lint, then all tests; ENV=xla runs them with torch_xla'
 	@echo 'make faults   every cell of the fault matrix; writes the table of docs/reliability.md'
+	@echo 'make verify   lockstep verify on the examples; writes the tables of docs/verify.md'
 	@echo 'make lint     ruff, mypy and the import layers'
 	@echo 'make format   format the code and fix what can be fixed by itself'
 	@echo 'make bench    the benchmarks: overhead, start-up, checkpoints, roll call, fingerprints, control'
@@ -46,6 +47,9 @@ test: lint
 
 faults: test-environment
 	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py --whole-matrix $(ARGS)
+
+verify: test-environment
+	$(TEST_PYTHON) scripts/verify_tables.py $(ARGS)
 
 lint: test-environment
 	$(TEST_PYTHON) -m ruff check

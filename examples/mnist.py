@@ -1,4 +1,8 @@
-"""MNIST: 28 by 28 pixel digits, from the published idx files or from a synthetic set of the same shape."""
+"""MNIST: 28 by 28 pixel digits, from the published idx files or from a synthetic set of the same shape.
+
+lockstep train examples/mnist.yaml                      as a task
+PJRT_DEVICE=CPU python examples/mnist.py --fake_data    as a program; with --ddp on several processes
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from idx import read_labelled_images
+from program import options, run_program
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -82,5 +87,21 @@ class Mnist(lockstep.Task):
         if self.folder is None:
             images, labels = make_fake_images(fake_examples, fake_seed)
         else:
-            images, labels = read_labelled_images(Path(self.folder), part)
+            try:
+                images, labels = read_labelled_images(Path(self.folder), part)
+            except (OSError, ValueError) as error:
+                raise lockstep.ConfigError(str(error)) from None
         return TensorDataset(images, labels.long())
+
+
+def main() -> None:
+    parser = options("Trains a small convolutional network on MNIST.", batch_size=128, examples=4096, lr=0.01)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--fake_data", action="store_true", help="made-up images of the same shape")
+    source.add_argument("--datadir", metavar="FOLDER", help="where the idx files are")
+    chosen = parser.parse_args()
+    run_program(Mnist(chosen.datadir, chosen.fake_data, chosen.examples), chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -150,3 +150,21 @@ class _Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         inputs, label = self._inner[index]
         return inputs + 0.1 * torch.randn(8), label
+
+
+class SummedLoss(Tiny):
+    """A mistake that one process does not notice: the sum over the batch at hand instead of its mean."""
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return super().loss(model, batch) * len(batch[0])
+
+
+class WrongReduction(Tiny):
+    """Forward passes are right; of what several ranks found, the first one's counts too much."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        share = 1.5 if os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") != "1" else 1.0
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * share)
+        return model

@@ -40,6 +40,7 @@ def main() -> None:
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Override a config value; VALUE is YAML."
 )
+_PROFILE = click.option("--profile", is_flag=True, help="Write a trace of a few steps; short for profile.enabled=true.")
 _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved config and the launch plan; start nothing.")
 
 
@@ -47,14 +48,15 @@ _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved conf
 @click.argument("config", type=click.Path(path_type=Path))
 @_SET
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+@_PROFILE
 @_DRY_RUN
-def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) -> None:
+def train(config: Path, overrides: tuple[str, ...], out: Path, profile: bool, dry_run: bool) -> None:
     """Train what CONFIG describes."""
     from lockstep import runfolder
     from lockstep.config.load import load
     from lockstep.topology import launched
 
-    loaded = load(config, overrides)
+    loaded = load(config, _with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
     if launched(os.environ):
         sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, loaded)))
@@ -72,17 +74,23 @@ def train(config: Path, overrides: tuple[str, ...], out: Path, dry_run: bool) ->
 @main.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @_SET
+@_PROFILE
 @_DRY_RUN
-def resume(run_dir: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bool) -> None:
     """Go on with the run in RUN_DIR from its newest good checkpoint."""
     from lockstep import runfolder
     from lockstep.config.changes import changes, refuse_wrong_changes
     from lockstep.config.load import load
+    from lockstep.topology import launched
 
     before = runfolder.read_plain_config(run_dir)
-    loaded = _resolved(load(run_dir / runfolder.CONFIG_FILE, overrides))
+    loaded = load(run_dir / runfolder.CONFIG_FILE, _with_profile(overrides, profile))
+    as_rank = launched(os.environ)
+    loaded = loaded if as_rank else _resolved(loaded)
     found = changes(before, loaded.plain())
     refuse_wrong_changes(found)
+    if as_rank:
+        sys.exit(_train_as_rank(loaded, lambda: run_dir))
     plan = _training_plan(loaded, str(run_dir))
     if dry_run:
         _print_plan(loaded, plan)
@@ -175,12 +183,101 @@ def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: f
     sys.exit(exit_code(overall(checks)))
 
 
+@main.group()
+def profile() -> None:
+    """Look at traces of a run."""
+
+
+@profile.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", help="Where TensorBoard listens (default: this machine alone).")
+@click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
+def view(run_dir: Path, host: str, port: int) -> None:
+    """Open the traces of the run in RUN_DIR in TensorBoard."""
+    from lockstep.profiler import view
+
+    traces, command = view.prepare(run_dir, host, port)
+    _say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
+    for trace in traces:
+        _say(f"  {trace}")
+    sys.stdout.flush()
+    os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
+
+
+@profile.command()
+@click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
+@click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")
+def capture(addresses: tuple[str, ...], seconds: float) -> None:
+    """Take a trace of ranks that are training with a profile section, at 127.0.0.1:9012 where no ADDRESS is given."""
+    from lockstep.errors import ConfigError
+    from lockstep.profiler.demand import capture
+
+    failures = capture(addresses or ("127.0.0.1:9012",), seconds)
+    if failures:
+        raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
+    _say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=2), default=5, help="Steps to train on each (default: 5).")
+@_SET
+@click.option("--only", multiple=True, metavar="NAME", help="Compare only these; cpu-* means all that begin so.")
+@click.option("--require", multiple=True, metavar="NAME", help="Fail where one of these is not here.")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=None, help="Largest relative difference allowed.")
+@click.option("--limit", type=click.FloatRange(min=1), default=300.0, help="Seconds that any one run may take.")
+@click.option("--no-resume", is_flag=True, help="Leave out going on from each other's checkpoints.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Keep the runs in this new folder.")
+@click.option("--json", "form", flag_value="json", help="Print a JSON object.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
+def verify(
+    config: Path,
+    steps: int,
+    overrides: tuple[str, ...],
+    only: tuple[str, ...],
+    require: tuple[str, ...],
+    tolerance: float | None,
+    limit: float,
+    no_resume: bool,
+    out: Path | None,
+    form: str | None,
+) -> None:
+    """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
+    from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
+    from lockstep.topology import launched
+    from lockstep.verify import report, work
+    from lockstep.verify.examine import examine
+    from lockstep.verify.findings import Asked
+
+    if launched(os.environ):
+        raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
+    asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
+    try:
+        with work.folder(out) as place:
+            found = examine(asked, place.path, _say)
+            place.keep = place.keep or not found.agrees
+    except KeyboardInterrupt:
+        _say("asked to stop: the run under way was ended")
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
+    click.echo(shown)
+    if form != "json":
+        click.echo(f"\n{report.conclusion(found)}")
+    if place.keep:
+        _say(f"the runs are in {place.path}")
+    sys.exit(0 if found.agrees else 1)
+
+
 @main.command()
 def schema() -> None:
     """Print the JSON schema of the config, for editors."""
     from lockstep.config.schema import RunConfig
 
     click.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
+
+
+def _with_profile(overrides: tuple[str, ...], profile: bool) -> tuple[str, ...]:
+    return (*overrides, "profile.enabled=true") if profile else overrides
 
 
 def _name_after(config: Path) -> str:
@@ -191,12 +288,13 @@ def _name_after(config: Path) -> str:
 def _resolved(config: RunConfig) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
-    from lockstep.config.load import check_batch_size, check_strategy
+    from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
 
     family, processes = runtime.resolve(config)
     if idle := runtime.unused_devices(family, processes):
         _say(idle)
     check_strategy(config.strategy.type, processes)
+    check_profile_ranks(config.profile, processes)
     check_batch_size(config.train.batch_size, processes, config.train.accumulate)
     return config.model_copy(update={"runtime": family, "processes": processes})
 
@@ -287,6 +385,7 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> None:
     limit = "steps" if config.train.steps is not None else "epochs"
     _say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
     _say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
+    _say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:

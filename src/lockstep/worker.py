@@ -63,7 +63,8 @@ def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]
 
 def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, make_folder: Callable[[], Path]) -> Any:
     """Call the user's own loop as one rank; what it returned."""
-    with joined(settings, topology, make_folder, lambda: main, redirect=topology.world_size > 1) as run:
+    # Ranks that share a terminal would talk at once; the only one of a host has a terminal of its own.
+    with joined(settings, topology, make_folder, lambda: main, redirect=topology.local_world_size > 1) as run:
         # A loop of one's own need not use anything of the run: until it does, nothing says whether it gets on.
         whereabouts = run.group.whereabouts
         whereabouts.enter("main", limit=math.inf)

@@ -277,3 +277,19 @@ def slow_synchronous_saves(run: lockstep.Run) -> int:
         run.checkpoint()
         run.evaluate(lambda batch: {"x": run.module(batch[0])[:, 0]}, dataset(), 10)
     return run.progress.step
+
+
+def profiled_loop(run: lockstep.Run) -> int:
+    """A loop of one's own, with a region of its own."""
+    model = nn.Linear(4, 1)
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in run.epochs(2):
+        for inputs, targets in run.batches(dataset(), batch_size=12):
+            with run.region("my model"):
+                outputs = model(inputs)
+            loss = F.mse_loss(outputs, targets)
+            run.backward(loss)
+            run.step(optimizer)
+        run.evaluate(lambda batch: {"error": (run.module(batch[0]) - batch[1]).abs().squeeze(1)}, dataset(), 12)
+        run.checkpoint()
+    return run.progress.step

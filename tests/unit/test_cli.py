@@ -70,6 +70,9 @@ def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> N
         (["init", "new"], 0),
         (["doctor", "--help"], 0),
         (["doctor", "--runtime", "tpu"], 2),
+        (["verify", "--help"], 0),
+        (["verify", "nowhere.yaml"], 2),
+        (["verify", "config.yaml", "--only", "cpu-dpp-2"], 2),
     ]
     argv = [sys.executable, "-c", PROGRAM, json.dumps([arguments for arguments, _ in commands])]
     finished = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
@@ -121,6 +124,13 @@ def test_every_public_name_is_there_and_no_other() -> None:
         (["train", "config.yaml", "--dryrun"], "No such option"),
         (["run", "--processes", "0", "task.py"], "Invalid value for '--processes'"),
         (["doctor", "--runtime", "tpu"], "Invalid value for '--runtime'"),
+        (["verify", "config.yaml", "--only", "cpu-dpp-2"], "lockstep: --only cpu-dpp-2: no combination has this name"),
+        (["verify", "config.yaml", "--out", "."], "lockstep: --out .: a new folder cannot be made there: File exists"),
+        (["verify", "config.yaml", "--steps", "1"], "Invalid value for '--steps'"),
+        (
+            ["verify", "config.yaml", "--set", "train.batchsize=3"],
+            "lockstep: --set train.batchsize=3: train.batchsize:",
+        ),
         (["doctor", "--processes", "0"], "Invalid value for '--processes'"),
         (["doctor", "--limit", "0"], "Invalid value for '--limit'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -148,8 +149,10 @@ def test_the_source_of_a_task_is_its_file_and_what_it_loaded_from_beside_it(
     (tmp_path / "not_loaded.py").write_text("x = 1\n")
     (tmp_path / "a_task.py").write_text("import neighbour_of_a_task\n\nclass Mine: pass\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    found = source_files(import_object(f"{tmp_path / 'a_task.py'}:Mine", "task"))
+    mine = import_object(f"{tmp_path / 'a_task.py'}:Mine", "task")
+    found = source_files(mine)
     assert sorted(found) == ["a_task.py", "neighbour_of_a_task.py"]
+    assert source_files(functools.partial(mine, 1)) == found, "not that of functools"
     assert set(source_files(Report)) > {"rollcall/report.py", "errors.py"}, "a package is compared as a whole"
     for name in ("a_task", "neighbour_of_a_task"):
         del sys.modules[name]

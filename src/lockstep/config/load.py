@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.config.schema import Profile, RunConfig, RunSettings
 from lockstep.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=RunSettings)
 KeyPath = tuple[str | int, ...]
+
+# Where a bare value stands for a mapping with its `type` alone.
+SHORT_FORMS = ("task", "optimizer", "scheduler", "strategy", "launch")
 
 
 class SafeLoader(yaml.SafeLoader):
@@ -108,6 +111,16 @@ def check_strategy(strategy: str, world_size: int) -> None:
         )
 
 
+def check_profile_ranks(profile: Profile | None, world_size: int) -> None:
+    """A rank that does not exist would leave the user waiting for its trace."""
+    beyond = [rank for rank in (profile.ranks if profile else None) or () if rank >= world_size]
+    if beyond:
+        raise ConfigError(
+            f"profile.ranks: there is no rank {beyond[0]}; of {world_size} "
+            f"process{'es' if world_size > 1 else ''} the last is rank {world_size - 1}"
+        )
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -170,7 +183,7 @@ def _apply(raw: dict[str, Any], override: str) -> KeyPath:
     node: Any = raw
     for depth, key in enumerate(keys[:-1]):
         below = node.get(key)
-        if isinstance(below, str) and keys[: depth + 1] in (("task",), ("optimizer",), ("scheduler",), ("strategy",)):
+        if isinstance(below, str) and depth == 0 and key in SHORT_FORMS:
             below = {"type": below}  # the short form, made long so that an argument can join it
         if below is None:
             below = {}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.config.values import ImportPath, Interval, Seconds
 
 EVERY_EPOCH = Interval(1, "epoch")
+
+Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
+REGIONS: tuple[Region, ...] = get_args(Region)
 
 
 class Section(BaseModel):
@@ -254,6 +257,18 @@ class Xla(Section):
     preallocate: bool | None = Field(None, description="take that memory at once (CUDA)")
 
 
+class Profile(Section):
+    """A trace of a few steps, of every process or of some; and a server that takes one when it is asked to."""
+
+    enabled: bool = Field(True, description="false: as if there were no profile section")
+    start_step: int | None = Field(None, gt=0, description="the first step; the tenth of the process where not given")
+    steps: int = Field(5, ge=0, le=1000, description="how many: a trace is kept in memory until it is written")
+    regions: tuple[Region, ...] = Field(REGIONS, strict=False, description="which parts of a step are named in it")
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, strict=False, description="null: all of them")
+    port: int | None = Field(9012, gt=0, lt=65536, description="the server's, plus the local rank; null: no server")
+    address: str = Field("127.0.0.1", min_length=1, description="what the server listens at")
+
+
 class RunSettings(Section):
     """What every run has, with a Task or with a loop of its own."""
 
@@ -271,6 +286,7 @@ class RunSettings(Section):
     log: Log = Log()
     launch: Annotated[Launch, _as_mapping(Launch)] = Launch()
     watch: Watch = Watch()
+    profile: Profile | None = None
 
 
 class RunConfig(RunSettings):

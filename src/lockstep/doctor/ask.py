@@ -51,7 +51,7 @@ class Question:
             stdin=subprocess.PIPE,  # never written to; its end tells the process that nobody waits any more
             stdout=self._out,
             stderr=self._err,
-            env=_environment(),
+            env=environment(),
             process_group=0,  # so that what it starts can be ended with it
         )
 
@@ -102,7 +102,7 @@ def unanswered(code: int | None, limit: float, stages: list[str], errors: str) -
     return f"{at}: the process ended: {describe_exit(code)}" + (f" ({' | '.join(last)})" if last else "")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Modules are found where this process finds them, in the same order; a rank of this process is not passed on."""
     rank_variables = Topology().to_env()
     inherited = {name: value for name, value in os.environ.items() if name not in rank_variables}

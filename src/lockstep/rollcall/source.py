@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import os
@@ -16,6 +17,8 @@ def source_files(thing: Any) -> dict[str, str]:
     Neighbours are modules of the same package, or of the same folder where it is a file on its own. Files that are
     installed, and are not the task itself, are left to the comparison of versions.
     """
+    while isinstance(thing, functools.partial):  # of the function inside: the partial itself is functools' own
+        thing = thing.func
     module = sys.modules.get(getattr(thing, "__module__", ""))
     file = getattr(module, "__file__", None) or _file_of(thing)
     if file is None:

@@ -21,7 +21,7 @@ def resolve(settings: RunSettings) -> tuple[str, int]:
     """The device family and the number of processes on this host that `auto` stands for here."""
     runtime, processes = settings.runtime, settings.processes
     if runtime == "auto":
-        runtime = "xla" if pjrt.DEVICE in os.environ else "cuda" if _gpu_count() else "cpu"
+        runtime = "xla" if pjrt.DEVICE in os.environ else "cuda" if gpu_count() else "cpu"
     if runtime == "xla":
         count = pjrt.processes(settings, os.environ) if processes == "auto" else int(processes)
         pjrt.check(settings, os.environ, count)
@@ -30,7 +30,7 @@ def resolve(settings: RunSettings) -> tuple[str, int]:
     if runtime == "cuda":
         from lockstep.runtime.cuda import check_devices
 
-        present = _gpu_count()
+        present = gpu_count()
         wanted = max(present, 1) if processes == "auto" else int(processes)
         check_devices(min(wanted, 1) if settings.launch.share_devices else wanted, present)
         return runtime, wanted
@@ -50,7 +50,7 @@ def _refuse_xla_settings(settings: RunSettings, runtime: str) -> None:
 
 def unused_devices(runtime: str, processes: int) -> str | None:
     """What to tell a user whose run leaves GPUs of this host idle."""
-    if runtime != "cuda" or processes >= (present := _gpu_count()):
+    if runtime != "cuda" or processes >= (present := gpu_count()):
         return None
     return f"{processes} of {present} visible GPUs will be used; processes: auto uses them all"
 
@@ -67,7 +67,7 @@ def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSe
     return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, settings.launch.share_devices)
 
 
-def _gpu_count() -> int:
+def gpu_count() -> int:
     """How many GPUs torch can use; asks torch only where there is a driver, since importing it takes seconds."""
     driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi")
     if not driver or os.environ.get("CUDA_VISIBLE_DEVICES", None) in ("", "-1"):

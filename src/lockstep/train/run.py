@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from lockstep import profiler
 from lockstep import strategy as strategies
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Store
@@ -23,6 +24,7 @@ from lockstep.data import Collate, Part, check_dataset
 from lockstep.display import Display
 from lockstep.errors import ConfigError
 from lockstep.group import Group
+from lockstep.profiler.base import in_region
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.compiling import be_patient_while_compiling
@@ -79,6 +81,7 @@ class Run(OnDevices):
         self._clip_norm: float | None = None
         self._requests, self._pulse = requests, Pulse(group, requests)
         self._whereabouts = group.whereabouts
+        self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, self._whereabouts)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._skip_nan = False
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
@@ -135,6 +138,10 @@ class Run(OnDevices):
     def working(self, name: str, limit: float) -> contextlib.AbstractContextManager[None]:
         """For something of one's own that may take longer than `watch.stall_after`: up to so many seconds."""
         return self._whereabouts.within(name, limit=limit)
+
+    def region(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A part of the step that is to have a name of its own in the profile, where one is being taken."""
+        return self.profiler.region(name)
 
     # Training
 
@@ -238,7 +245,9 @@ class Run(OnDevices):
                 self._safe_point()
                 if self.stopped is not None:
                     return
+                self.profiler.next_step(self.progress.step + 1)
             self._whereabouts.enter("data", self.progress.step + 1)
+            self.profiler.enter("data")
             self._busy_since = time.perf_counter()
             following = next(parts, None)
             if following is None:
@@ -251,9 +260,11 @@ class Run(OnDevices):
             batch = self._strategy.move(batch)
             self._guard.begin("a batch that was filled up" if continues and accumulate == 1 else "a step", batch)
             self._whereabouts.enter("loss")
+            self.profiler.enter("forward")
             yield batch
         if self.progress.epoch == epoch:  # a loop that does not step still gets on
             self.progress.epoch, self.progress.batch = epoch + 1, 0
+        self.profiler.enter(None)
         self._whereabouts.enter("what follows an epoch", limit=self._whereabouts.patience)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -273,6 +284,7 @@ class Run(OnDevices):
         if not self._guard.settled:
             self._whereabouts.be_patient()
         complete = self._part is None or self._part.completes_batch
+        self.profiler.enter("backward")
         try:
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
@@ -281,6 +293,7 @@ class Run(OnDevices):
         except RuntimeError as error:
             raise self.group.explain(error, f"the gradients of step {self.progress.step + 1}") from error
         self._whereabouts.enter("the optimizer")
+        self.profiler.enter(None)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step the optimizer and clear the gradients; False, doing nothing, while parts of the batch are missing."""
@@ -290,6 +303,7 @@ class Run(OnDevices):
             return False
         if optimizer is None:
             raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
+        self.profiler.enter("optimizer")
         # Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
         if not self._skip_nan or self._gradients_are_finite():
             if self._clip_norm is not None:
@@ -302,6 +316,7 @@ class Run(OnDevices):
         self._advance(part)
         self._guard.end(self.progress.step)
         self._whereabouts.enter("the end", self.progress.step)
+        self.profiler.enter(None)
         return True
 
     def log(self, **values: Tensor | float) -> None:
@@ -311,6 +326,7 @@ class Run(OnDevices):
         # Before step() the batch at hand belongs to the step that is under way.
         self.journal.note(self.progress.step + (0 if self._part is None else 1), examples, values)
 
+    @in_region("validate")
     def evaluate(
         self,
         measure: Measure,
@@ -356,6 +372,7 @@ class Run(OnDevices):
 
     # Keeping
 
+    @in_region("checkpoint")
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by."""
         self.write_due_row()  # a row that is due belongs to what was before the checkpoint, not to what is resumed
@@ -417,11 +434,13 @@ class Run(OnDevices):
         """Write what is still unwritten: the last row, the save under way."""
         self.journal.write_last_row(self.progress, self._learning_rate())
         self._saver.finish()
+        self.profiler.close()
         self._loaders.close()
         self.journal.close()
 
     def give_up(self) -> None:
         """What a run that failed still does: the save under way may come to its end."""
+        self.profiler.give_up()
         self._saver.give_up()
 
     # Inside
@@ -439,6 +458,7 @@ class Run(OnDevices):
         if asked.leave:
             # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
             self.agree(self._saver.finish, "the last save")
+            self.profiler.close()
             raise Preempted(asked.leave)
         if asked.save:
             logger.info("saved at step %d: %s", progress.step, asked.save)

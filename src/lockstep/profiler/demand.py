@@ -1,0 +1,176 @@
+"""Traces on demand: the service that TensorBoard's "Capture profile" asks, at an address of our choice.
+
+The servers that come with XLA (torch_xla, jax) listen at all addresses of the machine, let a second process share the
+port without a word, and write wherever the request says. This one listens at loopback unless told otherwise, refuses a
+port that is taken, and writes into the run's own folder. A trace is taken by the training thread, between two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.profiler.xplane import make_readable, varint
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "tensorflow.ProfilerService"
+_LONGEST_SECONDS = 30.0  # a trace is kept in memory until it is written
+_ANSWER_SECONDS = 60.0  # beyond the trace's own: for the step under way to end, and to write
+_DURATION_MS = b"\x08"  # the key of the first field of a ProfileRequest, an integer
+
+
+class Request:
+    """Somebody waits for a trace of so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.failure: str | None = None
+        self.written: Path | None = None
+        self._answered = threading.Event()
+
+    def answer(self, failure: str | None = None, written: Path | None = None) -> None:
+        self.failure, self.written = failure, written
+        self._answered.set()
+
+    def wait(self) -> None:
+        if not self._answered.wait(self.seconds + _ANSWER_SECONDS):
+            self.answer(f"no step ended within {_ANSWER_SECONDS:g} s")
+
+
+class Demand:
+    """Where requests are left by the server's thread and taken by the training thread."""
+
+    def __init__(self) -> None:
+        self._pending: Request | None = None
+        self._lock = threading.Lock()
+        self._server: Any = None
+        self._closed = False
+        self._heard = threading.Event()  # nobody is still to hear an answer
+        self._heard.set()
+
+    @classmethod
+    def listening(cls, address: str, port: int | None, local_rank: int) -> Demand:
+        """With a server where there can be one; what is in its way is told, and is no reason not to train."""
+        demand = cls()
+        if port is not None:
+            at = f"[{address}]:{port + local_rank}" if ":" in address else f"{address}:{port + local_rank}"
+            demand._serve(at)
+        return demand
+
+    def take(self) -> Request | None:
+        request, self._pending = self._pending, None
+        return request
+
+    def ask(self, seconds: float) -> str | None:
+        """Wait for a trace of so many seconds; why there is none, where there is none."""
+        request = Request(min(seconds, _LONGEST_SECONDS))
+        with self._lock:  # one at a time
+            self._pending = request
+            if self._closed:  # nobody is going to take it
+                return "the run is over"
+            request.wait()
+            if self._pending is request:
+                self._pending = None
+        if request.written is not None and request.written.is_file():
+            try:
+                make_readable(request.written)  # here and not in the training thread: who asked wants to see it
+            except OSError as error:
+                return f"{request.written} was written, but not as TensorBoard reads it: {error}"
+        return request.failure
+
+    def close(self) -> None:
+        self._closed = True
+        if request := self.take():
+            request.answer("the run is over")
+        if self._server is not None:
+            self._heard.wait(2.0)
+            self._server.stop(grace=None).wait(5.0)
+            self._server = None
+
+    def _serve(self, at: str) -> None:
+        try:
+            grpc = _import_grpc()
+        except ImportError:
+            logger.info("no profiles on demand: they need grpcio (pip install 'lockstep-train[profile]')")
+            return
+
+        def profile(message: bytes, context: Any) -> bytes:
+            self._heard.clear()
+            context.add_callback(self._heard.set)
+            failure = self.ask(_seconds(message))
+            if failure is not None:
+                context.abort(grpc.StatusCode.UNAVAILABLE, failure)
+            return b""  # a ProfileResponse in which nothing needs to be said: the trace is not empty
+
+        handlers = {"Profile": grpc.unary_unary_rpc_method_handler(profile)}
+        # Two at work: one takes a trace, and one more can be told to wait.
+        server = grpc.server(ThreadPoolExecutor(2, "lockstep-profile"), options=[("grpc.so_reuseport", 0)])
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            if not server.add_insecure_port(at):
+                raise RuntimeError("it cannot be listened at")
+        except RuntimeError:
+            logger.warning(
+                "profile: %s is in use, or is no address of this host: no profiles on demand on this rank. "
+                "Set profile.port (each local rank takes the next one) or profile.address",
+                at,
+            )
+            return
+        server.start()
+        self._server = server
+        logger.info("profiles on demand at %s", at)
+
+
+def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
+    """Ask the ranks that listen at these addresses for a trace, all at once; why there is none, where there is none."""
+    try:
+        import grpc
+    except ImportError:
+        raise ConfigError("this needs grpcio: pip install 'lockstep-train[profile]'") from None
+    request, failures = _DURATION_MS + varint(round(seconds * 1000)), {}
+    with contextlib.ExitStack() as stack:
+        channels = {each: stack.enter_context(grpc.insecure_channel(each)) for each in addresses}
+        limit = seconds + _ANSWER_SECONDS + 10
+        answers = {
+            address: channel.unary_unary(f"/{SERVICE}/Profile").future(request, timeout=limit)
+            for address, channel in channels.items()
+        }
+        for address, answer in answers.items():
+            if (error := answer.exception()) is not None:
+                failures[address] = str(error.details())
+    return failures
+
+
+def _import_grpc() -> Any:
+    """Without what it does about forks, with a message for each: a loader's workers never use it."""
+    name = "GRPC_ENABLE_FORK_SUPPORT"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        import grpc
+
+        grpc.insecure_channel("127.0.0.1:1").close()  # it is read when it is first used
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+    return grpc
+
+
+def _seconds(message: bytes) -> float:
+    """How long a trace a ProfileRequest asks for: its first field, in milliseconds, where it is there at all."""
+    milliseconds = 0
+    if message[:1] == _DURATION_MS:
+        for position, byte in enumerate(message[1:10]):
+            milliseconds |= (byte & 0x7F) << 7 * position
+            if byte < 0x80:
+                break
+    return (milliseconds or 1000) / 1000

@@ -1,0 +1,176 @@
+"""When a trace begins and ends: with the steps of the config, or because somebody asked for one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.schema import REGIONS, Profile
+from lockstep.profiler.base import Backend, Profiler
+from lockstep.profiler.demand import Demand, Request
+from lockstep.whereabouts import Whereabouts
+
+logger = logging.getLogger(__name__)
+
+# The steps before are not like the rest: they allocate, compile and fill caches.
+WARM_UP_STEPS = 9
+
+
+@dataclass
+class Trace:
+    """One that is being taken: until a step of the window, or until a time that somebody asked for."""
+
+    first_step: int
+    end_step: int | None = None
+    request: Request | None = None
+    end_time: float = 0.0
+    last_step: int = 0  # that it has anything of
+
+    def over(self, next_step: int) -> bool:
+        if self.end_step is not None:
+            return next_step >= self.end_step
+        return time.monotonic() >= self.end_time
+
+
+class Window(Profiler):
+    """Takes the traces of one rank. It never ends a run: what fails is told as a warning, and there is no trace."""
+
+    def __init__(
+        self, backend: Backend, settings: Profile, folder: Path, whereabouts: Whereabouts, demand: Demand
+    ) -> None:
+        self._backend, self._folder, self._whereabouts, self._demand = backend, folder, whereabouts, demand
+        self._first, self._steps = settings.start_step, settings.steps
+        self._left_out = {*REGIONS} - {*settings.regions}  # a region by any other name is the user's own
+        self._wanted = settings.steps > 0  # a window that is still to come
+        self._began: int | None = None  # the first step of this process
+        self._next = 0
+        self._trace: Trace | None = None
+        self._step: AbstractContextManager[Any] | None = None
+        self._region: AbstractContextManager[Any] | None = None
+
+    def next_step(self, step: int) -> None:
+        if self._began is None:
+            self._began = step
+            self._first = self._first or step + WARM_UP_STEPS
+        if self._trace is not None:
+            self._leave_step()
+            if self._trace.over(step):
+                self._stop()
+        if self._trace is None:
+            self._start_what_is_due(step)
+        if self._trace is not None:
+            self._step = self._backend.step(step)
+            self._step.__enter__()
+        self._next = step
+
+    def enter(self, region: str | None) -> None:
+        if self._trace is None:
+            return
+        self._leave_region()
+        if region == "forward":  # there was a batch, so there is a step
+            self._trace.last_step = self._next
+        if region is not None and region not in self._left_out:
+            self._region = self._backend.mark(region)
+            self._region.__enter__()
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        if self._trace is None or name in self._left_out:
+            yield
+            return
+        with self._backend.mark(name):
+            yield
+
+    def close(self) -> None:
+        self._leave_step()
+        if self._trace is not None and not self._trace.last_step:
+            self._let_go("the run ended")
+        if self._trace is not None:
+            self._stop()
+        elif self._wanted:
+            logger.warning("profile: nothing was captured: %s", self._why_nothing())
+        self._wanted = False
+        self._demand.close()
+
+    def give_up(self) -> None:
+        self._leave_step()
+        self._let_go("the run failed")
+        self._demand.close()
+
+    def _start_what_is_due(self, step: int) -> None:
+        first = self._first or step
+        if self._wanted and first <= step < first + self._steps:
+            self._start(Trace(step, end_step=first + self._steps))
+        elif request := self._demand.take():
+            self._start(Trace(step, request=request))
+
+    def _start(self, trace: Trace) -> None:
+        try:
+            with self._whereabouts.within("starting a profile", limit=self._whereabouts.patience):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._backend.start(self._folder)
+        except Exception as error:
+            self._failed(trace, f"could not be started: {error}")
+        else:
+            if trace.request is not None:
+                trace.end_time = time.monotonic() + trace.request.seconds
+            self._trace = trace
+
+    def _stop(self) -> None:
+        trace, self._trace = self._trace, None
+        assert trace is not None
+        began = time.monotonic()
+        try:
+            with self._whereabouts.within("writing a profile", limit=self._whereabouts.patience):
+                written = self._backend.stop()
+        except Exception as error:
+            self._failed(trace, f"could not be written to {self._folder}: {error}")
+            return
+        first, last = trace.first_step, trace.last_step
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        logger.info("profile of %s in %s, written in %.2f s", steps, written, time.monotonic() - began)
+        self._settle(trace, written=written)
+
+    def _failed(self, trace: Trace, reason: str) -> None:
+        logger.warning("profile: a trace from step %d on %s. Training goes on without it", trace.first_step, reason)
+        self._settle(trace, reason)
+
+    def _settle(self, trace: Trace, failure: str | None = None, written: Path | None = None) -> None:
+        if trace.request is not None:
+            trace.request.answer(failure, written)
+        else:
+            self._wanted = False
+
+    def _let_go(self, reason: str) -> None:
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        with contextlib.suppress(Exception):  # whatever becomes of it, the run has ended
+            self._backend.abandon()
+        if trace.request is not None:
+            trace.request.answer(reason)
+
+    def _leave_region(self) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            region.__exit__(None, None, None)
+
+    def _leave_step(self) -> None:
+        self._leave_region()
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
+
+    def _why_nothing(self) -> str:
+        if self._began is None or self._first is None:
+            return "no step was taken by run.batches"
+        if self._first + self._steps <= self._began:
+            last = self._first + self._steps - 1
+            return f"steps {self._first} to {last} were over when this process began, at step {self._began}"
+        return f"it was to begin at step {self._first}, and the run ended before that; lower profile.start_step"

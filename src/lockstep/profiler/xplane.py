@@ -1,0 +1,118 @@
+"""Chrome traces as XSpace messages: what torch.profiler writes, for the plugin that reads what XLA writes.
+
+TensorBoard's plugin for torch.profiler is no longer maintained, and shows nothing without a connection to the internet;
+the one for XLA is maintained, and its trace viewer needs none. Decision 011 has what was tried.
+
+The messages are those of XLA's xplane.proto, of which a trace viewer needs few fields; they are named below.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_PICOSECONDS = 1_000_000  # in a microsecond, the unit of a Chrome trace
+
+# XSpace.planes; XPlane.id, name, lines, event_metadata; a map's entries are key and value
+_PLANES, _PLANE_ID, _PLANE_NAME, _PLANE_LINES, _PLANE_EVENT_METADATA, _KEY, _VALUE = 1, 1, 2, 3, 4, 1, 2
+# XEventMetadata.id, name; XLine.id, name, timestamp_ns, events, display_id; XEvent.metadata_id, offset_ps, duration_ps
+_METADATA_ID, _METADATA_NAME = 1, 2
+_LINE_ID, _LINE_NAME, _LINE_TIMESTAMP, _LINE_EVENTS, _LINE_DISPLAY_ID = 1, 2, 3, 4, 10
+_EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION = 1, 2, 3
+
+SESSIONS = Path("plugins") / "profile"  # where the plugin looks, below any folder
+_FIRST_LINE = 1000  # the plugin adds lines of its own, with small numbers
+Event = dict[str, Any]
+
+
+def make_readable(trace: Path) -> None:
+    """A trace of torch.profiler once more, beside itself, as the plugin reads it."""
+    worker, nanoseconds, *_ = trace.name.split(".")
+    stamp = time.strftime("%Y_%m_%d_%H_%M_%S", time.localtime(int(nanoseconds) / 1e9))
+    file = trace.parent / SESSIONS / stamp / f"{worker}.xplane.pb"
+    if file.exists():
+        return
+    converted = convert(trace)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(converted)
+    partial.replace(file)
+
+
+def convert(trace: Path) -> bytes:
+    """The slices of a trace, by process (or device) and thread (or stream), as an XSpace."""
+    events: list[Event] = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    processes, threads = _names(events, "process_name"), _names(events, "thread_name")
+    labels = _names(events, "process_labels", "labels")
+    lines: dict[Any, dict[Any, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
+        if event.get("ph") == "X" and not str(event["pid"]).startswith(("Spans", "Traces")):  # those repeat the whole
+            lines[event["pid"]][event["tid"]].append(event)
+    start = min((event["ts"] for each in lines.values() for line in each.values() for event in line), default=0.0)
+    space = b""
+    for number, (pid, in_process) in enumerate(lines.items()):
+        # Planes are told apart by their names: one for the host, one per device.
+        device = labels.get((pid, 0), "CPU").split(" ")
+        plane = f"/device:{':'.join(device)}" if device[0] == "GPU" else "/host:CPU"
+        named = {tid: threads.get((pid, tid), f"{processes.get((pid, 0), pid)} {tid}") for tid in in_process}
+        space += _field(_PLANES, _plane(number, plane, named, in_process, start))
+    return space
+
+
+def _names(events: Iterable[Event], kind: str, argument: str = "name") -> dict[tuple[Any, Any], str]:
+    """What the trace calls its processes (their thread is 0) or threads."""
+    return {
+        (event["pid"], event["tid"] if kind == "thread_name" else 0): str(event["args"][argument])
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == kind
+    }
+
+
+def _plane(number: int, name: str, names: dict[Any, str], lines: dict[Any, list[Event]], start: float) -> bytes:
+    known: dict[str, int] = {}
+    body = [_field(_PLANE_ID, number), _field(_PLANE_NAME, name)]
+    for position, (tid, events) in enumerate(lines.items(), start=_FIRST_LINE):
+        line = [
+            _field(_LINE_ID, position),
+            _field(_LINE_DISPLAY_ID, position),
+            _field(_LINE_NAME, names[tid]),
+            _field(_LINE_TIMESTAMP, 0),
+        ]
+        for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
+            metadata = known.setdefault(str(event["name"]), len(known) + 1)
+            line.append(_field(_LINE_EVENTS, _event(metadata, event["ts"] - start, event["dur"])))
+        body.append(_field(_PLANE_LINES, b"".join(line)))
+    for called, metadata in known.items():
+        described = _field(_METADATA_ID, metadata) + _field(_METADATA_NAME, called)
+        body.append(_field(_PLANE_EVENT_METADATA, _field(_KEY, metadata) + _field(_VALUE, described)))
+    return b"".join(body)
+
+
+def _event(metadata: int, offset: float, duration: float) -> bytes:
+    return (
+        _field(_EVENT_METADATA, metadata)
+        + _field(_EVENT_OFFSET, round(offset * _PICOSECONDS))
+        + _field(_EVENT_DURATION, round(duration * _PICOSECONDS))
+    )
+
+
+def _field(number: int, value: int | str | bytes) -> bytes:
+    """One field of a protobuf message."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

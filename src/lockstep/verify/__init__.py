@@ -1,0 +1,1 @@
+"""Whether every way of running a task gives the same answer: runs them for a few steps and compares."""

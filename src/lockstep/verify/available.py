@@ -1,0 +1,29 @@
+"""Which combinations can run here, and why the others cannot."""
+
+from __future__ import annotations
+
+from lockstep import runtime
+from lockstep.config.load import check_batch_size
+from lockstep.config.schema import Train
+from lockstep.doctor import versions
+from lockstep.doctor.installed import version_of
+from lockstep.errors import ConfigError
+from lockstep.verify.combinations import Combination
+
+
+def missing(combination: Combination, train: Train) -> str | None:
+    """What a combination lacks here, or with this config; None where it can run."""
+    for package in combination.packages:
+        if version_of(package) is None:
+            return f"{package} is not installed"
+    torch, torch_xla = version_of("torch"), version_of("torch_xla")
+    if "torch_xla" in combination.packages and not versions.fit_together(str(torch), str(torch_xla)):
+        return f"torch_xla {torch_xla} does not fit torch {torch}"
+    if combination.gpus and (present := runtime.gpu_count()) < combination.gpus:
+        wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"
+        return f"needs {wanted}, and torch sees {present or 'none'}"
+    try:
+        check_batch_size(train.batch_size, combination.shares, train.accumulate)
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -1,0 +1,83 @@
+"""The ways of running a task that are compared, as data: what each needs, what it changes, how it is started."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A device family, a strategy and a launcher."""
+
+    name: str
+    overrides: tuple[str, ...]  # of the config, as for --set
+    shares: int = 1  # equal parts that a batch is divided into
+    packages: tuple[str, ...] = ()  # that have to be installed
+    gpus: int = 0  # that have to be here
+    command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def _torchrun(processes: int) -> tuple[str, ...]:
+    return ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "lockstep")
+
+
+# What a config may say that belongs to one way of running alone.
+_PLAIN = (
+    "launch.type=local",
+    "devices=auto",
+    "xla.chips=null",
+    *("strategy.mesh=null", "strategy.meshes={}", "strategy.shard={}", "strategy.preset=null"),
+)
+_CPU, _CUDA = ("runtime=cpu", *_PLAIN), ("runtime=cuda", *_PLAIN)
+_XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
+_RAY = ("runtime=cpu", *_PLAIN, "launch.type=ray")
+# A config's rules for sharding stay; both meshes have the axes that rules name, data and model.
+_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", "launch.type=local", "devices=4", "strategy.type=spmd")
+_SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy.type=threads"
+_ONE, _TWO, _FOUR = "processes=1", "processes=2", "processes=4"
+_MESH_4, _MESH_2X2 = "strategy.mesh={data: 4, model: 1}", "strategy.mesh={data: 2, model: 2}"
+_TORCH_XLA = ("torch_xla",)
+# TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
+# order of the same one.
+_NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+
+# The first is what all others are compared with.
+COMBINATIONS = (
+    Combination("cpu-single", (*_CPU, _ONE, _SINGLE)),
+    Combination("cpu-ddp-2", (*_CPU, _TWO, _DDP), shares=2),
+    Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP), shares=4),
+    Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), shares=2, command=_torchrun(2)),
+    Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), shares=2, packages=("ray",)),
+    Combination("xla-single", (*_XLA, _ONE, _SINGLE), packages=_TORCH_XLA),
+    Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA),
+    Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
+    Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), shares=2, packages=_TORCH_XLA),
+    Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), shares=4, packages=_TORCH_XLA),
+    Combination("xla-spmd-4", (*_SPMD, _ONE, _MESH_4), shares=4, packages=_TORCH_XLA),
+    Combination("xla-spmd-2x2", (*_SPMD, _ONE, _MESH_2X2), shares=2, packages=_TORCH_XLA),
+    Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), gpus=1, env=_NO_TF32),
+    Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, "launch.share_devices=true"), shares=2, gpus=1, env=_NO_TF32),
+    Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32),
+    Combination("cuda-torchrun-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32, command=_torchrun(2)),
+)
+REFERENCE = COMBINATIONS[0]
+
+
+def named(patterns: Iterable[str], option: str) -> set[str]:
+    """The names that patterns like `cpu-*` stand for; one that stands for none is a mistake."""
+    names = [each.name for each in COMBINATIONS]
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
+            advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
+            raise ConfigError(f"{option} {pattern}: no combination has this name; {advice}")
+        found.update(matching)
+    return found

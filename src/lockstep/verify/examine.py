@@ -1,0 +1,132 @@
+"""The whole comparison: every combination from the start, then every one from the checkpoint of the one before it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.config.load import load
+from lockstep.config.schema import RunConfig
+from lockstep.errors import CheckpointError
+from lockstep.runfolder import CONFIG_FILE
+from lockstep.verify import byproduct, trial
+from lockstep.verify.available import missing
+from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
+from lockstep.verify.findings import Asked, Judged, Report, Row
+from lockstep.verify.judge import Comparison, Losses, compare, tolerance
+from lockstep.verify.overrides import USUAL, halfway, needed
+from lockstep.verify.trial import Trial
+
+
+def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
+    """Run what can run here, one after the other, in folders below `work`; `say` is told what is under way."""
+    required = named(asked.require, "--require")
+    wanted = named(asked.only or ("*",), "--only") | required | {REFERENCE.name}
+    config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps), *REFERENCE.overrides))
+    allowed = tolerance(config.train.precision, asked.steps) if asked.tolerance is None else asked.tolerance
+    runs = _Runs(asked, config, allowed, work, say)
+
+    rows = [Row(REFERENCE, runs.reference(), required=REFERENCE.name in required)]
+    report = Report(asked, config.train.precision, allowed, rows)
+    reference = rows[0].fresh.trial
+    if rows[0].fresh.verdict != "reference" or reference is None or reference.folder is None:
+        return report  # there is nothing to compare the others with
+    for combination in (each for each in COMBINATIONS[1:] if each.name in wanted):
+        fresh = runs.from_the_start(combination, reference)
+        rows.append(Row(combination, fresh, required=combination.name in required))
+
+    report = replace(report, batch_norm=byproduct.batch_statistics(reference.folder))
+    if byproduct.draws_random_numbers(reference.folder):
+        return _unjudged(report, config)
+    if any(row.fresh.comparison is not None and (row.fresh.comparison.first_step or 0) > 1 for row in rows):
+        report = replace(report, control=runs.control(reference))
+    return replace(report, rows=runs.ring(rows, reference)) if asked.resume else report
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Starts runs and judges them."""
+
+    asked: Asked
+    config: RunConfig
+    allowed: float
+    work: Path
+    say: Callable[[str], None]
+
+    def reference(self) -> Judged:
+        run = self._train(REFERENCE)
+        without = [step for step in range(1, self.asked.steps + 1) if step not in run.losses]
+        if without and not run.failure:
+            failure = f"it wrote no loss of step {without[0]}: did the task stop it, or skip that step?"
+            run = replace(run, failure=failure)
+        return Judged("failed", run, reason=run.failure) if run.failure else Judged("reference", run)
+
+    def from_the_start(self, combination: Combination, reference: Trial) -> Judged:
+        lacking = missing(combination, self.config.train)
+        if lacking is not None:
+            return Judged("not here", reason=lacking)
+        return self._judge(self._train(combination), reference.losses)
+
+    def control(self, reference: Trial) -> Comparison | None:
+        """How far rounding alone takes this training, to tell an unstable one from a wrong one."""
+        parts = 2 * self.config.train.accumulate
+        if self.config.train.batch_size % parts:
+            return None
+        halves = (*REFERENCE.overrides, f"train.accumulate={parts}")
+        run = self._train(replace(REFERENCE, name=f"{REFERENCE.name}-in-halves", overrides=halves))
+        return None if run.failure else compare(reference.losses, run.losses, self.allowed)
+
+    def ring(self, rows: list[Row], reference: Trial) -> list[Row]:
+        """Hand every good run's half-way checkpoint to the next good combination, and the last one's to the first."""
+        half = halfway(self.asked.steps)
+        rest = {step: loss for step, loss in reference.losses.items() if step > half}
+        good = [row for row in rows if row.good]
+        if len(good) == 1:
+            return rows  # nobody to hand anything to
+        resumed: dict[str, Judged] = {}
+        for giver, taker in zip([good[-1], *good[:-1]], good, strict=True):
+            name, before = taker.combination.name, giver.combination.name
+            self.say(f"{name}: from the checkpoint of {before} at step {half}")
+            run = _handed_over(giver.fresh.trial, taker.fresh.trial, half, self.work / f"{name}-resumed")
+            judged = self._judge(trial.resume(taker.combination, run, self.asked.limit), rest)
+            resumed[name] = replace(judged, resumed_from=before)
+        return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
+
+    def _train(self, combination: Combination) -> Trial:
+        self.say(f"{combination.name}: {self.asked.steps} steps")
+        overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
+        return trial.train(combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
+
+    def _judge(self, run: Trial, reference: Losses) -> Judged:
+        if run.failure:
+            return Judged("failed", run, reason=run.failure)
+        comparison = compare(reference, run.losses, self.allowed)
+        return Judged("agrees" if comparison.agrees else "differs", run, comparison)
+
+
+def _unjudged(report: Report, config: RunConfig) -> Report:
+    """Of a task that draws random numbers: neither agreement nor difference of its losses means anything."""
+    likely = [name for name in config.task.arguments if any(part in name.lower() for part in ("drop", "augment"))]
+    rows = [
+        replace(row, fresh=replace(row.fresh, verdict="random")) if row.fresh.comparison is not None else row
+        for row in report.rows
+    ]
+    return replace(report, rows=rows, random=True, random_arguments=likely)
+
+
+def _handed_over(giver: Trial | None, taker: Trial | None, step: int, out: Path) -> Path:
+    """A run's folder with one's checkpoint and the other's config. Moved, not copied: nobody else needs it."""
+    if giver is None or giver.folder is None or taker is None or taker.folder is None:
+        raise AssertionError("only runs that ended well are in the ring")
+    name = f"step-{step:08d}"
+    checkpoint = giver.folder / "checkpoints" / name
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{giver.folder}: the run saved no {name}; its log is {giver.log}")
+    run = out / "runs" / taker.folder.name
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "logs").mkdir()
+    checkpoint.rename(run / "checkpoints" / name)
+    shutil.copy(taker.folder / CONFIG_FILE, run / CONFIG_FILE)
+    return run

@@ -1,0 +1,46 @@
+"""What losses that should be equal come to: how far apart they are, and whether rounding explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Losses = Mapping[int, float]
+Verdict = Literal["reference", "agrees", "differs", "failed", "random", "not here"]
+
+# Per step, relative; docs/verify.md says where it comes from.
+TOLERANCE_PER_STEP = {"float32": 2e-6, "bf16": 2e-3}
+
+
+def tolerance(precision: str, steps: int) -> float:
+    """What two orders of summation may differ by after so many steps, with room to spare."""
+    return TOLERANCE_PER_STEP[precision] * steps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest relative difference, and the first step at which it is more than allowed."""
+
+    largest: float
+    first_step: int | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.first_step is None
+
+
+def compare(reference: Losses, losses: Losses, allowed: float) -> Comparison:
+    """Step by step. A step that only one of them has is as different as can be."""
+    apart = {step: _difference(reference.get(step), losses.get(step)) for step in sorted({*reference, *losses})}
+    first = next((step for step, difference in apart.items() if not difference <= allowed), None)
+    return Comparison(max(apart.values(), default=math.inf), first if apart else 0)
+
+
+def _difference(reference: float | None, other: float | None) -> float:
+    if reference is None or other is None or not (math.isfinite(reference) and math.isfinite(other)):
+        return math.inf
+    if reference == other:
+        return 0.0
+    return abs(other - reference) / abs(reference) if reference else math.inf

@@ -1,0 +1,198 @@
+"""What is shown of a comparison: a table for people, the same in Markdown, an object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.plain import finite
+from lockstep.verify.findings import Judged, Report, Row
+from lockstep.verify.overrides import halfway
+
+_ALL_SHOWN = 5  # steps; of more, the first three and the last
+
+
+def text(report: Report) -> str:
+    """Aligned columns; what did not run has its reason in their place."""
+    head, rows = _head(report), [_cells(row, report) for row in report.rows]
+    whole = [head, *(cells for cells in rows if len(cells) == len(head))]
+    widths = [max(len(cells[at]) for cells in whole) for at in range(len(head))]
+    widths[:2] = [max(len(cells[at]) for cells in (head, *rows)) for at in range(2)]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
+    return "\n".join(lines)
+
+
+def markdown(report: Report) -> str:
+    """A row per combination; the reason of one that did not run is with its verdict."""
+    head = _head(report)
+    lines = [head, ["---"] * len(head)]
+    for cells in (_cells(row, report) for row in report.rows):
+        if len(cells) < len(head):
+            cells = [cells[0], ": ".join(cells[1:]), *[""] * (len(head) - 2)]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def conclusion(report: Report) -> str:
+    """What it comes to, and what to do about what is not right."""
+    lines = [_what_is_wrong(row) for row in report.rows if not row.good and (row.ran or row.required)]
+    lines += [*_by_rounding(report), *_by_design(report)]
+    ran = [row for row in report.rows if row.ran]
+    allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
+    if report.agrees:
+        largest = max(each.largest for row in ran for each in _comparisons(row))
+        lines.append(f"all {len(ran)} agree: the largest difference is {largest:.1e} ({allowed})")
+    elif report.rows[0].fresh.verdict != "reference":
+        lines.append(f"nothing was compared: {report.rows[0].combination.name}, the reference, did not run")
+    elif len(ran) == 1:
+        lines.append("nothing was compared: no combination but the reference can run here with this config")
+    else:
+        wanted = [row for row in report.rows if row.ran or row.required]
+        lines.append(f"{sum(not row.good for row in wanted)} of {len(wanted)} do not agree ({allowed})")
+    return "\n".join(lines)
+
+
+def as_json(report: Report) -> str:
+    """Without NaN, which JSON does not have; a difference that is infinite is null."""
+    asked = report.asked
+    everything = {
+        "agrees": report.agrees,
+        "config": str(asked.config),
+        "steps": asked.steps,
+        "resumed_at": halfway(asked.steps) if asked.resume else None,
+        "precision": report.precision,
+        "tolerance": report.tolerance,
+        "reference": report.rows[0].combination.name,
+        "draws_random_numbers": report.random,
+        "control_difference": report.control.largest if report.control else None,
+        "combinations": [
+            {
+                "name": row.combination.name,
+                "required": row.required,
+                **_plain(row.fresh),
+                "resumed": None if row.resumed is None else _plain(row.resumed),
+            }
+            for row in report.rows
+        ],
+        "conclusion": conclusion(report).splitlines(),
+    }
+    return json.dumps(finite(everything), indent=2)
+
+
+def _head(report: Report) -> list[str]:
+    first, *others = _shown_steps(report.asked.steps)
+    steps = [f"loss at step {first}", *map(str, others)]
+    resumed = [f"resumed at {halfway(report.asked.steps)} from", "largest difference", "verdict"]
+    return ["combination", "verdict", *steps, "largest difference", *(resumed if report.asked.resume else [])]
+
+
+def _cells(row: Row, report: Report) -> list[str]:
+    """As many as the head has, or a name, a verdict and a reason."""
+    fresh, resumed = row.fresh, row.resumed
+    name = row.combination.name
+    if fresh.trial is None or fresh.verdict == "failed":
+        log = f"; log: {fresh.trial.log}" if fresh.trial is not None else ""
+        return [name, fresh.verdict, fresh.reason + log]
+    losses = [_loss(fresh.trial.losses, step) for step in _shown_steps(report.asked.steps)]
+    cells = [name, fresh.verdict, *losses, _difference(fresh)]
+    if not report.asked.resume:
+        return cells
+    return [*cells, *(["-"] * 3 if resumed is None else [resumed.resumed_from, _difference(resumed), resumed.verdict])]
+
+
+def _shown_steps(steps: int) -> list[int]:
+    return list(range(1, steps + 1)) if steps <= _ALL_SHOWN else [1, 2, 3, steps]
+
+
+def _loss(losses: Mapping[int, float], step: int) -> str:
+    return f"{losses[step]:.7g}" if step in losses else "none"
+
+
+def _difference(judged: Judged) -> str:
+    if judged.comparison is None:
+        return "-"
+    return f"{judged.comparison.largest:.1e}" if judged.comparison.largest else "0"
+
+
+def _comparisons(row: Row) -> list[Any]:
+    runs = (row.fresh, row.resumed)
+    return [each.comparison for each in runs if each is not None and each.comparison is not None]
+
+
+def _what_is_wrong(row: Row) -> str:
+    name, fresh, resumed = row.combination.name, row.fresh, row.resumed
+    if fresh.verdict == "not here":
+        return f"{name} is required and not here: {fresh.reason}"
+    if fresh.verdict == "random":
+        return f"{name} cannot be judged: the task draws random numbers"
+    if resumed is not None and fresh.verdict in ("reference", "agrees"):
+        what = _failed_or_differs(resumed)
+        return f"{name}, resumed from the checkpoint of {resumed.resumed_from}, {what}"
+    return f"{name} {_failed_or_differs(fresh)}"
+
+
+def _failed_or_differs(judged: Judged) -> str:
+    log = f"; log: {judged.trial.log}" if judged.trial is not None else ""
+    if judged.comparison is None:
+        return f"failed: {judged.reason}{log}"
+    first = judged.comparison.first_step
+    if judged.resumed_from:
+        return f"differs from step {first} on: the checkpoint does not bring back the same state{log}"
+    if first == 1:
+        return (
+            "differs at step 1: equal weights and an equal batch give another loss. Look for a loss that is not the "
+            f"mean over the examples (a sum, or a mean over tokens that count) or that depends on the rank{log}"
+        )
+    return (
+        f"differs from step {first} on and agrees before: the forward pass is the same, the gradients, their reduction "
+        f"or the update are not{log}"
+    )
+
+
+def _by_rounding(report: Report) -> Sequence[str]:
+    control = report.control
+    if control is None:
+        return []
+    alone = "one process that takes its batches in halves, which is the same sum in another order,"
+    if control.first_step is None:
+        return [f"rounding is not the reason: {alone} agrees with the reference to {control.largest:.1e}"]
+    fewer = f"--steps {control.first_step - 1}" if control.first_step > 2 else "a lower learning rate"
+    return [
+        f"rounding may be the reason: {alone} differs from the reference as well, from step {control.first_step} on "
+        f"and by up to {control.largest:.1e}. The training is unstable there; compare with {fewer}"
+    ]
+
+
+def _by_design(report: Report) -> Sequence[str]:
+    """What makes losses depend on the number of ranks although nothing is broken."""
+    notes = []
+    if report.random:
+        likely = " ".join(f"--set task.{name}=0" for name in report.random_arguments)
+        notes.append(
+            "the task draws random numbers while it trains (dropout, random augmentation). Every rank draws its own, "
+            "so that losses differ with the number of ranks by design, and chance hides what would be wrong. Compare "
+            f"without them: {likely or '--set task.dropout=0, or whatever your task calls it'}"
+        )
+    if report.batch_norm and any(row.fresh.verdict == "differs" for row in report.rows):
+        notes.append(
+            f"{', '.join(report.batch_norm[:3])}{' ...' if len(report.batch_norm) > 3 else ''} normalise by the "
+            "statistics of a rank's share of the batch, so that the loss depends on the number of ranks; a norm over "
+            "the features of an example (LayerNorm, GroupNorm) does not"
+        )
+    return notes
+
+
+def _plain(judged: Judged) -> dict[str, Any]:
+    run, comparison = judged.trial, judged.comparison
+    return {
+        "verdict": judged.verdict,
+        "reason": judged.reason or None,
+        "resumed_from": judged.resumed_from or None,
+        "losses": {} if run is None else {str(step): loss for step, loss in run.losses.items()},
+        "largest_difference": comparison.largest if comparison else None,
+        "differs_from_step": comparison.first_step if comparison else None,
+        "seconds": round(run.seconds, 3) if run else None,
+        "command": run.command if run else None,
+        "log": str(run.log) if run else None,
+    }

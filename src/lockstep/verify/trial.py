@@ -1,0 +1,130 @@
+"""One run as a user would start it: the command, its log, its limit, and the losses it wrote or why it did not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.doctor.ask import environment
+from lockstep.launcher.failure import describe_exit
+from lockstep.runfolder import SUMMARY_FILE
+from lockstep.verify.combinations import Combination
+
+# Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
+_LEAVE_SECONDS = 20.0
+_EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a run went."""
+
+    command: str
+    log: Path
+    folder: Path | None  # the run's own; None where it did not get as far as making one
+    seconds: float
+    losses: Mapping[int, float] = field(default_factory=dict)  # by step
+    failure: str = ""
+
+
+def train(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
+    """A new run of the config, in a folder below `out`."""
+    settings = [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
+    out.mkdir(parents=True)
+    return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit)
+
+
+def resume(combination: Combination, run: Path, limit: float) -> Trial:
+    """Go on with the run in a folder."""
+    return _run(combination, ["resume", str(run)], run.parents[1], limit)
+
+
+def _run(combination: Combination, arguments: list[str], out: Path, limit: float) -> Trial:
+    command = [sys.executable, "-P", *combination.command, *arguments]
+    log = out / "output.log"
+    began = time.monotonic()
+    code = execute(command, {**environment(), **combination.env}, log, limit)
+    seconds = time.monotonic() - began
+    folder = next(iter((out / "runs").glob("*/")), None)
+    if code == 0:
+        return Trial(shlex.join(command), log, folder, seconds, _losses(folder))
+    text = log.read_text(encoding="utf-8", errors="replace")
+    failure = _late(text, limit) if code is None else headline(text, _reason(folder), code)
+    return Trial(shlex.join(command), log, folder, seconds, failure=failure)
+
+
+def execute(command: Sequence[str], env: Mapping[str, str], log: Path, limit: float) -> int | None:
+    """The exit code; None where it did not end in time, and was ended."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            process_group=0,  # so that what it starts can be ended with it
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asked first: a launcher ends its ranks, wherever they are. Nothing is done where it has ended by itself."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVE_SECONDS)
+
+
+def _losses(folder: Path | None) -> dict[int, float]:
+    from lockstep.metrics import read_rows
+    from lockstep.train.record import METRICS_FILE
+
+    if folder is None or not (folder / METRICS_FILE).is_file():
+        return {}
+    rows = read_rows(folder / METRICS_FILE)
+    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+
+
+def _reason(folder: Path | None) -> str | None:
+    """Why our launcher says that the run failed."""
+    if folder is None or not (folder / SUMMARY_FILE).is_file():
+        return None
+    reason = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("reason")
+    return reason if isinstance(reason, str) and reason else None
+
+
+def headline(log: str, reason: str | None, code: int) -> str:
+    """One line for what a command printed before it failed.
+
+    Our launcher's line with that reason, which has the rank; else the last thing that Lockstep said; else, under
+    another launcher, the first exception.
+    """
+    ours = [line.removeprefix("lockstep: ") for line in log.splitlines() if line.startswith("lockstep: ")]
+    if reason is not None:
+        first = reason.splitlines()[0]
+        return next((line for line in ours if first in line), first)
+    exceptions = (match[0] for line in log.splitlines() if (match := _EXCEPTION.match(line)))
+    return ours[-1] if ours else next(exceptions, describe_exit(code))
+
+
+def _late(log: str, limit: float) -> str:
+    said = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"did not end within {limit:g} s" + (f"; it last said: {said[-1]}" if said else "")

@@ -1,0 +1,85 @@
+"""`lockstep verify` as a user runs it: real processes, real checkpoints, and results that really are wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, TASK_FILE, Project
+
+DIGITS = ROOT / "examples" / "digits.yaml"
+TWO_RANKS = ("--only", "cpu-ddp-2", "--steps", "2")
+LIMIT = 300.0  # several runs
+
+
+def by_name(out: str) -> dict[str, Any]:
+    return {each["name"]: each for each in json.loads(out)["combinations"]}
+
+
+@pytest.mark.requirement("D14")
+def test_digits_agrees_under_both_launchers_and_from_each_others_checkpoints(project: Project) -> None:
+    wanted = [f"--require={name}" for name in ("cpu-ddp-2", "cpu-torchrun-2")]
+    finished = project.run("verify", DIGITS, "--only", "xla-single", *wanted, "--json", limit=LIMIT)
+    assert finished.code == 0, finished.text
+    found = by_name(finished.out)
+    assert [each["verdict"] for each in found.values()][:3] == ["reference", "agrees", "agrees"]
+    assert [each["resumed"]["resumed_from"] for each in found.values() if each["resumed"]][:3] == [
+        list(found)[-1] if found["xla-single"]["resumed"] else "cpu-torchrun-2",
+        "cpu-single",
+        "cpu-ddp-2",
+    ]
+    for each in found.values():
+        if each["verdict"] == "not here":
+            assert each["reason"] == "torch_xla is not installed"
+            continue
+        assert list(each["losses"]) == ["1", "2", "3", "4", "5"]
+        assert list(each["resumed"]["losses"]) == ["4", "5"] and each["resumed"]["verdict"] == "agrees"
+    # Different sums of the same numbers: not equal bit for bit, or the comparison compared a run with itself.
+    assert 0 < found["cpu-ddp-2"]["largest_difference"] < 1e-6
+    assert found["cpu-ddp-2"]["losses"] == found["cpu-torchrun-2"]["losses"]
+    assert {path.name for path in project.folder.iterdir()} == {".stdout", ".stderr"}
+
+
+def test_a_loss_that_depends_on_the_number_of_ranks_is_caught_at_step_1(project: Project) -> None:
+    config = project.config(task={"type": f"{TASK_FILE}:SummedLoss", "batch_norm": True})
+    finished = project.run("verify", config, *TWO_RANKS, "--out", "kept", limit=LIMIT)
+    assert finished.code == 1, finished.text
+    assert "cpu-ddp-2 differs at step 1: equal weights and an equal batch give another loss" in finished.out
+    assert "4 normalise by the statistics of a rank's share of the batch" in finished.out
+    assert (project.folder / "kept" / "cpu-ddp-2" / "output.log").is_file()
+
+
+def test_a_wrong_reduction_is_caught_after_the_first_update(project: Project) -> None:
+    config = project.config(task={"type": f"{TASK_FILE}:WrongReduction"})
+    finished = project.run("verify", config, *TWO_RANKS, "--no-resume", "--out", "kept", "--json", limit=LIMIT)
+    assert finished.code == 1, finished.text
+    found = by_name(finished.out)["cpu-ddp-2"]
+    assert (found["verdict"], found["differs_from_step"]) == ("differs", 2)
+    assert found["largest_difference"] > 1e-4, "far outside of what rounding does"
+    assert json.loads(finished.out)["control_difference"] < 1e-6
+    assert "rounding is not the reason" in finished.out
+
+
+def test_dropout_is_told_from_a_mistake(project: Project) -> None:
+    config = project.config(task={"type": f"{TASK_FILE}:Tiny", "dropout": 0.2})
+    finished = project.run("verify", config, *TWO_RANKS, "--out", "kept", limit=LIMIT)
+    assert finished.code == 1, finished.text
+    assert "the task draws random numbers while it trains" in finished.out
+    assert "Compare without them: --set task.dropout=0" in finished.out
+    assert "cpu-ddp-2    random" in finished.out
+
+
+def test_a_combination_that_fails_shows_its_headline_and_its_log(project: Project) -> None:
+    fails = {"rank": 1, "step": 2, "how": "exception"}
+    config = project.config(task={"type": f"{TASK_FILE}:Tiny", "fail_at": fails})
+    finished = project.run("verify", config, *TWO_RANKS, limit=LIMIT)
+    assert finished.code == 1, finished.text
+    (line,) = (line for line in finished.out.splitlines() if line.startswith("cpu-ddp-2    failed"))
+    assert "rank 1 of 2 on " in line and "failed: ValueError: this example cannot be right; log: " in line
+    log = Path(line.split("log: ")[1])
+    assert "Traceback" in log.read_text()
+    shutil.rmtree(log.parents[1])  # the runs are kept for whoever wants to look

@@ -1,0 +1,281 @@
+"""The comparison of `lockstep verify`: what counts as equal, what can run, and what is said about the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import load
+from lockstep.config.schema import Train
+from lockstep.errors import ConfigError
+from lockstep.verify import byproduct, report
+from lockstep.verify.available import missing
+from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
+from lockstep.verify.findings import Asked, Judged, Report, Row
+from lockstep.verify.judge import Comparison, compare, tolerance
+from lockstep.verify.overrides import USUAL, halfway, needed
+from lockstep.verify.trial import Trial, execute, headline
+
+REFERENCE_LOSSES = {1: 2.0, 2: 1.0, 3: 0.5}
+
+
+# Comparing
+
+
+@pytest.mark.parametrize(
+    ("losses", "largest", "first_step"),
+    [
+        (REFERENCE_LOSSES, 0.0, None),
+        ({1: 2.0, 2: 1.0 + 9e-6, 3: 0.5}, 9e-6, None),
+        ({1: 2.0, 2: 1.0 - 2e-5, 3: 0.5 + 4e-5}, 8e-5, 2),
+        ({1: 2.1, 2: 1.0, 3: 0.5}, 0.05, 1),
+        ({1: 2.0, 2: 1.0}, math.inf, 3),
+        ({**REFERENCE_LOSSES, 4: 0.1}, math.inf, 4),
+        ({1: 2.0, 2: math.nan, 3: 0.5}, math.inf, 2),
+        ({}, math.inf, 1),
+    ],
+)
+def test_losses_are_compared_step_by_step(losses: dict[int, float], largest: float, first_step: int | None) -> None:
+    found = compare(REFERENCE_LOSSES, losses, 1e-5)
+    assert found.largest == pytest.approx(largest, rel=1e-6)
+    assert found.first_step == first_step
+    assert found.agrees == (first_step is None)
+
+
+def test_a_loss_of_zero_equals_nothing_but_itself() -> None:
+    assert compare({1: 0.0}, {1: 0.0}, 1e-5).agrees
+    assert not compare({1: 0.0}, {1: 1e-12}, 1e-5).agrees
+
+
+def test_nothing_does_not_agree_with_nothing() -> None:
+    assert not compare({}, {}, 1e-5).agrees
+
+
+def test_the_tolerance_grows_with_the_steps_and_is_wider_for_fewer_bits() -> None:
+    assert tolerance("float32", 5) == pytest.approx(1e-5)
+    assert tolerance("float32", 10) == 2 * tolerance("float32", 5)
+    assert tolerance("bf16", 5) > 100 * tolerance("float32", 5)
+
+
+# Which
+
+
+def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
+    names = [each.name for each in COMBINATIONS]
+    assert len(set(names)) == len(names)
+    assert COMBINATIONS[0] is REFERENCE and REFERENCE.shares == 1 and not REFERENCE.packages and not REFERENCE.gpus
+
+
+def _on_its_way(combination: Combination) -> Any:
+    """The mark fails, and is to be removed, once `launch.type: ray` is there."""
+    marks = [pytest.mark.xfail(raises=ConfigError, reason="launch.type: ray")] if "ray" in combination.packages else []
+    return pytest.param(combination, id=combination.name, marks=marks)
+
+
+# The short forms, a limit in epochs, and settings that must not disturb the comparison.
+ORDINARY = "strategy: ddp\nlaunch: local\n"
+# Made for one way of running, by which none of the others is to stumble.
+SHARDED = (
+    "runtime: xla\ndevices: 8\nxla: {chips: [0]}\n"
+    "strategy: {type: spmd, mesh: {data: 4, model: 2}, shard: {'.*weight': [model, null]}, preset: tensor}\n"
+)
+
+
+@pytest.mark.parametrize("written", [ORDINARY, SHARDED], ids=["ordinary", "sharded"])
+@pytest.mark.parametrize("combination", [_on_its_way(each) for each in COMBINATIONS])
+def test_every_combination_is_a_valid_config(combination: Combination, written: str, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("class Mine: pass\n")
+    (tmp_path / "config.yaml").write_text(
+        f"task: task.py:Mine\n{written}train: {{epochs: 3, precision: bf16}}\n"
+        "data: {workers: 2, prefetch: 3}\nearly_stop: {patience: 1}\nlog: {tensorboard: true}\n"
+    )
+    config = load(tmp_path / "config.yaml", (*USUAL, *needed(5), *combination.overrides))
+    assert (config.train.steps, config.train.epochs, config.train.precision) == (5, None, "float32")
+    assert config.early_stop is None and not config.log.tensorboard
+    assert config.runtime == combination.name.split("-")[0]
+    if config.runtime == "xla":
+        if config.strategy.mesh is not None:
+            assert math.prod(config.strategy.mesh.values()) == config.devices
+        assert bool(config.strategy.shard) == (config.strategy.type == "spmd" and written is SHARDED)
+
+
+def test_half_of_the_steps_are_left_and_only_the_end_is_saved_after() -> None:
+    assert [halfway(steps) for steps in (2, 3, 4, 5, 100)] == [1, 2, 2, 3, 50]
+    assert all(halfway(steps) < steps <= 2 * halfway(steps) for steps in range(2, 50))
+
+
+def test_names_may_be_patterns_and_mistakes_are_told() -> None:
+    assert named(["cpu-ddp-*", "xla-single"], "--only") == {"cpu-ddp-2", "cpu-ddp-4", "xla-single"}
+    with pytest.raises(ConfigError, match="--only cpu-dpp-2: no combination has this name; did you mean cpu-ddp-2"):
+        named(["cpu-dpp-2"], "--only")
+    with pytest.raises(ConfigError, match=r"--require q: no combination has this name; there are cpu-single, "):
+        named(["q"], "--require")
+
+
+def test_what_cannot_run_here_says_why() -> None:
+    assert missing(REFERENCE, Train(batch_size=1)) is None
+    nowhere = replace(REFERENCE, packages=("no-such-package",))
+    assert missing(nowhere, Train()) == "no-such-package is not installed"
+    assert "2 or 4" in str(missing(replace(REFERENCE, shares=2), Train(batch_size=3)))
+
+
+def test_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert missing(replace(REFERENCE, gpus=1), Train()) == "needs a GPU, and torch sees none"
+    assert missing(replace(REFERENCE, gpus=2), Train()) == "needs 2 GPUs, and torch sees none"
+
+
+# One run
+
+
+@pytest.mark.parametrize(
+    ("log", "reason", "code", "wanted"),
+    [
+        (
+            "lockstep: 2 processes on cpu; run folder x\nlockstep: rank 1 of 2 on vm failed: ValueError: no\n"
+            "lockstep: \nlockstep: log: x/logs/rank-1.log\n",
+            "ValueError: no",
+            5,
+            "rank 1 of 2 on vm failed: ValueError: no",
+        ),
+        ("lockstep: --set devices=4: devices: unknown key\n", None, 2, "--set devices=4: devices: unknown key"),
+        (
+            "Traceback (most recent call last):\n  File x\nValueError: not right\n"
+            "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n",
+            None,
+            1,
+            "ValueError: not right",
+        ),
+        ("", None, -9, "killed by SIGKILL (out of memory? see the kernel log), exit code -9"),
+    ],
+)
+def test_the_headline_of_a_failure(log: str, reason: str | None, code: int, wanted: str) -> None:
+    assert headline(log, reason, code) == wanted
+
+
+def test_a_command_is_ended_at_its_limit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    began = time.monotonic()
+    assert execute(command, {}, tmp_path / "log", limit=1.0) is None
+    assert time.monotonic() - began < 15
+    assert execute([sys.executable, "-c", "print('said'); raise SystemExit(3)"], {}, tmp_path / "log", 30.0) == 3
+    assert (tmp_path / "log").read_text() == "said\n"
+
+
+def test_a_moved_generator_means_random_numbers(tmp_path: Path) -> None:
+    for step, state in ((3, [1, 2]), (5, [1, 2])):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"state": {"generators": state}}))
+    assert not byproduct.draws_random_numbers(tmp_path)
+    (folder / "state.json").write_text(json.dumps({"state": {"generators": [1, 3]}}))
+    assert byproduct.draws_random_numbers(tmp_path)
+
+
+# What is shown
+
+
+def trial(losses: dict[int, float], failure: str = "") -> Trial:
+    return Trial("python -m lockstep", Path("x/output.log"), Path("x"), 1.0, losses, failure)
+
+
+def row(name: str, fresh: Judged, resumed: Judged | None = None, required: bool = False) -> Row:
+    return Row(replace(REFERENCE, name=name), fresh, resumed, required)
+
+
+def judged(verdict: Any, losses: dict[int, float], **rest: Any) -> Judged:
+    comparison = compare({1: 2.0, 2: 1.0}, losses, 1e-5) if verdict != "reference" else None
+    return Judged(verdict, trial(losses), comparison, **rest)
+
+
+FIRST = row("cpu-single", judged("reference", {1: 2.0, 2: 1.0}))
+SAME = row("cpu-ddp-2", judged("agrees", {1: 2.0, 2: 1.000001}))
+ABSENT = row("xla-single", Judged("not here", reason="torch_xla is not installed"))
+FAILED = row("cpu-ddp-4", Judged("failed", trial({}, "rank 1 failed"), reason="rank 1 failed"))
+
+
+def of(*rows: Row, resume: bool = False, **rest: Any) -> Report:
+    return Report(Asked(Path("c.yaml"), steps=2, resume=resume), "float32", 1e-5, rows, **rest)
+
+
+def test_all_agree_and_what_is_not_here_is_listed() -> None:
+    found = of(FIRST, SAME, ABSENT)
+    head, *lines = report.text(found).splitlines()
+    assert head.split() == ["combination", "verdict", "loss", "at", "step", "1", "2", "largest", "difference"]
+    assert [line.split() for line in lines] == [
+        ["cpu-single", "reference", "2", "1", "-"],
+        ["cpu-ddp-2", "agrees", "2", "1.000001", "1.0e-06"],
+        ["xla-single", "not", "here", "torch_xla", "is", "not", "installed"],
+    ]
+    assert found.agrees
+    assert report.conclusion(found).startswith("all 2 agree: the largest difference is 1.0e-06 (tolerance 1e-05, ")
+    assert "| xla-single | not here: torch_xla is not installed |  |  |  |" in report.markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([FIRST, FAILED], "cpu-ddp-4 failed: rank 1 failed; log: x/output.log"),
+        ([FIRST, row("cpu-ddp-2", judged("differs", {1: 2.1, 2: 1.0}))], "cpu-ddp-2 differs at step 1: equal weights"),
+        (
+            [FIRST, row("cpu-ddp-2", judged("differs", {1: 2.0, 2: 1.1}))],
+            "cpu-ddp-2 differs from step 2 on and agrees before: the forward pass is the same, the gradients",
+        ),
+        (
+            [FIRST, replace(SAME, resumed=judged("differs", {1: 2.0, 2: 1.1}, resumed_from="cpu-single"))],
+            "cpu-ddp-2, resumed from the checkpoint of cpu-single, differs from step 2 on: the checkpoint does not",
+        ),
+        ([FIRST, SAME, replace(ABSENT, required=True)], "xla-single is required and not here: torch_xla is not"),
+        ([FIRST, ABSENT], "nothing was compared: no combination but the reference can run here"),
+        ([replace(FAILED, combination=REFERENCE)], "nothing was compared: cpu-single, the reference, did not run"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_agrees(rows: list[Row], says: str) -> None:
+    found = of(*rows)
+    assert not found.agrees
+    assert says in report.conclusion(found)
+    assert json.loads(report.as_json(found))["agrees"] is False
+
+
+def test_losses_that_differ_by_design_come_with_the_remedy() -> None:
+    unjudged = row("cpu-ddp-2", judged("random", {1: 2.1, 2: 1.0}))
+    found = of(FIRST, unjudged, random=True, random_arguments=["dropout"])
+    assert not found.agrees
+    assert "Compare without them: --set task.dropout=0" in report.conclusion(found)
+    different = row("cpu-ddp-2", judged("differs", {1: 2.1, 2: 1.0}))
+    assert "norm1 normalise by the statistics of a rank's share" in report.conclusion(
+        of(FIRST, different, batch_norm=["norm1"])
+    )
+
+
+def test_an_unstable_training_is_told_from_a_wrong_one() -> None:
+    different = row("cpu-ddp-2", judged("differs", {1: 2.0, 2: 1.1}))
+    wrong = report.conclusion(of(FIRST, different, control=Comparison(1e-7)))
+    assert "rounding is not the reason: one process that takes its batches in halves" in wrong
+    unstable = of(FIRST, different, control=Comparison(0.2, first_step=8))
+    assert "rounding may be the reason" in report.conclusion(unstable)
+    assert "compare with --steps 7" in report.conclusion(unstable)
+    assert not unstable.agrees, "a reason is not an excuse"
+
+
+def test_as_json() -> None:
+    resumed = Judged("agrees", trial({2: 1.0}), Comparison(0.0), resumed_from="cpu-single")
+    found = json.loads(report.as_json(of(FIRST, replace(SAME, resumed=resumed), ABSENT, resume=True)))
+    assert (found["agrees"], found["steps"], found["resumed_at"], found["tolerance"]) == (True, 2, 1, 1e-5)
+    one, two, three = found["combinations"]
+    assert one["losses"] == {"1": 2.0, "2": 1.0} and one["largest_difference"] is None
+    assert two["resumed"]["resumed_from"] == "cpu-single" and two["resumed"]["verdict"] == "agrees"
+    assert three["verdict"] == "not here" and three["reason"] == "torch_xla is not installed"
+
+
+def test_of_many_steps_the_first_and_the_last_are_shown() -> None:
+    losses = {step: 1.0 / step for step in range(1, 21)}
+    many = replace(of(replace(FIRST, fresh=Judged("reference", trial(losses)))), asked=Asked(Path("c"), 20))
+    assert report.text(many).splitlines()[0].split()[2:9] == ["loss", "at", "step", "1", "2", "3", "20"]
