@@ -114,6 +114,8 @@ class Session:
         try:
             if self._run is None:
                 return False
+            assert self._reporter is not None
+            self._reporter.ending = True
             if error is None:
                 self._run.finish()
                 self._conclude(self._run, self.outcome or _outcome(self._run))
