@@ -96,7 +96,7 @@ def environment(config: RunConfig) -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",  # a training run does not call home
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the task's folder
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal by our own way
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for this, and so does the end of a run
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",  # a report waits for this, and so does the end of a run
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # nor is every report a line on it
         "RAY_AIR_NEW_OUTPUT": "0",  # a sweep has a table of our own
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its own future otherwise

@@ -36,7 +36,8 @@ from lockstep.ray.rank import Order, main
 from lockstep.ray.screen import Screen
 from lockstep.signals import Signals
 
-_LOOK_SECONDS = 0.2
+# How often the driver looks for signals; events come at once.
+_LOOK_SECONDS = 0.5
 # How long to wait for word of a failure that Ray Train has already concluded from.
 _LAST_WORD_SECONDS = 5.0
 

@@ -20,7 +20,8 @@ from lockstep.metrics import Row
 from lockstep.ray.desk import ANSWER_SECONDS, Event
 from lockstep.train.stop import Requests
 
-_INTERVAL = 0.2
+# A request is heard within this time, and a line shown: more often would cost the training more than it is worth.
+_INTERVAL = 0.5
 
 
 class Relay:
@@ -68,6 +69,8 @@ class Relay:
     def _exchange(self) -> None:
         with self._lock:
             events, self._pending = self._pending, []
+        if not events and self._rank != 0:
+            return
         asked = ray.get(self._desk.tell.remote(events), timeout=ANSWER_SECONDS)
         if self._rank != 0:  # the pulse tells the others, at the same step
             return

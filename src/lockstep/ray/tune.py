@@ -135,6 +135,7 @@ class _Shown(tune.Callback):  # type: ignore[misc]
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
+        self._shown: dict[int, Any] = {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         say(f"trial {_number(trial.trial_id)}: {_text(trial.config)}")
@@ -142,9 +143,10 @@ class _Shown(tune.Callback):  # type: ignore[misc]
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        value = result.get(self._sweep.metric)
-        if value is not None:
-            say(f"trial {_number(trial.trial_id)}: epoch {result.get('epoch')}  {self._sweep.metric} {value:.4g}")
+        value, number, epoch = result.get(self._sweep.metric), _number(trial.trial_id), result.get("epoch")
+        if value is not None and self._shown.get(number) != epoch:  # the end of a run is a report of its own
+            self._shown[number] = epoch
+            say(f"trial {number}: epoch {epoch}  {self._sweep.metric} {value:.4g}")
 
 
 def _trial(result: Any, sweep: Sweep, folder: Path) -> Trial:
