@@ -54,6 +54,8 @@ class Joined:
 class Hears(Protocol):
     """Passes on to Ray what a run measures: every row on every rank, and the end."""
 
+    ending: bool  # nothing but the end is still to be passed on
+
     def heard(self, row: Mapping[str, Any]) -> None: ...
 
     def last(self, more: Mapping[str, Any]) -> None: ...
