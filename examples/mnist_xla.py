@@ -148,7 +148,14 @@ def main(arguments: list[str]) -> None:
     try:
         settings = launch_settings(chosen)
         lockstep.launch(
-            train, processes=1, out=chosen.output, name="mnist_xla", seed=SEED, log={"every": "1 epoch"}, **settings
+            train,
+            processes=1,
+            out=chosen.output,
+            name="mnist_xla",
+            seed=SEED,
+            log={"every": "1 epoch"},
+            profile={"steps": 5},  # from the tenth step on, into profile/proc_<host>; port 9012 takes more on demand
+            **settings,
         )
     except lockstep.LockstepError as error:
         fail(str(error), error.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,17 @@ def notes(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What the workers of tests/ray/bodies.py wrote down, by rank."""
     files = sorted(folder.glob("rank-*.jsonl"))
     return {int(file.stem[5:]): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def shown(capfd: pytest.CaptureFixture[str], awaited: str, limit: float = 20.0) -> str:
+    """What reached the driver's terminal; Ray brings lines there a moment after they were written."""
+    printed, deadline = "", time.monotonic() + limit
+    while awaited not in printed and time.monotonic() < deadline:
+        out, err = capfd.readouterr()
+        printed += out + err
+        time.sleep(0.2)
+    out, err = capfd.readouterr()
+    return printed + out + err
 
 
 Fit = Callable[..., Any]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from lockstep.errors import TopologyError
 
 _LAUNCHED, _WATCHED = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED"
+_POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Topology:
         """Read what torchrun, or our own launcher, says. Without any of it: one process on its own."""
         if not launched(env):
             return cls()
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls._on_a_pod(env)
         rank = _number(env, "RANK")
         world_size = _number(env, "WORLD_SIZE")
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
@@ -111,10 +114,25 @@ class Topology:
             watched=env.get(_WATCHED) == "1",
         )
 
+    @classmethod
+    def _on_a_pod(cls, env: Mapping[str, str]) -> Topology:
+        """One process per host, as the TPU's own variables name them: the same command on every host is a run."""
+        hosts = _pod_hosts(env)
+        worker = _number(env, "TPU_WORKER_ID")
+        place = Place(rank=worker, host_index=worker)
+        return cls(place=place, world_size=len(hosts), address=hosts[0], port=_number(env, "MASTER_PORT", _POD_PORT))
+
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether some launcher has already given this process a rank."""
-    return "RANK" in env or "WORLD_SIZE" in env
+    """Whether some launcher, or the pod that this host belongs to, has already given this process a rank."""
+    return "RANK" in env or "WORLD_SIZE" in env or len(_pod_hosts(env)) > 1
+
+
+def _pod_hosts(env: Mapping[str, str]) -> list[str]:
+    """The hosts of the TPU pod that this process is to use; none elsewhere."""
+    if not env.get("PJRT_DEVICE", "").upper().startswith("TPU") or "TPU_WORKER_ID" not in env:
+        return []
+    return [host.strip() for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host.strip()]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import wait_until
-from ray_cluster import Fit, Nodes, notes
+from ray_cluster import Fit, Nodes, notes, shown
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
@@ -49,10 +49,10 @@ def test_what_works_with_rays_own_config_works(fit: Fit, tmp_path: Path, capfd: 
         assert seen[rank][0]["world"] == [rank, 2, int(environment["LOCAL_RANK"])]
         assert (environment["MASTER_ADDR"], environment["NODE_RANK"]) == ("127.0.0.1", "0")
     assert seen[0][0]["environment"]["MASTER_PORT"] == seen[1][0]["environment"]["MASTER_PORT"] != "1"
-    shown = _shown(capfd, "Worker 1: CPU device initialized")
+    printed = shown(capfd, "Worker 1: CPU device initialized")
     for rank in (0, 1):
-        assert f"Worker {rank}: CPU device initialized: cpu for worker rank {rank} (physical device " in shown
-    table = [line for line in shown.splitlines() if "TrainController" in line]
+        assert f"Worker {rank}: CPU device initialized: cpu for worker rank {rank} (physical device " in printed
+    table = [line for line in printed.splitlines() if "TrainController" in line]
     assert any("all 2 workers are here" in line for line in table)
     assert sum("/cpu/pid-" in line for line in table) == 2
 
@@ -252,14 +252,3 @@ def test_a_worker_uses_the_gpu_that_ray_gave_it() -> None:
 
 def _nothing_is_reserved() -> bool:
     return all(each["state"] == "REMOVED" for each in ray.util.placement_group_table().values())
-
-
-def _shown(capfd: pytest.CaptureFixture[str], awaited: str, limit: float = 20.0) -> str:
-    """What reached the driver's terminal; Ray brings lines there a moment after they were written."""
-    shown, deadline = "", time.monotonic() + limit
-    while awaited not in shown and time.monotonic() < deadline:
-        out, err = capfd.readouterr()
-        shown += out + err
-        time.sleep(0.2)
-    out, err = capfd.readouterr()
-    return shown + out + err

@@ -95,4 +95,4 @@ def test_the_cuda_plugin_is_told_what_the_variables_say() -> None:
 def test_without_the_plugin_or_a_gpu_the_remedy_is_told() -> None:
     with pytest.raises(ConfigError, match=r"needs a PJRT plugin for CUDA.*pip install 'lockstep-train\[xla-cuda\]'"):
         cuda_plugin.library_path()
-    assert cuda_plugin.gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert pjrt.gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0

@@ -109,3 +109,25 @@ def test_the_local_rank_is_told_apart_from_the_global_one() -> None:
 def test_contradictions_are_refused(env: dict[str, str], message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         Topology.from_env(env)
+
+
+@pytest.mark.requirement("X04")
+def test_the_hosts_of_a_pod_are_ranks_without_being_told() -> None:
+    env = {"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "10.0.0.5, 10.0.0.6,10.0.0.7"}
+    assert launched(env)
+    topology = Topology.from_env(env)
+    assert (topology.place.rank, topology.place.host_index, topology.place.local_rank) == (2, 2, 0)
+    assert (topology.world_size, topology.host_count, topology.address, topology.port) == (3, 3, "10.0.0.5", 29500)
+    assert Topology.from_env({**env, "RANK": "0", "WORLD_SIZE": "1"}).world_size == 1  # a launcher knows better
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PJRT_DEVICE": "CPU", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"},
+        {"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a"},
+        {"PJRT_DEVICE": "TPU"},
+    ],
+)
+def test_one_host_is_no_pod(env: dict[str, str]) -> None:
+    assert not launched(env) and Topology.from_env(env).world_size == 1

@@ -73,12 +73,6 @@ def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
     assert COMBINATIONS[0] is REFERENCE and REFERENCE.shares == 1 and not REFERENCE.packages and not REFERENCE.gpus
 
 
-def _on_its_way(combination: Combination) -> Any:
-    """The mark fails, and is to be removed, once `launch.type: ray` is there."""
-    marks = [pytest.mark.xfail(raises=ConfigError, reason="launch.type: ray")] if "ray" in combination.packages else []
-    return pytest.param(combination, id=combination.name, marks=marks)
-
-
 # The short forms, a limit in epochs, and settings that must not disturb the comparison.
 ORDINARY = "strategy: ddp\nlaunch: local\n"
 # Made for one way of running, by which none of the others is to stumble.
@@ -89,7 +83,7 @@ SHARDED = (
 
 
 @pytest.mark.parametrize("written", [ORDINARY, SHARDED], ids=["ordinary", "sharded"])
-@pytest.mark.parametrize("combination", [_on_its_way(each) for each in COMBINATIONS])
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda each: each.name)
 def test_every_combination_is_a_valid_config(combination: Combination, written: str, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("class Mine: pass\n")
     (tmp_path / "config.yaml").write_text(

@@ -86,6 +86,7 @@ def test_the_program_over_a_mesh_prints_the_lines_and_the_losses_of_the_cpu(tmp_
     end = summary(run)
     assert (end["runtime"], end["strategy"]) == ("xla", "spmd")
     assert "compiled anew" not in (run / "logs" / "rank-0.log").read_text()
+    assert list((run / "profile" / "proc_0").rglob("*.xplane.pb")), "a trace of the tenth step"
 
 
 SHARDINGS = """

@@ -22,16 +22,18 @@ class Reporter:
         self._metrics: dict[str, Any] = {}
         self._last = -every
         self._reported_step: int | None = None
+        self.ending = False  # from here on, what is heard waits for the last report
 
     def heard(self, row: Mapping[str, Any]) -> None:
         """A row of metrics was written; called on every rank."""
         self._metrics.update({name: value for name, value in row.items() if value is not None})
-        if self._run.seconds_since_start - self._last >= self._every:
+        if not self.ending and self._run.seconds_since_start - self._last >= self._every:
             self._report()
 
     def last(self, more: Mapping[str, Any]) -> None:
-        """The end of the run; called on every rank."""
+        """The end of the run; called on every rank. Ray's Result has the metrics that came with a checkpoint."""
         self._metrics.update(more)
+        self._reported_step = None
         self._report()
 
     def _report(self) -> None:

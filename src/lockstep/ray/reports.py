@@ -31,10 +31,13 @@ class Reports:
         self._pending: list[concurrent.futures.Future[None]] = []
         self._metrics: dict[str, Any] = {}
         self._reported: int | None = None
+        self.ending = False  # from here on, what is heard waits for the last report
 
     def heard(self, row: Mapping[str, Any]) -> None:
         self._metrics.update({name: value for name, value in row.items() if value is not None})
-        if any("/" in name for name in row):  # train/loss, val/..., test/...: not one of the rows in between
+        if not self.ending and any(
+            "/" in name for name in row
+        ):  # train/loss, val/..., test/...: not one of the rows in between
             self._report()
 
     def last(self, more: Mapping[str, Any]) -> None:

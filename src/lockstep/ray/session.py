@@ -54,6 +54,8 @@ class Joined:
 class Hears(Protocol):
     """Passes on to Ray what a run measures: every row on every rank, and the end."""
 
+    ending: bool  # nothing but the end is still to be passed on
+
     def heard(self, row: Mapping[str, Any]) -> None: ...
 
     def last(self, more: Mapping[str, Any]) -> None: ...
@@ -114,6 +116,8 @@ class Session:
         try:
             if self._run is None:
                 return False
+            assert self._reporter is not None
+            self._reporter.ending = True
             if error is None:
                 self._run.finish()
                 self._conclude(self._run, self.outcome or _outcome(self._run))

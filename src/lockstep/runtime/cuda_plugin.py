@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.runtime import pjrt
 
 NAME = "CUDA"
 _PACKAGE = "jax_plugins.xla_cuda12"
@@ -23,7 +24,7 @@ def register() -> None:
     from torch_xla.experimental import plugins
 
     library = library_path()
-    count = gpu_count(os.environ)
+    count = pjrt.gpu_count(os.environ)
     if count == 0:
         raise ConfigError(
             "PJRT_DEVICE=CUDA, but this host shows no GPU (/dev/nvidia0 is not there, or CUDA_VISIBLE_DEVICES hides "
@@ -82,13 +83,3 @@ def client_options(env: Mapping[str, str]) -> dict[str, object]:
     elif "GPU_NUM_DEVICES" in env:
         options["visible_devices"] = list(range(int(env["GPU_NUM_DEVICES"])))
     return options
-
-
-def gpu_count(env: Mapping[str, str]) -> int:
-    """GPUs that a process here may use, without opening any."""
-    present = len([each for each in Path("/dev").glob("nvidia[0-9]*") if each.name[6:].isdigit()])
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
-    return min(present, len(named))

@@ -78,11 +78,15 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
 
 
 def processes(settings: RunSettings, env: Mapping[str, str]) -> int:
-    """How many processes `auto` stands for: one per chip for ddp on a TPU, else one."""
-    if device_family(settings, env) == "TPU" and settings.strategy.type in ("ddp", "auto"):
-        chips = settings.xla.chips
-        return max(1, tpu_chips() if chips is None else len(chips))
-    return 1
+    """How many processes `auto` stands for: one per device for ddp on accelerators, else one."""
+    family = device_family(settings, env)
+    if family == "CPU" or settings.strategy.type not in ("ddp", "auto"):
+        return 1
+    if family == "CUDA":
+        present, wanted = gpu_count(env), env.get("GPU_NUM_DEVICES", "")
+        return max(1, min(present, int(wanted)) if wanted.isdigit() else present)
+    chips = settings.xla.chips
+    return max(1, tpu_chips() if chips is None else len(chips))
 
 
 def tpu_chips() -> int:
@@ -95,3 +99,13 @@ def tpu_chips() -> int:
         except OSError:
             continue
     return found
+
+
+def gpu_count(env: Mapping[str, str]) -> int:
+    """GPUs that a process here may use, without opening any."""
+    present = len([each for each in Path("/dev").glob("nvidia[0-9]*") if each.name[6:].isdigit()])
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
+    return min(present, len(named))
