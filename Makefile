@@ -46,7 +46,7 @@ test: lint
 	$(TEST_PYTHON) -m pytest $(ARGS)
 
 faults: test-environment
-	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_failures.py --whole-matrix $(ARGS)
+	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix $(ARGS)
 
 verify: test-environment
 	$(TEST_PYTHON) scripts/verify_tables.py $(ARGS)

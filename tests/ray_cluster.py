@@ -58,7 +58,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def notes(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What the workers of tests/ray/bodies.py wrote down, by rank."""
+    """What the workers of tests/ray/ray_bodies.py wrote down, by rank."""
     files = sorted(folder.glob("rank-*.jsonl"))
     return {int(file.stem[5:]): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 

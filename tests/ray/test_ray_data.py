@@ -10,7 +10,7 @@ from ray_cluster import Fit, notes
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
-import bodies
+import ray_bodies as bodies
 
 import lockstep.ray
 from lockstep.errors import ConfigError

@@ -13,7 +13,7 @@ from ray_cluster import Fit, Nodes, make_fit, notes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
-import bodies
+import ray_bodies as bodies
 
 from lockstep.config.load import load
 
@@ -29,7 +29,7 @@ def weights(folder: Path) -> bytes:
 
 
 def train(fit: Fit, folder: Path, name: str, workers: int = 2, max_failures: int = 0, **disturbance: Any) -> Any:
-    """Run the loop of bodies.py in a folder of its own: Ray's Result."""
+    """Run the loop of ray_bodies.py in a folder of its own: Ray's Result."""
     (folder / name).mkdir(exist_ok=True)
     watch = {"watch": {"stall_after": "4s", "first_time": "60s"}}
     return fit(

@@ -12,7 +12,7 @@ from ray_cluster import Fit, notes, shown
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has no build for 64-bit ARM")
 
-import bodies
+import ray_bodies as bodies
 
 
 def test_the_call_of_the_seed_trains_on_xla_workers(

@@ -16,7 +16,7 @@ from ray_cluster import Fit, Nodes, notes, shown
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
-import bodies
+import ray_bodies as bodies
 
 import lockstep.ray
 from lockstep.config.schema import RunSettings

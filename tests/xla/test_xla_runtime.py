@@ -55,6 +55,7 @@ def test_two_processes_talk_through_their_hosts() -> None:
 
 
 @pytest.mark.requirement("R04")
+@pytest.mark.requirement("R07")
 def test_a_collective_that_does_nothing_is_caught_by_the_roll_call(project: Project) -> None:
     """PJRT CPU says that it reduced over both processes, and leaves the tensor as it was."""
     finished = subprocess.run(
