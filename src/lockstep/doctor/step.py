@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import runtime
-from lockstep.config.schema import RunSettings
 from lockstep.doctor.ask import Stage
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ def _cpu(stage: Stage) -> dict[str, Any]:
     stage("loading torch")
     import torch
     import torch.distributed as dist
+
+    from lockstep.config.schema import RunSettings
 
     device = runtime.create("cpu", 0, 1, RunSettings())
     about = {"identity": device.identity(), "threads": torch.get_num_threads()}
@@ -49,6 +50,8 @@ def _cuda(stage: Stage) -> dict[str, Any]:
 
 def _gpu(stage: Stage, index: int) -> dict[str, Any]:
     import torch
+
+    from lockstep.config.schema import RunSettings
 
     device = runtime.create("cuda", index, 1, RunSettings())
     about: dict[str, Any] = {"device": str(device.device), "identity": "unknown"}
@@ -79,6 +82,8 @@ def _why_no_gpu(stage: Stage) -> dict[str, Any]:
 def _xla(stage: Stage) -> dict[str, Any]:
     if importlib.util.find_spec("torch_xla") is None:
         return {"devices": []}
+    from lockstep.config.schema import RunSettings
+
     stage("loading torch_xla")
     device = runtime.create("xla", 0, 1, RunSettings(runtime="xla"))
     stage("opening the XLA device")

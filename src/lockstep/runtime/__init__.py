@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 
 if TYPE_CHECKING:
+    from lockstep.config.schema import RunSettings
     from lockstep.runtime.base import Runtime
 
 # torch is imported inside the functions below, so that a run on explicit settings is planned without it.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunSettings
 
 DEVICE = "PJRT_DEVICE"
 FAMILIES = ("CPU", "TPU", "CUDA")
