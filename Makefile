@@ -35,7 +35,7 @@ help:
 	@echo 'make bench    the benchmarks: overhead, start-up, checkpoints, roll call, fingerprints, control'
 	@echo 'make clean    remove environments and build products from this folder (runs/ stays)'
 	@echo
-	@echo 'ARGS="..."         more arguments, e.g. make test ARGS="-k checkpoint"'
+	@echo 'ARGS="..."         more arguments, e.g. make test ARGS="-k checkpoint"; ARGS=--long for the longest tests too'
 	@echo 'PYTHON=python3.12  the Python to use (3.11, 3.12 or 3.13)'
 	@echo 'LOCKSTEP_CACHE=DIR where the installed dependencies are kept (else the cache folder of the user)'
 
@@ -46,7 +46,7 @@ test: lint
 	$(TEST_PYTHON) -m pytest $(ARGS)
 
 faults: test-environment
-	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix $(ARGS)
+	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix --long $(ARGS)
 
 verify: test-environment
 	$(TEST_PYTHON) scripts/verify_tables.py $(ARGS)

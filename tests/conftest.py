@@ -33,6 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-matrix", action="store_true", help="run every cell of tests/faults and write docs/reliability.md"
     )
+    parser.addoption(
+        "--long", action="store_true", help="also run tests that take about a minute and overlap with shorter ones"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="takes long, and a shorter test is near: --long runs it")
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(skip)
 
 
 @dataclass(frozen=True)

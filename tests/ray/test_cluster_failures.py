@@ -78,6 +78,7 @@ def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(
     keep([worker.row("bit-identical"), node.row("bit-identical")])
 
 
+@pytest.mark.long
 def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_ray: OnRay, keep: Keep) -> None:
     settings = places.ray(placement="STRICT_SPREAD")
     watch = {"stall_after": "3 s", "first_time": "60 s"}
@@ -103,6 +104,7 @@ def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_r
     keep([hang.row("-")])
 
 
+@pytest.mark.long
 def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(places: Places, on_ray: OnRay) -> None:
     resources = {"CPU": 0, "place": 2}
     settings = places.ray(placement="SPREAD", resources=resources, min_workers=1, placement_timeout="5 s")

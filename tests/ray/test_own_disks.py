@@ -38,6 +38,10 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def _apart() -> int:
+    return sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"])
+
+
 @pytest.fixture
 def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
     """Two nodes with disks of their own at the place of the runs' folder; the address of their cluster."""
@@ -46,16 +50,17 @@ def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
     runs = on_ray.folder / "runs"
     runs.mkdir()
     command = Path(sys.executable).with_name("ray")
-    started = []
+    scripts, started = [], []
     for number in range(2):
         options = f"--num-cpus=1 --dashboard-agent-listen-port={_free_port()} --resources='{{\"apart\": 1}}' --block"
         join = f"{command} start --address={nodes.cluster.address} {options}"
         script = f"mount -t tmpfs none {runs} && exec {join} >{on_ray.folder}/node-{number}.log 2>&1"
-        started.append(subprocess.Popen(["unshare", "-m", "sh", "-c", script]))
+        scripts.append(script)
     try:
-        wait_until(
-            lambda: sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"]) == 2, 120, "nodes"
-        )
+        for number, script in enumerate(scripts, start=1):
+            started.append(subprocess.Popen(["unshare", "-m", "sh", "-c", script]))
+            # One after the other: two that start at the same moment may choose the same socket.
+            wait_until(lambda number=number: _apart() == number, 120, f"node {number}")  # type: ignore[misc]
         yield str(nodes.cluster.address)
     finally:
         for process in started:
@@ -67,6 +72,7 @@ def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
             psutil.wait_procs(everything, timeout=30)
 
 
+@pytest.mark.long
 def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(apart: str, on_ray: OnRay) -> None:
     local = on_ray.project.run("train", on_ray.config(name="local", launch={"type": "local"}), "--out", "local")
     assert local.code == 0, local.text
@@ -89,6 +95,7 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
     assert not list((run / "checkpoints").glob(".partial-*"))
 
 
+@pytest.mark.long
 def test_what_the_desk_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
     from lockstep.ray.depot import Depot
 

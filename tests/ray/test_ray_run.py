@@ -107,6 +107,7 @@ def test_a_run_that_was_asked_to_leave_goes_on_with_more_workers_and_sees_every_
         assert sorted(seen) == list(range(bodies.EXAMPLES))
 
 
+@pytest.mark.long
 def test_a_config_trains_as_with_the_local_launcher(fit: Fit, tmp_path: Path, project: Project) -> None:
     local = project.train(data={"split": {"train": 0.8, "val": 0.2}})
     config = load(project.config(data={"split": {"train": 0.8, "val": 0.2}}))
