@@ -103,7 +103,7 @@ def test_what_cannot_work_is_refused_with_the_numbers(project: Project, values: 
     assert "Traceback" not in finished.err
 
 
-def test_a_device_that_was_used_too_early_is_told(project: Project) -> None:
+def test_a_task_that_uses_a_device_at_import_comes_after_spmd_is_on(project: Project) -> None:
     (project.folder / "early.py").write_text(
         "import torch, torch_xla\nimport sys; sys.path.insert(0, " + repr(str(Path(__file__).parents[1])) + ")\n"
         "torch.zeros(1, device=torch_xla.device())\nfrom tasks import Tiny\n"
