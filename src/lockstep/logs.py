@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+# For what belongs into a rank's file alone, whatever handlers others have given the root logger.
+file_only = logging.getLogger("lockstep.file_only")
+file_only.propagate = False
+
 
 @contextlib.contextmanager
 def rank_log(
@@ -34,11 +38,13 @@ def rank_log(
     ours.propagate = False
     for handler in handlers:
         ours.addHandler(handler)
-    everything.addHandler(to_file)
+    for logger in (everything, file_only):
+        logger.addHandler(to_file)
     try:
         yield path
     finally:
-        everything.removeHandler(to_file)
+        for logger in (everything, file_only):
+            logger.removeHandler(to_file)
         ours.level, ours.propagate = before
         for handler in handlers:
             ours.removeHandler(handler)

@@ -21,7 +21,7 @@ from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.errors import PREEMPTED_EXIT_CODE
 from lockstep.group import Group
-from lockstep.logs import rank_log
+from lockstep.logs import file_only, rank_log
 from lockstep.meeting import meet
 from lockstep.metrics import write_json
 from lockstep.rollcall.faults import SHOWN
@@ -178,7 +178,7 @@ def opened(
         try:
             yield run
         except Exception:
-            logging.getLogger().error("rank %d failed", rank, exc_info=True)  # to the rank's file only
+            file_only.error("rank %d failed", rank, exc_info=True)
             run.give_up()
             raise
         finally:

@@ -59,7 +59,7 @@ def own_loop(config: dict[str, Any]) -> None:
     """A loop of one's own on the Run, that a test may have disturbed once."""
     run = lockstep.ray.run()
     torch.manual_seed(run.settings.seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(config.get("dropout", 0.1)), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.setup(model, optimizer)
     restored = run.restore()
@@ -107,6 +107,23 @@ def look(config: dict[str, Any]) -> None:
             "folder": str(run.folder),
             "same": lockstep.ray.run() is run,
             "sum": sum(run.gather(run.rank + 1, "a sum")),
+        },
+    )
+
+
+def look_at_xla(config: dict[str, Any]) -> None:
+    """The devices of this worker, the mesh, and what the XLA allocator is told."""
+    run = lockstep.ray.run()
+    shape = run.mesh.shape  # a method of torch_xla's meshes
+    note(
+        config,
+        {
+            "device": str(run.device),
+            "strategy": run.strategy,
+            "devices": [run.addressable_device_count, run.global_device_count],
+            "mesh": list(shape().values()) if callable(shape) else list(shape),
+            "axes": list(getattr(run.mesh, "axis_names", None) or run.mesh.mesh_dim_names),
+            "allocator": os.environ.get("PJRT_ALLOCATOR_FRACTION"),
         },
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from xla_ways import needs_torch_xla, on_xla
 
-from conftest import Project
+from conftest import Project, losses
 
 pytestmark = needs_torch_xla
 
@@ -52,6 +52,28 @@ def test_two_processes_talk_through_their_hosts() -> None:
     assert found["exchanged"] == [["rank 0", "rank 1"]] * 2
     assert found["devices"] == [[1, 2]] * 2
     assert len(set(found["identities"])) == 2
+
+
+@pytest.mark.requirement("R05")
+def test_a_process_that_sees_several_devices_uses_that_of_its_local_rank(project: Project) -> None:
+    assert call("two_processes")["used"] == ["xla:0", "xla:0"]  # each sees its own, under the same name
+    assert call("two_processes", CPU_NUM_DEVICES="2")["used"] == ["xla:0", "xla:1"]
+    train = {"epochs": 1, "batch_size": 16}
+    reference = project.train(out="cpu", train=train, processes=1)
+    config = project.config(train=train, **on_xla("ddp", processes=2))
+    finished = project.run("train", config, "--out", "xla", env={"CPU_NUM_DEVICES": "2"})
+    assert finished.code == 0, finished.text
+    assert losses(project.only_run("xla")) == pytest.approx(losses(reference), rel=1e-5)
+
+
+@pytest.mark.requirement("P02")
+def test_spmd_comes_too_late_where_a_device_was_used_before() -> None:
+    finished = subprocess.run(
+        [sys.executable, str(BODY), "spmd_after_a_device_was_used"], capture_output=True, text=True, timeout=180
+    )
+    assert finished.returncode == 2, finished.stderr
+    assert "strategy: spmd must be switched on before any XLA device is used" in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.requirement("R04")

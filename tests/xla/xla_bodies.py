@@ -56,6 +56,7 @@ def _talking(run: Any) -> Any:
     return {
         "weights": model.weight.cpu().tolist(), "exchanged": exchanged,
         "devices": [run.addressable_device_count, run.global_device_count], "identity": run.runtime.identity(),
+        "device": str(run.device),
     }  # fmt: skip
 
 
@@ -63,8 +64,15 @@ def two_processes() -> Any:
     found = launched(_talking, processes=2, strategy="ddp")
     return {
         **{name: [each[name] for each in found] for name in ("weights", "exchanged", "devices")},
-        "identities": [each["identity"] for each in found],
-    }
+        "identities": [each["identity"] for each in found], "used": [each["device"] for each in found],
+    }  # fmt: skip
+
+
+def spmd_after_a_device_was_used() -> Any:
+    import torch_xla
+
+    torch.zeros(1, device=torch_xla.device())
+    return launched(_talking, processes=1, devices=2, strategy="spmd")
 
 
 def _with_silent_collectives(run: Any) -> None:

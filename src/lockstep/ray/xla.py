@@ -21,6 +21,7 @@ from lockstep.runtime import pjrt
 logger = logging.getLogger("ray.train.lockstep")  # which Ray brings to the driver
 
 SPMD_KEYS = ("mesh_shape", "data_parallel_size", "model_parallel_size")
+MESH_AXES = ("data", "model")
 WAYS_TO_JOIN = ("xla://", "env://")
 THROUGH_THE_HOST = "host"
 
@@ -94,12 +95,14 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
     data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
     if family == "CPU" and world > 1:
         # Every process there is a world of its own: nothing but copies of the model can span them.
-        if mesh_shape(spmd, world)[1] != 1:
+        shape = dict(zip(MESH_AXES, mesh_shape(spmd, world), strict=True))
+        if shape["model"] != 1:
             raise ConfigError(
                 f"xla_spmd_config: {dict(spmd)}: on PJRT CPU no mesh spans the {world} workers, so that "
                 "model_parallel_size must be 1; one worker can have many CPU devices"
             )
-        return settings.model_copy(update={"strategy": settings.strategy.model_copy(update={"type": "ddp"})})
+        strategy = settings.strategy.model_copy(update={"type": "ddp", "mesh": shape})
+        return settings.model_copy(update={"strategy": strategy})
     mesh = {"data": data or -1, "model": model or (1 if data is None else -1)}
     update: dict[str, Any] = {"strategy": settings.strategy.model_copy(update={"type": "spmd", "mesh": mesh})}
     if family == "CPU" and settings.devices == "auto":  # pretend to have as many as the mesh needs

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 
 NAME = "CUDA"
-_PACKAGE = "jax_plugins.xla_cuda12"
+_PACKAGES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")  # by the CUDA that they need
 _LIBRARY = "xla_cuda_plugin.so"
 
 
@@ -53,13 +53,14 @@ def register() -> None:
 
 def library_path() -> str:
     """The plugin's library, without importing JAX."""
-    try:
-        found = importlib.util.find_spec(_PACKAGE)
-    except ModuleNotFoundError:
-        found = None
-    for folder in (found.submodule_search_locations or []) if found else []:
-        if (Path(folder) / _LIBRARY).is_file():
-            return str(Path(folder) / _LIBRARY)
+    for package in _PACKAGES:
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in (found.submodule_search_locations or []) if found else []:
+            if (Path(folder) / _LIBRARY).is_file():
+                return str(Path(folder) / _LIBRARY)
     raise ConfigError(
         "PJRT_DEVICE=CUDA needs a PJRT plugin for CUDA, which torch_xla 2.9 does not bring along: "
         "pip install 'lockstep-train[xla-cuda]' (the jax-cuda12-pjrt package)"

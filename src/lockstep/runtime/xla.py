@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ class XlaRuntime(Runtime):
 
             self._xla, self._xr = torch_xla, xr
             try:
-                # One process sees the devices that are its own, so the local rank never picks one here.
-                super().__init__(torch_xla.device())
+                super().__init__(self._chosen(local_rank, local_world_size))
             except (RuntimeError, IndexError) as error:
                 raise ConfigError(
                     f"{pjrt.DEVICE}={self.family}: the device does not answer: {str(error).strip().splitlines()[0]}. "
@@ -42,6 +41,14 @@ class XlaRuntime(Runtime):
                 ) from None
         if settings.xla.cache and self.family != "CPU":  # PJRT CPU writes such a cache, but cannot read it back
             xr.initialize_cache(settings.xla.cache, readonly=local_rank != 0)
+
+    def _chosen(self, local_rank: int, local_world_size: int) -> torch.device:
+        """The device of the local rank. A process that sees one device only (a TPU chip, PJRT CPU) uses that one."""
+        if local_world_size == 1 or self.spmd or local_rank >= self._xr.addressable_device_count():
+            return cast(torch.device, self._xla.device())
+        device = torch.device("xla", local_rank)
+        self._xla._XLAC._xla_set_default_device(str(device))  # what torch_xla means where it is told none
+        return device
 
     @property
     def addressable_devices(self) -> list[torch.device]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.runtime.xla import XlaRuntime
@@ -27,9 +30,16 @@ class XlaDdpStrategy(Strategy):
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime)
-        self._xla, self._world_size = runtime, world_size
+        self._xla, self._world_size, self._shape = runtime, world_size, settings.mesh
         self._bucket_bytes = settings.bucket_mb * 2**20
         self._wanted = True
+
+    @functools.cached_property
+    def meshes(self) -> Mapping[str, Any]:
+        """Where one was asked for, the processes as torch's own mesh: no mesh of XLA's spans worlds of one."""
+        if self._shape is None:
+            return {}
+        return {"mesh": init_device_mesh("cpu", tuple(self._shape.values()), mesh_dim_names=tuple(self._shape))}
 
     def place(self, model: nn.Module) -> nn.Module:
         model = to_device(model, self.runtime.device)

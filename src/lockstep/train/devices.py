@@ -56,7 +56,7 @@ class OnDevices(Deciding):
 
     @property
     def mesh(self) -> Any:
-        """The mesh that batches are spread over; None other than under SPMD."""
+        """The mesh that batches are spread over: of torch_xla under SPMD, else of torch, where one was asked for."""
         return self._strategy.meshes.get("mesh")
 
     def broadcast_parameters(self, model: nn.Module) -> None:
