@@ -19,17 +19,26 @@ HERE = Path(__file__).parent
 WARM_UP = 10
 NAMES = {
     "by-hand": "torch_xla by hand, 1 device",
+    "by-hand-1-thread": "the same with torch.set_num_threads(1)",
     "lockstep": "Lockstep, 1 device",
     "by-hand-spmd": "torch_xla by hand, SPMD over 4",
+    "by-hand-spmd-1-thread": "the same with torch.set_num_threads(1)",
     "lockstep-spmd": "Lockstep, SPMD over 4",
     "native": "plain PyTorch, no XLA",
 }
-BESIDE = {"lockstep": "by-hand", "lockstep-spmd": "by-hand-spmd"}
+BESIDE = {
+    "by-hand-1-thread": "by-hand",
+    "lockstep": "by-hand",
+    "by-hand-spmd-1-thread": "by-hand-spmd",
+    "lockstep-spmd": "by-hand-spmd",
+}
 NOTES = """\
 A convolutional network for 28 x 28 images, batches of 64, SGD with momentum, float32. Median step: from the end of one
 to the end of the next. Tracing: the part of it in which Python writes the step down (forward, backward; for the loop by
-hand the optimizer too). The loops by hand log nothing; Lockstep brings together the mean loss and writes it to
-metrics.jsonl and the log every 50 steps, looks for NaN, and minds the number of compilations."""
+hand the optimizer too). Torch's threads on the host spin while they wait for work, on the cores that XLA computes on:
+Lockstep gives torch one thread on PJRT CPU, and so may a loop by hand. The loops by hand log nothing; Lockstep brings
+together the mean loss and writes it to metrics.jsonl and the log every 50 steps, looks for NaN, and minds the number of
+compilations."""
 
 
 def main() -> None:

@@ -71,8 +71,10 @@ def native(steps: int, times: Times) -> int:
     return 0
 
 
-def by_hand(steps: int, times: Times, spmd: bool) -> int:
-    """What someone who knows torch_xla would write."""
+def by_hand(steps: int, times: Times, spmd: bool, threads: int | None = None) -> int:
+    """What someone who knows torch_xla would write; with `threads`, someone who measured it too."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     os.environ.update({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES if spmd else 1)})
     import numpy as np
     import torch_xla
@@ -139,6 +141,8 @@ LOOPS = {
     "by-hand": lambda steps, times: by_hand(steps, times, spmd=False),
     "lockstep": lambda steps, times: with_lockstep(steps, times, spmd=False),
     "by-hand-spmd": lambda steps, times: by_hand(steps, times, spmd=True),
+    "by-hand-1-thread": lambda steps, times: by_hand(steps, times, spmd=False, threads=1),
+    "by-hand-spmd-1-thread": lambda steps, times: by_hand(steps, times, spmd=True, threads=1),
     "lockstep-spmd": lambda steps, times: with_lockstep(steps, times, spmd=True),
 }
 

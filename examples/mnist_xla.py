@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from mnist import PIXEL_MEAN, PIXEL_STD, Mnist
 from program import fail, mean_over_ranks, positive
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import lockstep
 from lockstep.topology import Topology
@@ -74,6 +75,16 @@ def normalised(images: Tensor) -> Tensor:
     return (images.unsqueeze(1).float() / 255 - PIXEL_MEAN) / PIXEL_STD
 
 
+def shuffled(data: Dataset[Any], epochs: int) -> list[Dataset[Any]]:
+    """The data in the order of every epoch, drawn as a DataLoader with shuffle=True draws it.
+
+    `run.batches` shuffles by itself. Here it does not, so that weights and batches are those of a loop by hand that
+    calls torch.manual_seed first, and so are its losses.
+    """
+    loader = DataLoader(range(len(data)), batch_size=None, shuffle=True)  # type: ignore[arg-type, var-annotated]
+    return [Subset(data, list(loader)) for _ in range(epochs)]
+
+
 def train_mnist(chosen: argparse.Namespace, run: lockstep.Run) -> None:
     host = run.process_index
     kind = "XLA device" if run.device.type == "xla" else "device"
@@ -83,14 +94,16 @@ def train_mnist(chosen: argparse.Namespace, run: lockstep.Run) -> None:
     examples = len(train)  # type: ignore[arg-type]
     batches = -(-examples // chosen.batch_size)
 
+    torch.manual_seed(SEED)
     model = MNISTNet()
+    in_order = shuffled(train, chosen.epochs)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     model, optimizer = run.setup(model, optimizer, shard=shard_rules(run.global_device_count))
     loss_fn = nn.NLLLoss()
 
     print(host, "Starting training...", flush=True)
     for epoch in run.epochs(chosen.epochs):
-        for images, target in run.batches(train, chosen.batch_size):
+        for images, target in run.batches(in_order[epoch], chosen.batch_size, shuffle=False):
             batch = run.progress.batch
             loss = loss_fn(model(normalised(images)), target)
             run.backward(loss)

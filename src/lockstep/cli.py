@@ -406,10 +406,8 @@ def _train(folder: Path, config: RunConfig) -> None:
 
     plan = _training_plan(config, str(folder))
     count = len(plan.processes)
-    _say(
-        f"{count} process{'es' if count > 1 else ''} on {config.runtime}, {plan.threads} "
-        f"thread{'s' if plan.threads > 1 else ''} each; run folder {folder}"
-    )
+    threads = f", {plan.threads} thread{'s' if plan.threads > 1 else ''} each" if config.runtime != "xla" else ""
+    _say(f"{count} process{'es' if count > 1 else ''} on {config.runtime}{threads}; run folder {folder}")
     with runfolder.locked(folder):
         result = local.launch(
             plan,

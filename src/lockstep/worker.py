@@ -137,18 +137,19 @@ def met(
 ) -> Iterator[Present]:
     """Device chosen, roll called, group joined; the heart beats while the block runs.
 
-    The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it before
-    anybody is met. Leaving is up to the caller: a rank that failed does not take apart what others may wait in.
+    The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it once the
+    store is there, before the roll call. Leaving is up to the caller: a rank that failed does not take apart what
+    others may wait in.
     """
     # What the host has is its own affair; the settings that ranks compare are those that the run was given.
     here = settings.model_copy(update={"processes": topology.local_world_size})
     family, _ = runtime.resolve(here)
     index = topology.place.local_rank if device_index is None else device_index
     device = runtime.create(family, index, topology.local_world_size, here)
-    adapt(device)
     device.prepare()
     whereabouts = Whereabouts(settings.watch.first_time)
     store, for_beats = meet(topology, settings.launch.join_timeout)
+    adapt(device)
     with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
         config = comparable(settings.model_dump(mode="json", by_alias=True))
         evidence = Evidence(config, source_files(load_source()))

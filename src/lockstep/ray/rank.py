@@ -53,7 +53,8 @@ def main(orders: dict[str, Order]) -> None:
     relay.send("started", host=place.host)
     if order.here is not None:
         os.chdir(order.here)
-    torch.set_num_threads(order.threads)
+    if config.runtime != "xla":  # which has set its own
+        torch.set_num_threads(order.threads)
     ferry = _ferry(order, current)
     if ferry is not None:
         carrying.enter_context(ferry.running())

@@ -5,11 +5,13 @@ torch_xla is imported inside the functions that run on a worker, once its variab
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -113,15 +115,18 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
 def join(rank: int, world_size: int, limit: float) -> str:
     """Try the device group as `xla://`, then as `env://`: which of them gives a world of the right size.
 
-    MASTER_ADDR and MASTER_PORT are set. Where neither does (PJRT CPU), the answer is that collectives go through the
-    host, and the log says so. Each way is checked by what the device runtime believes, not by what it was told. The
-    group of torch is left again: collectives are part of the compiled programs, and the run's group is of the hosts.
+    MASTER_ADDR and MASTER_PORT are set, and rank 0 serves a store there. Where neither does (PJRT CPU), the answer is
+    that collectives go through the host, and the log says so. Each way is checked by what the device runtime believes,
+    not by what it was told. The group of torch is left again: collectives are part of the compiled programs, and the
+    run's group is of the hosts.
     """
     if not 0 <= rank < world_size:
         raise RollCallError(f"rank {rank} does not exist in a world of {world_size} (ranks start at 0)")
-    for way in WAYS_TO_JOIN:
+    for number, way in enumerate(WAYS_TO_JOIN):
         try:
-            believed = _within(limit, lambda way=way: _try_to_join(way, rank, world_size, limit), f"joining by {way}")  # type: ignore[misc]
+            with _with_the_store_that_is_there(number):
+                attempt = functools.partial(_try_to_join, way, rank, world_size, limit)
+                believed = _within(limit, attempt, f"joining by {way}")
         except Exception as error:
             logger.warning("Worker %d: joining by %s failed: %s", rank, way, _first_line(error))
             continue
@@ -139,6 +144,22 @@ def join(rank: int, world_size: int, limit: float) -> str:
         rank, world_size,
     )  # fmt: skip
     return THROUGH_THE_HOST
+
+
+@contextlib.contextmanager
+def _with_the_store_that_is_there(attempt: int) -> Iterator[None]:
+    """Have torch and torch_xla connect to the store as torchrun's workers do, without serving one of their own."""
+    wanted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _try_to_join(way: str, rank: int, world_size: int, limit: float) -> int:

@@ -6,15 +6,19 @@ libraries and a GPU; JAX itself is not needed.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 
 NAME = "CUDA"
+_SHOWN_AS = b"gpu"
 _PACKAGES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")  # by the CUDA that they need
 _LIBRARY = "xla_cuda_plugin.so"
 
@@ -47,8 +51,63 @@ def register() -> None:
         def requires_xla_coordinator(self) -> bool:
             return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
+    _go_by_another_name(library)
     plugins.use_dynamic_plugins()
     plugins.register_plugin(NAME, CudaPlugin())
+
+
+class _NameAsked(ctypes.Structure):
+    """PJRT_Client_PlatformName_Args of the PJRT C API."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("client", ctypes.c_void_p),
+        ("platform_name", ctypes.c_char_p),
+        ("platform_name_size", ctypes.c_size_t),
+    )
+
+
+class _Api(ctypes.Structure):
+    """The beginning of PJRT_Api, whose fields keep their places from version to version."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("version_struct_size", ctypes.c_size_t),
+        ("version_extension_start", ctypes.c_void_p),
+        ("major_version", ctypes.c_int),
+        ("minor_version", ctypes.c_int),
+        ("errors_plugin_and_events", ctypes.c_void_p * 10),
+        ("client_create", ctypes.c_void_p),
+        ("client_destroy", ctypes.c_void_p),
+        ("client_platform_name", ctypes.c_void_p),
+    )
+
+
+def _tell_the_other_name(asked: Any) -> None:
+    asked.contents.platform_name, asked.contents.platform_name_size = _SHOWN_AS, len(_SHOWN_AS)
+
+
+# Kept for as long as the process lives: the plugin holds nothing but its address.
+_answer = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_NameAsked))(_tell_the_other_name)
+
+
+def _go_by_another_name(library: str) -> None:
+    """torch_xla 2.9 ends the process over a device that calls itself CUDA; under a name it does not know it works.
+
+    The plugin's table of functions is one for everybody who loads the library: the answer to its name is replaced.
+    """
+    give = ctypes.CDLL(library).GetPjrtApi
+    give.restype = ctypes.POINTER(_Api)
+    api = give()
+    page = ctypes.addressof(api.contents) // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.addressof(api.contents) + ctypes.sizeof(_Api) - page
+    libc = ctypes.CDLL(None, use_errno=True)
+    writable = mmap.PROT_READ | mmap.PROT_WRITE
+    if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(length), writable):
+        raise ConfigError(f"PJRT_DEVICE=CUDA: {library} cannot be used: {os.strerror(ctypes.get_errno())}")
+    api.contents.client_platform_name = ctypes.cast(_answer, ctypes.c_void_p).value
 
 
 def library_path() -> str:

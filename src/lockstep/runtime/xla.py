@@ -39,6 +39,10 @@ class XlaRuntime(Runtime):
                     f"{pjrt.DEVICE}={self.family}: the device does not answer: {str(error).strip().splitlines()[0]}. "
                     "`lockstep doctor --runtime xla` looks closer"
                 ) from None
+        if self.family == "CPU":
+            # XLA computes with threads of its own on the same cores. Torch's would take them away from it even while
+            # they wait for work: with as many as cores, a step took twice as long (benchmarks/xla.py).
+            torch.set_num_threads(settings.launch.threads or 1)
         if settings.xla.cache and self.family != "CPU":  # PJRT CPU writes such a cache, but cannot read it back
             xr.initialize_cache(settings.xla.cache, readonly=local_rank != 0)
 
