@@ -42,8 +42,9 @@ help:
 train: train-environment
 	@.venv-train/bin/lockstep train examples/digits.yaml $(ARGS)
 
+# Most tests wait for processes most of the time: two at once.
 test: lint
-	$(TEST_PYTHON) -m pytest $(ARGS)
+	$(TEST_PYTHON) -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 faults: test-environment
 	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix --long $(ARGS)

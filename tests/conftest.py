@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="takes long, and a shorter test is near: --long runs it")
     for item in items:
+        if "ray" in item.path.parent.name or "nodes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster for all of them
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip)
 
