@@ -26,6 +26,7 @@ from lockstep.ray.backend import TorchBackend, XlaBackend, _resolved, answer
 from lockstep.ray.failure import cause_of
 from lockstep.ray.installed import RayMissing, require_ray, version_problem
 from lockstep.ray.placement import Spot, device_index, meeting_place, topologies
+from lockstep.ray.room import scaling
 from lockstep.ray.xla import mesh_shape, run_settings
 from lockstep.runtime import pjrt
 
@@ -152,6 +153,18 @@ def test_an_xla_worker_sees_only_the_devices_that_ray_gave_it() -> None:
     assert TorchBackend.share_cuda_visible_devices is True
 
 
+def test_ray_is_told_of_gpus_and_of_the_slice_that_tpu_workers_form() -> None:
+    assert not scaling(2, {"CPU": 1.0}).use_gpu
+    assert scaling(2, {"CPU": 1.0, "GPU": 0.5}).use_gpu
+    assert scaling(1, {"CPU": 1.0, "TPU": 4.0}).use_tpu
+    slice_of_two = scaling(2, {"TPU": 4.0}, topology="2x2x2", accelerator="TPU-V4")
+    assert (slice_of_two.topology, slice_of_two.accelerator_type) == ("2x2x2", "TPU-V4")
+    with pytest.raises(ConfigError, match=r"2 workers with TPU chips form a slice.*topology .*2x2x2.* accelerator"):
+        scaling(2, {"TPU": 4.0})
+    with pytest.raises(ConfigError, match=r"3 workers with TPU 4 each: Ray says: .*multiple of 2"):
+        scaling(3, {"TPU": 4.0}, topology="2x2x2", accelerator="TPU-V4")
+
+
 @pytest.mark.requirement("R09")
 @pytest.mark.requirement("R13")
 def test_xla_settings_follow_from_what_ray_gave_the_workers() -> None:
@@ -176,7 +189,7 @@ def test_the_mesh_of_an_spmd_config() -> None:
     alone = run_settings(RunSettings(), spmd, (None, None), _spot("a", "one"), 1)
     assert (alone.strategy.type, alone.devices) == ("spmd", 8)
     apart = run_settings(RunSettings(), {"data_parallel_size": 2}, (None, None), _spot("a", "one"), 2)
-    assert (apart.strategy.type, apart.strategy.mesh) == ("ddp", None)
+    assert (apart.strategy.type, apart.strategy.mesh) == ("ddp", {"data": 2, "model": 1})
     with pytest.raises(ConfigError, match="on PJRT CPU no mesh spans the 2 workers"):
         run_settings(RunSettings(), {"model_parallel_size": 2}, (None, None), _spot("a", "one"), 2)
 

@@ -58,7 +58,7 @@ def there_and_back(state: Any) -> Any:
         torch.arange(6).reshape(2, 3),
         torch.tensor(2.5),
         torch.zeros(0, 3),
-        torch.randn(4).to(torch.bfloat16),
+        torch.tensor([0.5, -1.25, 3.0, 7.0]).to(torch.bfloat16),
         torch.tensor([True, False]),
         np.arange(6, dtype=np.uint32).reshape(2, 3),
         np.array(3.5),

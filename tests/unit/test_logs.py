@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.logs import rank_log
+from lockstep.logs import file_only, rank_log
 
 OURS = logging.getLogger("lockstep")
 logger = logging.getLogger("lockstep.somewhere")
@@ -60,6 +60,19 @@ def test_words_of_other_libraries_go_to_the_file_alone(tmp_path: Path, capsys: p
         logging.getLogger("elsewhere").warning("theirs")
     assert lines(tmp_path, 0)[0].endswith("[RANK 0] WARNING theirs")
     assert capsys.readouterr().out == ""
+
+
+def test_what_is_for_the_file_alone_reaches_no_handler_of_others(tmp_path: Path) -> None:
+    """torch_xla gives the root logger a handler that prints."""
+    root, theirs = logging.getLogger(), logging.StreamHandler(stream := io.StringIO())
+    root.addHandler(theirs)
+    try:
+        with rank_log(tmp_path, 0, None, redirect=False):
+            file_only.error("rank 0 failed")
+    finally:
+        root.removeHandler(theirs)
+    assert lines(tmp_path, 0)[0].endswith("[RANK 0] ERROR rank 0 failed")
+    assert stream.getvalue() == ""
 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:

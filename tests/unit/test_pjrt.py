@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +95,56 @@ def test_the_cuda_plugin_is_told_what_the_variables_say() -> None:
     assert cuda_plugin.client_options({"GPU_NUM_DEVICES": "2"})["visible_devices"] == [0, 1]
     several = cuda_plugin.client_options({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"})
     assert several == {"platform_name": "cuda", "num_nodes": 4, "node_id": 3, "visible_devices": [1]}
+
+
+@pytest.fixture
+def make_plugin(tmp_path: Path) -> Callable[[int], str]:
+    """A library with the beginning of PJRT's table of functions, of a version, that calls its devices CUDA."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+
+    def make(minor_version: int) -> str:
+        source, library = tmp_path / "plugin.c", tmp_path / "xla_cuda_plugin.so"
+        source.write_text(PLUGIN.replace("MINOR", str(minor_version)))
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+        return str(library)
+
+    return make
+
+
+PLUGIN = """
+#include <stddef.h>
+struct asked { size_t size; void *extension; void *client; const char *name; size_t length; };
+static void *tell(struct asked *asked) { asked->name = "cuda"; asked->length = 4; return 0; }
+static const struct table {
+    size_t size; void *extension;
+    struct { size_t size; void *extension; int major, minor; } version;
+    void *others[12]; void *(*platform_name)(struct asked *);
+} api = { sizeof api, 0, { 24, 0, 0, MINOR }, { 0 }, tell };
+const void *GetPjrtApi(void) { return &api; }
+static const struct table *volatile looked_up = &api;
+int platform_name_is(const char *expected) {
+    struct asked asked = { sizeof asked };
+    looked_up->platform_name(&asked);
+    for (size_t at = 0; at < asked.length; at++) if (asked.name[at] != expected[at]) return 0;
+    return expected[asked.length] == 0;
+}
+"""
+
+
+def test_the_cuda_plugin_goes_by_a_name_that_torch_xla_does_not_refuse(make_plugin: Callable[[int], str]) -> None:
+    """It ends the process over CUDA: seen on an NVIDIA H200."""
+    library = make_plugin(75)
+    loaded = ctypes.CDLL(library)
+    assert loaded.platform_name_is(b"cuda")
+    cuda_plugin._go_by_another_name(library)
+    assert loaded.platform_name_is(b"gpu")
+
+
+def test_a_cuda_plugin_that_is_too_new_for_torch_xla_is_refused(make_plugin: Callable[[int], str]) -> None:
+    with pytest.raises(ConfigError, match=r"speaks version 0\.76 of the PJRT API.*0\.75.*'jax-cuda12-pjrt==0\.7\.1'"):
+        cuda_plugin._go_by_another_name(make_plugin(76))
 
 
 def test_without_the_plugin_or_a_gpu_the_remedy_is_told() -> None:

@@ -243,6 +243,8 @@ class RayCluster(Section):
     resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         {}, description="per worker: CPU (1 where not given), GPU, TPU, memory in bytes, or the cluster's own names"
     )
+    topology: str | None = Field(None, description="of the TPU slice that several workers share, such as 2x2x2")
+    accelerator: str | None = Field(None, description="its kind by Ray's name, such as TPU-V4; both for TPUs only")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     placement_timeout: Seconds = Field(60.0, description="how long to wait for room for all workers")
     min_workers: int | None = Field(None, gt=0, description="go on with so few where there is no room for all")

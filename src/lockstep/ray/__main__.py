@@ -21,6 +21,8 @@ BACKENDS = ("auto", "gloo", "nccl", "xla", "xla_tpu")
 )
 @click.option("--gpus", type=float, default=0, show_default=True, help="GPUs per worker.")
 @click.option("--tpus", type=float, default=0, show_default=True, help="TPU chips per worker.")
+@click.option("--topology", help="Of the TPU slice that several workers share, such as 2x2x2.")
+@click.option("--accelerator", help="The kind of that slice by Ray's name, such as TPU-V4.")
 @click.option("--timeout", type=float, default=30.0, show_default=True, help="Seconds to join the group.")
 @click.option("--placement-timeout", type=float, default=60.0, show_default=True, help="Seconds to place the workers.")
 def main(
@@ -29,6 +31,8 @@ def main(
     address: str | None,
     gpus: float,
     tpus: float,
+    topology: str | None,
+    accelerator: str | None,
     timeout: float,
     placement_timeout: float,
 ) -> None:
@@ -44,7 +48,9 @@ def main(
 
         resources = {"CPU": 1.0, **({"GPU": gpus} if gpus else {}), **({"TPU": tpus} if tpus else {})}
         with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage:
-            lines = verify(workers, backend, address, resources, timeout, placement_timeout, storage)
+            lines = verify(
+                workers, backend, address, resources, timeout, placement_timeout, storage, topology, accelerator
+            )
     except (LockstepError, ImportError) as error:
         _fail(error)
     for line in lines:

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.train import FailureConfig, ScalingConfig, UserCallback, WorkerGroupError
+from ray.train import FailureConfig, UserCallback, WorkerGroupError
 from ray.train import Result as TrainResult
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
@@ -186,11 +186,8 @@ class _Driver:
                 share_devices=limits.share_devices,
                 backend=self._backend(),
             ),
-            scaling_config=ScalingConfig(
-                num_workers=workers,
-                resources_per_worker=self._resources,
-                placement_strategy=settings.placement,
-                use_gpu="GPU" in self._resources,
+            scaling_config=room.scaling(
+                workers, self._resources, settings.placement, settings.topology, settings.accelerator
             ),
             run_config=TrainRunConfig(
                 storage_path=str(self._folder),

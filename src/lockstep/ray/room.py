@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from lockstep.config.schema import RunConfig
-from lockstep.errors import LaunchError
+from lockstep.errors import ConfigError, LaunchError
 
 # How long the first try may take before the user is told that it takes time.
 _AT_ONCE_SECONDS = 5.0
@@ -20,6 +21,30 @@ def per_worker(config: RunConfig) -> dict[str, float]:
     """What each worker asks for: a CPU, and a GPU where the run is to use one, unless the config says otherwise."""
     usual = {"CPU": 1.0, **({"GPU": 1.0} if config.runtime == "cuda" else {})}
     return {name: amount for name, amount in {**usual, **config.launch.ray.resources}.items() if amount > 0}
+
+
+def scaling(
+    workers: int,
+    resources: Mapping[str, float],
+    placement: str = "PACK",
+    topology: str | None = None,
+    accelerator: str | None = None,
+) -> ScalingConfig:
+    """What Ray is told of the workers. It wants GPUs and TPUs said once more, and for TPUs the slice that they form."""
+    kinds: dict[str, Any] = {"use_gpu": True} if "GPU" in resources else {}
+    if "TPU" in resources:
+        if workers > 1 and not (topology and accelerator):
+            raise ConfigError(
+                f"{workers} workers with TPU chips form a slice, which Ray has to find: name its topology (such as "
+                "2x2x2) and its accelerator (such as TPU-V4), in launch.ray or by --topology and --accelerator"
+            )
+        kinds = {"use_tpu": True, "topology": topology, "accelerator_type": accelerator}
+    try:
+        return ScalingConfig(
+            num_workers=workers, resources_per_worker=dict(resources), placement_strategy=placement, **kinds
+        )
+    except ValueError as error:
+        raise ConfigError(f"{workers} workers with {_amounts(resources)} each: Ray says: {error}") from None
 
 
 def sizes(workers: int, fewest: int | None, batch_size: int, accumulate: int) -> list[int]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import RunConfig, ScalingConfig
+from ray.train import RunConfig
 from ray.train.torch import TorchTrainer
 
 from lockstep.errors import LaunchError
+from lockstep.ray import room
 from lockstep.ray.config import TorchConfig
 from lockstep.ray.failure import cause_of
 from lockstep.ray.session import current
@@ -27,6 +28,8 @@ def verify(
     join_timeout: float,
     placement_timeout: float,
     storage: str,
+    topology: str | None = None,
+    accelerator: str | None = None,
     **config: Any,
 ) -> list[str]:
     """A line per worker and the verdict; raises what the roll call found to be wrong. `config` is of TorchConfig."""
@@ -36,7 +39,7 @@ def verify(
         trainer = TorchTrainer(
             _say_who_is_here,
             train_loop_config={"board": board},
-            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker=dict(resources)),
+            scaling_config=room.scaling(workers, resources, topology=topology, accelerator=accelerator),
             torch_config=TorchConfig(backend=backend, join_timeout_s=join_timeout, **config),
             run_config=RunConfig(name="verification", storage_path=storage),
         )

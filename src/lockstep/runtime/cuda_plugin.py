@@ -19,6 +19,8 @@ from lockstep.runtime import pjrt
 
 NAME = "CUDA"
 _SHOWN_AS = b"gpu"
+# Of torch_xla 2.9, and of jax-cuda12-pjrt 0.7.1. A later plugin opens its devices, and then refuses the first program.
+_API = (0, 75)
 _PACKAGES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")  # by the CUDA that they need
 _LIBRARY = "xla_cuda_plugin.so"
 
@@ -101,6 +103,12 @@ def _go_by_another_name(library: str) -> None:
     give = ctypes.CDLL(library).GetPjrtApi
     give.restype = ctypes.POINTER(_Api)
     api = give()
+    speaks = (api.contents.major_version, api.contents.minor_version)
+    if speaks > _API:
+        raise ConfigError(
+            f"PJRT_DEVICE=CUDA: {library} speaks version {speaks[0]}.{speaks[1]} of the PJRT API, and torch_xla 2.9 "
+            f"speaks {_API[0]}.{_API[1]}: pip install 'jax-cuda12-pjrt==0.7.1'"
+        )
     page = ctypes.addressof(api.contents) // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.addressof(api.contents) + ctypes.sizeof(_Api) - page
     libc = ctypes.CDLL(None, use_errno=True)
