@@ -1,4 +1,4 @@
-"""Requests that reach whoever started the ranks, and speaks for all of them."""
+"""Listening to signals, and the requests that reach whoever started the ranks, and speaks for all of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+@contextlib.contextmanager
+def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Send signals to these handlers while the block runs; Python lets nothing but the main thread do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Signals:
@@ -25,17 +41,8 @@ class Signals:
         self._numbers = (*self._STOP, *((signal.SIGUSR1,) if save_on_request else ()))
         self._last = float("-inf")
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._received) for number in self._numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        return handled(dict.fromkeys(self._numbers, self._received))
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

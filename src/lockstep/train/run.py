@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from lockstep import profiler
 from lockstep import strategy as strategies
-from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.store import Store
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunSettings
 from lockstep.data import Collate, Part, check_dataset
@@ -28,30 +25,24 @@ from lockstep.profiler.base import in_region
 from lockstep.runtime.base import Runtime
 from lockstep.topology import Topology
 from lockstep.train.compiling import be_patient_while_compiling
-from lockstep.train.devices import OnDevices
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
-from lockstep.train.fingerprint import combined, compare, fingerprint
 from lockstep.train.guard import CompileGuard
-from lockstep.train.journal import Journal
-from lockstep.train.kept import Kept
+from lockstep.train.keeping import Keeping
 from lockstep.train.loaders import Loaders
 from lockstep.train.record import Record
 from lockstep.train.sharding import shard_rules
 from lockstep.train.state import (
     Due,
-    Progress,
     Stateful,
-    generator_states,
     seed_generators,
-    set_generator_states,
 )
-from lockstep.train.stop import Preempted, Pulse, Requests
+from lockstep.train.stop import Preempted, Requests
 from lockstep.train.stream import counted, streamed
 
 logger = logging.getLogger(__name__)
 
 
-class Run(OnDevices):
+class Run(Keeping):
     """What `main(run)` is given on every rank. Batch sizes are global; every decision is made once and shared."""
 
     def __init__(
@@ -64,31 +55,21 @@ class Run(OnDevices):
         display: Display,
         requests: Requests,
     ) -> None:
-        super().__init__(group, runtime, strategies.create(settings.strategy, runtime, group.world_size))
-        self.topology = topology
-        self.settings, self.folder = settings, folder
-        self.progress = Progress()
+        strategy = strategies.create(settings.strategy, runtime, group.world_size)
+        record = Record(folder, settings.log, display) if group.rank == 0 else None
+        super().__init__(topology, group, runtime, strategy, settings, folder, requests, record)
         self._model: nn.Module | None = None
-        self._store = Store(folder / "checkpoints")
-        to_host = runtime.to_host if runtime.name == "xla" else list
-        self._saver = Saver(self._store, settings.checkpoint, group.whereabouts, to_host)
-        self._last_saved_step = -1
         self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, runtime)
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
         self._handed_out: Part | None = None  # the same, until the next one
         self._precision = "float32"
         self._clip_norm: float | None = None
-        self._requests, self._pulse = requests, Pulse(group, requests)
-        self._whereabouts = group.whereabouts
-        self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, self._whereabouts)
+        self._requests = requests
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._skip_nan = False
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._busy_since = 0.0
-        record = Record(folder, settings.log, display) if self.is_main else None
-        self.journal = Journal(group, record, settings.log.every)
-        self._kept = Kept(self.progress, self.journal)
         seed_generators(runtime, settings.seed)
 
     # Who and where
@@ -99,32 +80,9 @@ class Run(OnDevices):
         return self._set_up(self._model)
 
     @property
-    def module(self) -> nn.Module:
-        """The model without its wrapper: what to evaluate and save."""
-        return self._set_up(self._kept.module)
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        return self._kept.optimizer
-
-    @property
     def compilations(self) -> dict[str, int]:
         """Programs that training steps compiled, by kind of step; nothing where nothing is compiled."""
         return dict(self._guard.compilations)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, restarts included, as all ranks know them."""
-        return self._pulse.clock
-
-    @property
-    def seconds_since_start(self) -> float:
-        """Seconds since the run was started or restored, as all ranks know them: what intervals are measured by."""
-        return self._pulse.since_start
-
-    def elapsed(self) -> float:
-        """Seconds of training by this rank's own clock."""
-        return self._pulse.elapsed()
 
     # Deciding together; what needs no more than the group is inherited
 
@@ -184,10 +142,6 @@ class Run(OnDevices):
         seed_generators(self.runtime, self.settings.seed, self.rank)
         given = [self._model, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
-
-    def attach(self, name: str, part: Stateful) -> None:
-        """Save and restore something else along with the model."""
-        self._kept.attached[name] = part
 
     def epochs(self, count: int | None) -> Iterator[int]:
         """Epochs still to do: from where the run was restored, up to `count` (without end where there is none)."""
@@ -370,66 +324,6 @@ class Run(OnDevices):
         parts = self.gather(mine, name)
         return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
 
-    # Keeping
-
-    @in_region("checkpoint")
-    def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by."""
-        self.write_due_row()  # a row that is due belongs to what was before the checkpoint, not to what is resumed
-        self.journal.bring_together(self.progress.step)  # also makes sure that nothing after a NaN is ever saved
-        if self.progress.step == self._last_saved_step:
-            return
-        self._last_saved_step = self.progress.step
-        self._whereabouts.enter("saving")
-        self._equalize_buffers()
-        states = self._compared({"generators": generator_states(self.runtime)}, "generator states")
-        if not self.is_main:
-            if self._strategy.name == "spmd":  # what is spread over hosts is fetched by all of them together
-                self._saver.fetch(*self._kept.model_and_state())
-            return
-        model, state = self._kept.model_and_state()
-        state |= {"seconds": self.seconds, "generators": [each["generators"] for each in states]}
-        about = {
-            "epoch": self.progress.epoch,
-            "world_size": self.world_size,
-            "value": value,
-            "metrics": dict(metrics or {}),
-        }
-        self._saver.save(self.progress.step, model, state, about)
-
-    def restore(self) -> bool:
-        """Go on from the newest good checkpoint of this run's folder; False where there is none."""
-        if self.is_main:
-            self._store.sweep()
-        step = self.agree(self._store.newest_good, "the newest good checkpoint")
-        if step is None:
-            self._pulse.start(0, 0.0)
-            self.journal.start_at(0)
-            return False
-        loaded = self._store.read(step)
-        state = loaded.state
-        self._set_up(self._kept.module)
-        self._kept.load(loaded.model, state, str(self._store.path(step)))
-        self._strategy.restored(self.module, self._kept.optimizer)
-        self._last_saved_step = step
-        self._pulse.start(step, state["seconds"])
-        if len(state["generators"]) == self.world_size:
-            set_generator_states(self.runtime, state["generators"][self.rank])
-        else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
-            seed_generators(self.runtime, self.settings.seed + step, self.rank)
-        logger.info("restored %s (epoch %d)", self._store.path(step).name, self.progress.epoch)
-        return True
-
-    def newest_saved(self) -> tuple[int, Path] | None:
-        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
-        self._saver.finish()
-        steps = self._store.steps()
-        return (steps[-1], self._store.path(steps[-1])) if steps else None
-
-    def write_due_row(self) -> None:
-        """Write the row of this step, if there is one and it is not written yet."""
-        self.journal.write_due_row(self.progress, self.seconds_since_start, self._learning_rate())
-
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
         self.journal.write_last_row(self.progress, self._learning_rate())
@@ -464,18 +358,6 @@ class Run(OnDevices):
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
 
-    def _compared(self, message: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """Gather a message from all ranks, and with it make sure that their replicas are equal."""
-        replicas = self._strategy.replicas(self._kept.module) if self._kept.module is not None else {}
-        mine = fingerprint(replicas)
-        messages = self.gather({**message, "fingerprint": combined(mine)}, name)
-        compare(self.group, list(replicas), mine, [each["fingerprint"] for each in messages], self.progress.step)
-        return messages
-
-    def _equalize_buffers(self) -> None:
-        with self._whereabouts.within("the buffers", waits=True):
-            self._strategy.equalize_buffers(self.module)
-
     def _gradients_are_finite(self) -> bool:
         norms = [each.grad.isfinite().all() for each in self.module.parameters() if each.grad is not None]
         if not norms or bool(torch.stack(norms).all()):
@@ -492,9 +374,6 @@ class Run(OnDevices):
 
         return move
 
-    def _learning_rate(self) -> float | None:
-        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
-
     def _advance(self, part: Part | None) -> None:
         progress = self.progress
         progress.step += 1
@@ -505,9 +384,3 @@ class Run(OnDevices):
             if part.completes_epoch:
                 progress.epoch, progress.batch, progress.epoch_ended = progress.epoch + 1, 0, True
         self._part = None
-
-    @staticmethod
-    def _set_up(model: nn.Module | None) -> nn.Module:
-        if model is None:
-            raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
-        return model

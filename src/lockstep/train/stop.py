@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 from lockstep.group import Group
+from lockstep.signals import handled
 from lockstep.topology import ranks_text
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
@@ -45,24 +44,17 @@ class Requests:
     def any(self) -> bool:
         return self.save or self.leave is not None or self.stop is not None
 
-    @contextmanager
-    def listening(self, launched: bool) -> Iterator[None]:
+    def listening(self, launched: bool) -> AbstractContextManager[None]:
         """Listen to SIGTERM, SIGINT and SIGUSR1. Under our launcher the terminal is left to it: it sends SIGTERM, and
         it ends those that do not follow."""
         self._launched = launched
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, self._received),
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._received),
-            signal.SIGUSR1: signal.signal(signal.SIGUSR1, self._received),
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handled(
+            {
+                signal.SIGTERM: self._received,
+                signal.SIGINT: signal.SIG_IGN if launched else self._received,
+                signal.SIGUSR1: self._received,
+            }
+        )
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
