@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.errors import PREEMPTED_EXIT_CODE, LockstepError
+from lockstep import starting
+from lockstep.errors import LockstepError
+from lockstep.starting import say
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.failure import Result
-    from lockstep.launcher.plan import LaunchPlan
 
 
 class _Commands(click.Group):
@@ -27,7 +25,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(context)
         except LockstepError as error:
-            _say(str(error))
+            say(str(error))
             sys.exit(error.exit_code)
 
 
@@ -60,28 +58,28 @@ def train(
     from lockstep.topology import launched
 
     loaded = load(config, _with_profile(overrides, profile))
-    loaded = loaded.model_copy(update={"name": loaded.name or _name_after(config)})
+    loaded = loaded.model_copy(update={"name": loaded.name or starting.name_after(config)})
     if sweep is not None:
-        _sweep(loaded, sweep, out, dry_run)
+        starting.sweep(loaded, sweep, out, dry_run)
         return
     if launched(os.environ):
-        sys.exit(_train_as_rank(loaded, lambda: _new_folder(out, "--out", loaded)))
+        sys.exit(starting.train_as_rank(loaded, lambda: starting.new_folder(out, "--out", loaded)))
     if loaded.launch.type == "ray":
         storage = loaded.launch.ray.storage
         where = (Path(storage), "launch.ray.storage") if storage else (out, "--out")
         if not dry_run:
             runfolder.require_folder(*where)
-        _train_on_ray(loaded, lambda resolved: _new_folder(*where, resolved), dry_run)
+        starting.train_on_ray(loaded, lambda resolved: starting.new_folder(*where, resolved), dry_run)
         return
-    loaded = _resolved(loaded)
-    plan = _training_plan(loaded, "RUN_DIR" if dry_run else "")
+    loaded = starting.resolved(loaded)
+    plan = starting.training_plan(loaded, "RUN_DIR" if dry_run else "")
     if dry_run:
-        _print_plan(loaded, plan)
+        starting.print_plan(loaded, plan)
         return
-    _warm_up(plan)
+    starting.warm_up(plan)
     folder = runfolder.create(out, str(loaded.name))
     runfolder.write_config(folder, loaded)
-    _train(folder, loaded)
+    starting.train(folder, loaded)
 
 
 @main.command()
@@ -106,23 +104,23 @@ def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bo
             with runfolder.locked(run_dir):
                 runfolder.write_config(run_dir, resolved)
             for change in found:
-                _say(f"changed: {change}")
+                say(f"changed: {change}")
         return run_dir
 
     if launched(os.environ):
         refuse_wrong_changes(changes(before, loaded.plain()))
-        sys.exit(_train_as_rank(loaded, lambda: run_dir))
+        sys.exit(starting.train_as_rank(loaded, lambda: run_dir))
     if loaded.launch.type == "ray":
-        _train_on_ray(loaded, changed, dry_run)
+        starting.train_on_ray(loaded, changed, dry_run)
         return
-    loaded = _resolved(loaded)
-    plan = _training_plan(loaded, str(run_dir))
+    loaded = starting.resolved(loaded)
+    plan = starting.training_plan(loaded, str(run_dir))
     changed(loaded)
     if dry_run:
-        _print_plan(loaded, plan)
+        starting.print_plan(loaded, plan)
         return
-    _warm_up(plan)
-    _train(run_dir, loaded)
+    starting.warm_up(plan)
+    starting.train(run_dir, loaded)
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -160,7 +158,7 @@ def run(
         return
     result = local.launch(plan, max_restarts=max_restarts, fresh=fresh)
     if result.failure is not None:
-        _say(result.failure.render(count))
+        say(result.failure.render(count))
     sys.exit(result.exit_code)
 
 
@@ -181,7 +179,7 @@ def init(folder: Path) -> None:
             (folder / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
-    _say(f"wrote {folder / 'task.py'} and {folder / 'config.yaml'}; next: lockstep train {folder / 'config.yaml'}")
+    say(f"wrote {folder / 'task.py'} and {folder / 'config.yaml'}; next: lockstep train {folder / 'config.yaml'}")
 
 
 @main.command()
@@ -219,9 +217,9 @@ def view(run_dir: Path, host: str, port: int) -> None:
     from lockstep.profiler import view
 
     traces, command = view.prepare(run_dir, host, port)
-    _say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
+    say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
     for trace in traces:
-        _say(f"  {trace}")
+        say(f"  {trace}")
     sys.stdout.flush()
     os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
 
@@ -237,7 +235,7 @@ def capture(addresses: tuple[str, ...], seconds: float) -> None:
     failures = capture(addresses or ("127.0.0.1:9012",), seconds)
     if failures:
         raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
-    _say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
+    say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
 
 
 @main.command()
@@ -276,17 +274,17 @@ def verify(
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
     try:
         with work.folder(out) as place:
-            found = examine(asked, place.path, _say)
+            found = examine(asked, place.path, say)
             place.keep = place.keep or not found.agrees
     except KeyboardInterrupt:
-        _say("asked to stop: the run under way was ended")
+        say("asked to stop: the run under way was ended")
         sys.exit(INTERRUPTED_EXIT_CODE)
     shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
     click.echo(shown)
     if form != "json":
         click.echo(f"\n{report.conclusion(found)}")
     if place.keep:
-        _say(f"the runs are in {place.path}")
+        say(f"the runs are in {place.path}")
     sys.exit(0 if found.agrees else 1)
 
 
@@ -300,160 +298,3 @@ def schema() -> None:
 
 def _with_profile(overrides: tuple[str, ...], profile: bool) -> tuple[str, ...]:
     return (*overrides, "profile.enabled=true") if profile else overrides
-
-
-def _name_after(config: Path) -> str:
-    """A run's name from its config's file name, in the characters that names may have."""
-    return re.sub(r"[^\w.-]+", "-", config.stem).strip(".-") or "run"
-
-
-def _resolved(config: RunConfig) -> RunConfig:
-    """With runtime and processes as they are here, checked against the batch size and the strategy."""
-    from lockstep import runtime
-    from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
-
-    family, processes = runtime.resolve(config)
-    if idle := runtime.unused_devices(family, processes):
-        _say(idle)
-    check_strategy(config.strategy.type, processes)
-    check_profile_ranks(config.profile, processes)
-    check_batch_size(config.train.batch_size, processes, config.train.accumulate)
-    return config.model_copy(update={"runtime": family, "processes": processes})
-
-
-def _training_plan(config: RunConfig, folder: str) -> LaunchPlan:
-    from lockstep.launcher.plan import local_plan
-
-    argv = [sys.executable, "-m", "lockstep.worker", folder]
-    limits = config.launch
-    return local_plan(argv, int(config.processes), threads=limits.threads, port=limits.port, watched=True)
-
-
-def _print_plan(config: RunConfig, plan: LaunchPlan) -> None:
-    from lockstep.config.load import to_yaml
-
-    click.echo(to_yaml(config.plain()))
-    click.echo(plan.render())
-
-
-def _warm_up(plan: LaunchPlan) -> None:
-    from lockstep.launcher import local
-
-    local.warm_up(plan.threads)
-
-
-def _new_folder(out: Path, setting: str, config: RunConfig) -> Path:
-    from lockstep import runfolder
-
-    folder = runfolder.create(out, str(config.name), setting)
-    runfolder.write_config(folder, config)
-    return folder
-
-
-def _train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
-    from lockstep import worker
-    from lockstep.topology import Topology
-
-    topology = Topology.from_env(os.environ)
-    return worker.train(config.model_copy(update={"processes": topology.local_world_size}), topology, make_folder)
-
-
-def _train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], dry_run: bool) -> None:
-    from lockstep.config.load import to_yaml
-    from lockstep.ray.address import require_answer
-    from lockstep.ray.installed import require_ray
-
-    require_ray()
-    if not dry_run:
-        require_answer(config.launch.ray)
-    from lockstep.ray.launch import described, launch
-
-    if dry_run:
-        click.echo(to_yaml(config.plain()))
-        click.echo(described(config))
-        return
-    ended = launch(config, make_folder)
-    _tell(ended.folder, ended.result, ended.config)
-    sys.exit(ended.result.exit_code)
-
-
-def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
-    from lockstep import runfolder
-    from lockstep.config.load import to_yaml
-    from lockstep.config.sweep import load_sweep
-    from lockstep.ray.address import require_answer
-    from lockstep.ray.installed import require_ray
-
-    sweep = load_sweep(file, config)
-    if dry_run:
-        click.echo(to_yaml(config.plain()))
-        click.echo(to_yaml(sweep.model_dump(mode="json")))
-        return
-    require_ray()
-    require_answer(config.launch.ray)
-    from lockstep.ray.tune import sweep_over
-
-    storage = config.launch.ray.storage
-    folder = runfolder.create(Path(storage) if storage else out, f"{config.name}-sweep")
-    _say(f"trials in {folder}")
-    sys.exit(sweep_over(config, sweep, folder))
-
-
-def _train(folder: Path, config: RunConfig) -> None:
-    from lockstep import runfolder
-    from lockstep.launcher import local
-    from lockstep.watch.stall import Limits
-
-    plan = _training_plan(config, str(folder))
-    count = len(plan.processes)
-    threads = f", {plan.threads} thread{'s' if plan.threads > 1 else ''} each" if config.runtime != "xla" else ""
-    _say(f"{count} process{'es' if count > 1 else ''} on {config.runtime}{threads}; run folder {folder}")
-    with runfolder.locked(folder):
-        result = local.launch(
-            plan,
-            max_restarts=config.launch.max_restarts,
-            grace=config.launch.grace,
-            watch=Limits.of(config.watch, config.runtime),
-        )
-    if sys.stdout.isatty():
-        click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
-    _tell(folder, result, config)
-    sys.exit(result.exit_code)
-
-
-def _tell(folder: Path, result: Result, config: RunConfig) -> None:
-    from lockstep.runfolder import SUMMARY_FILE, record
-
-    if result.failure is not None:
-        failure = result.failure
-        record(folder, "failed", failure.cause)
-        _say(failure.render(int(config.processes)))
-        log = folder / "logs" / f"rank-{failure.rank}.log"
-        if log.exists():  # a rank has one from the roll call on
-            _say(f"log: {log}")
-        if any((folder / "checkpoints").glob("step-*")):
-            _say(f"go on from the last checkpoint with: lockstep resume {folder}")
-        return
-    if result.exit_code == PREEMPTED_EXIT_CODE:
-        _say(f"saved and stopped; go on with: lockstep resume {folder}")
-        return
-    if result.exit_code:
-        _say(f"ended at once; go on from the last checkpoint with: lockstep resume {folder}")
-        return
-    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-    _say(f"{summary['status']}: {_outcome(summary)}")
-    _say(f"run folder: {folder}")
-    limit = "steps" if config.train.steps is not None else "epochs"
-    _say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
-    _say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
-    _say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
-
-
-def _outcome(summary: Mapping[str, Any]) -> str:
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items() if value is not None)
-    return f"epoch {summary['epoch']}, step {summary['step']} in {summary['seconds']:.1f} s  {metrics}"
-
-
-def _say(text: str) -> None:
-    for line in text.splitlines():
-        click.echo(f"lockstep: {line}" if line else "", err=True)
