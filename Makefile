@@ -43,7 +43,9 @@ train: train-environment
 	@.venv-train/bin/lockstep train examples/digits.yaml $(ARGS)
 
 # Most tests wait for processes most of the time: two at once.
+# Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
 test: lint
+	$(TEST_PYTHON) -m compileall -q src tests examples
 	$(TEST_PYTHON) -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 faults: test-environment
