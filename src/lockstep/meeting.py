@@ -11,13 +11,13 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from lockstep.environment import with_variables
 from lockstep.errors import RollCallError
 from lockstep.group import Group
 from lockstep.runtime.base import Runtime
@@ -65,17 +65,10 @@ def join(
     return Group(rank, world_size, timeout, store, control, whereabouts)
 
 
-@contextlib.contextmanager
-def _connecting_when_needed() -> Iterator[None]:
+def _connecting_when_needed() -> contextlib.AbstractContextManager[None]:
     """Let gloo open the connections that are used, and not one between every two ranks."""
     name = "TORCH_GLOO_LAZY_INIT"
-    before = os.environ.get(name)
-    os.environ[name] = before or "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
+    return with_variables({name: os.environ.get(name, "1")})
 
 
 def _connect(topology: Topology, serves: bool, limit: float) -> Any:

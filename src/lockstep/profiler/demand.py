@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lockstep.environment import with_variables
 from lockstep.errors import ConfigError
 from lockstep.profiler.xplane import make_readable, varint
 
@@ -151,17 +151,10 @@ def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
 
 def _import_grpc() -> Any:
     """Without what it does about forks, with a message for each: a loader's workers never use it."""
-    name = "GRPC_ENABLE_FORK_SUPPORT"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
+    with with_variables({"GRPC_ENABLE_FORK_SUPPORT": "false"}):
         import grpc
 
         grpc.insecure_channel("127.0.0.1:1").close()  # it is read when it is first used
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
     return grpc
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from lockstep.config.schema import RunConfig
+from lockstep.environment import with_variables
 from lockstep.errors import LaunchError
 from lockstep.ray.address import address_of
 
@@ -89,8 +90,7 @@ def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -
     return Cluster(address, ours=False)
 
 
-@contextlib.contextmanager
-def environment(config: RunConfig) -> Iterator[None]:
+def environment(config: RunConfig) -> contextlib.AbstractContextManager[None]:
     """Variables that Ray reads in the process that starts a training, unless the user has set them: see each."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",  # a training run does not call home
@@ -103,16 +103,7 @@ def environment(config: RunConfig) -> Iterator[None]:
     }
     changed = {name: value for name, value in wanted.items() if name not in os.environ}
     changed["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{config.launch.ray.placement_timeout:g}"  # of a restart, too
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return with_variables(changed)
 
 
 def _reason(error: BaseException) -> str:

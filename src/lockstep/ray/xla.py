@@ -11,11 +11,12 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from lockstep.config.schema import RunSettings, Xla
+from lockstep.environment import with_variables
 from lockstep.errors import ConfigError, RollCallError
 from lockstep.ray.placement import Spot
 from lockstep.runtime import pjrt
@@ -146,20 +147,9 @@ def join(rank: int, world_size: int, limit: float) -> str:
     return THROUGH_THE_HOST
 
 
-@contextlib.contextmanager
-def _with_the_store_that_is_there(attempt: int) -> Iterator[None]:
+def _with_the_store_that_is_there(attempt: int) -> contextlib.AbstractContextManager[None]:
     """Have torch and torch_xla connect to the store as torchrun's workers do, without serving one of their own."""
-    wanted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return with_variables({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)})
 
 
 def _try_to_join(way: str, rank: int, world_size: int, limit: float) -> int:
