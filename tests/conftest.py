@@ -26,7 +26,10 @@ __all__ = ["fit", "nodes", "on_ray", "places"]  # fixtures
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0
-SET_BY_TORCH = {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+# By torch, and by Ray 2.50.
+SET_BY_OTHERS = {
+    "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -199,7 +202,7 @@ def nothing_left_behind() -> Iterator[None]:
     variables, threads = dict(os.environ), set(threading.enumerate())
     yield
     changed = {name for name in {*variables, *os.environ} if variables.get(name) != os.environ.get(name)}
-    changed -= {"PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", *SET_BY_TORCH}
+    changed -= {"PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", *SET_BY_OTHERS}
     assert not changed, f"environment variables changed: {sorted(changed)}"
     new = [each for each in threading.enumerate() if each not in threads and not each.daemon and each.is_alive()]
     assert not new, f"threads left behind: {new}"

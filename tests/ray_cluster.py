@@ -21,8 +21,9 @@ SETTINGS = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent / "ray"), os.environ.get("PYTHONPATH")])),
 }
-# Ray takes lines that differ in nothing but numbers for the same one, unless this is set when it is imported.
-os.environ.setdefault("RAY_DEDUP_LOGS", SETTINGS["RAY_DEDUP_LOGS"])
+# Read when Ray is imported: else lines that differ in nothing but numbers are one, and 2.50 has an older Ray Train.
+for _name in ("RAY_DEDUP_LOGS", "RAY_TRAIN_V2_ENABLED"):
+    os.environ.setdefault(_name, SETTINGS[_name])
 # What a join may take on a machine that is busy with starting other workers.
 JOIN_SECONDS = 60.0
 SMALL = {"num_cpus": 4, "object_store_memory": 100_000_000}

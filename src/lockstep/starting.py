@@ -82,9 +82,9 @@ def train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
 def train_on_ray(config: RunConfig, make_folder: Callable[[RunConfig], Path], dry_run: bool) -> None:
     from lockstep.config.load import to_yaml
     from lockstep.ray.address import require_answer
-    from lockstep.ray.installed import require_ray
+    from lockstep.ray.installed import require_train_v2
 
-    require_ray()
+    require_train_v2()
     if not dry_run:
         require_answer(config.launch.ray)
     from lockstep.ray.launch import described, launch
@@ -103,14 +103,14 @@ def sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
     from lockstep.config.load import to_yaml
     from lockstep.config.sweep import load_sweep
     from lockstep.ray.address import require_answer
-    from lockstep.ray.installed import require_ray
+    from lockstep.ray.installed import require_train_v2
 
     sweep = load_sweep(file, config)
     if dry_run:
         click.echo(to_yaml(config.plain()))
         click.echo(to_yaml(sweep.model_dump(mode="json")))
         return
-    require_ray()
+    require_train_v2()
     require_answer(config.launch.ray)
     from lockstep.ray.tune import sweep_over
 

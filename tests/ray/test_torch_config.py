@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from lockstep.errors import ConfigError, LaunchError, NonFiniteLoss, PeerLost, R
 from lockstep.ray import TorchConfig
 from lockstep.ray.backend import TorchBackend, XlaBackend, _resolved, answer
 from lockstep.ray.failure import cause_of
-from lockstep.ray.installed import RayMissing, require_ray, version_problem
+from lockstep.ray.installed import RayMissing, require_ray, require_train_v2, version_problem
 from lockstep.ray.placement import Spot, device_index, meeting_place, topologies
 from lockstep.ray.room import scaling
 from lockstep.ray.xla import mesh_shape, run_settings
@@ -79,6 +80,15 @@ def test_task_code_that_a_worker_cannot_import(fit: Fit) -> None:
         r"rank [01] on \S+: the task's code cannot be imported on this worker: .*no_such_module", str(cause)
     )
     assert "runtime_env" in str(cause)
+
+
+def test_an_older_ray_train_is_refused_where_the_newer_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "0")
+    with pytest.raises(ConfigError, match=r"RAY_TRAIN_V2_ENABLED=0: .* need version 2 of Ray Train: unset it"):
+        require_train_v2()
+    monkeypatch.delenv("RAY_TRAIN_V2_ENABLED")
+    require_train_v2()
+    assert os.environ["RAY_TRAIN_V2_ENABLED"] == "1"
 
 
 def test_waiting_for_workers_has_a_limit_and_prefers_the_cause(nodes: Nodes) -> None:
@@ -161,8 +171,8 @@ def test_ray_is_told_of_gpus_and_of_the_slice_that_tpu_workers_form() -> None:
     assert (slice_of_two.topology, slice_of_two.accelerator_type) == ("2x2x2", "TPU-V4")
     with pytest.raises(ConfigError, match=r"2 workers with TPU chips form a slice.*topology .*2x2x2.* accelerator"):
         scaling(2, {"TPU": 4.0})
-    with pytest.raises(ConfigError, match=r"3 workers with TPU 4 each: Ray says: .*multiple of 2"):
-        scaling(3, {"TPU": 4.0}, topology="2x2x2", accelerator="TPU-V4")
+    with pytest.raises(ConfigError, match=r"1 workers with GPU 1, TPU 4 each: Ray says: .*`use_gpu` is False"):
+        scaling(1, {"GPU": 1.0, "TPU": 4.0})
 
 
 @pytest.mark.requirement("R09")

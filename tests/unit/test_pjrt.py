@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -140,6 +141,26 @@ def test_the_cuda_plugin_goes_by_a_name_that_torch_xla_does_not_refuse(make_plug
     assert loaded.platform_name_is(b"cuda")
     cuda_plugin._go_by_another_name(library)
     assert loaded.platform_name_is(b"gpu")
+
+
+@pytest.mark.requirement("X05")
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
+def test_torch_xla_is_told_of_the_cuda_plugin(
+    make_plugin: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_xla.experimental import plugins
+
+    library = make_plugin(75)
+    monkeypatch.setattr(cuda_plugin, "library_path", lambda: library)
+    monkeypatch.setattr(pjrt, "gpu_count", lambda env: 2)
+    for name, value in {"PJRT_DEVICE": "CUDA", "GPU_NUM_DEVICES": "1", "PJRT_DYNAMIC_PLUGINS": ""}.items():
+        monkeypatch.setenv(name, value)
+    cuda_plugin.register()
+    registered = plugins.default()
+    assert plugins.using_dynamic_plugins()
+    assert (registered.library_path(), registered.physical_chip_count()) == (library, 2)
+    assert registered.client_create_options() == {"platform_name": "cuda", "visible_devices": [0]}
+    assert not registered.requires_xla_coordinator()
 
 
 def test_a_cuda_plugin_that_is_too_new_for_torch_xla_is_refused(make_plugin: Callable[[int], str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 
 from lockstep.errors import ConfigError
 
 OLDEST, NEWEST = (2, 50), (2, 60)
+_TRAIN_V2 = "RAY_TRAIN_V2_ENABLED"
 
 
 class RayMissing(ConfigError, ImportError):
@@ -23,6 +25,17 @@ def require_ray() -> None:
     problem = version_problem(version)
     if problem:
         raise RayMissing(problem)
+
+
+def require_train_v2() -> None:
+    """Ray as well, and the Ray Train that `launch: ray` is written for, before anything imports it.
+
+    It is what Ray has been importing since 2.51; 2.50 has it too, and imports the older one unless it is asked.
+    """
+    require_ray()
+    asked = os.environ.setdefault(_TRAIN_V2, "1")
+    if asked.lower() not in ("1", "true"):
+        raise ConfigError(f"{_TRAIN_V2}={asked}: `launch: ray` and sweeps need version 2 of Ray Train: unset it")
 
 
 def version_problem(version: str) -> str | None:

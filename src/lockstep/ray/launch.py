@@ -15,10 +15,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.train import FailureConfig, UserCallback, WorkerGroupError
+from ray.train import FailureConfig, UserCallback
 from ray.train import Result as TrainResult
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2.api.exceptions import WorkerGroupError  # since 2.51 also where Ray documents it
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep import runfolder, runtime
