@@ -7,6 +7,7 @@ libraries and a GPU; JAX itself is not needed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import mmap
 import os
@@ -19,14 +20,16 @@ from lockstep.runtime import pjrt
 
 NAME = "CUDA"
 _SHOWN_AS = b"gpu"
-# Of torch_xla 2.9, and of jax-cuda12-pjrt 0.7.1. A later plugin opens its devices, and then refuses the first program.
-_API = (0, 75)
+# That of jax-cuda12-pjrt 0.7.1, made for the JAX that torch_xla 2.9 names. A plugin of 0.76 opens its devices and refuses
+# the first program, since torch_xla's is older.
+_NEWEST_API = (0, 75)
 _PACKAGES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")  # by the CUDA that they need
 _LIBRARY = "xla_cuda_plugin.so"
 
 
+@functools.cache
 def register() -> None:
-    """Make PJRT_DEVICE=CUDA known to torch_xla, before it opens a device."""
+    """Make PJRT_DEVICE=CUDA known to torch_xla, before it opens a device: once in a process, however often it runs."""
     from torch_xla.experimental import plugins
 
     library = library_path()
@@ -104,10 +107,10 @@ def _go_by_another_name(library: str) -> None:
     give.restype = ctypes.POINTER(_Api)
     api = give()
     speaks = (api.contents.major_version, api.contents.minor_version)
-    if speaks > _API:
+    if speaks > _NEWEST_API:
         raise ConfigError(
-            f"PJRT_DEVICE=CUDA: {library} speaks version {speaks[0]}.{speaks[1]} of the PJRT API, and torch_xla 2.9 "
-            f"speaks {_API[0]}.{_API[1]}: pip install 'jax-cuda12-pjrt==0.7.1'"
+            f"PJRT_DEVICE=CUDA: {library} speaks version {speaks[0]}.{speaks[1]} of the PJRT API, and torch_xla 2.9 none "
+            f"after {_NEWEST_API[0]}.{_NEWEST_API[1]}: pip install 'jax-cuda12-pjrt==0.7.1'"
         )
     page = ctypes.addressof(api.contents) // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.addressof(api.contents) + ctypes.sizeof(_Api) - page
