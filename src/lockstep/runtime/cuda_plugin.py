@@ -20,8 +20,8 @@ from lockstep.runtime import pjrt
 
 NAME = "CUDA"
 _SHOWN_AS = b"gpu"
-# That of jax-cuda12-pjrt 0.7.1, made for the JAX that torch_xla 2.9 names. A plugin of 0.76 opens its devices and refuses
-# the first program, since torch_xla's is older.
+# That of jax-cuda12-pjrt 0.7.1, made for the JAX that torch_xla 2.9 names. A plugin of 0.76 opens its devices and
+# refuses the first program, since torch_xla's is older.
 _NEWEST_API = (0, 75)
 _PACKAGES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")  # by the CUDA that they need
 _LIBRARY = "xla_cuda_plugin.so"
@@ -109,8 +109,8 @@ def _go_by_another_name(library: str) -> None:
     speaks = (api.contents.major_version, api.contents.minor_version)
     if speaks > _NEWEST_API:
         raise ConfigError(
-            f"PJRT_DEVICE=CUDA: {library} speaks version {speaks[0]}.{speaks[1]} of the PJRT API, and torch_xla 2.9 none "
-            f"after {_NEWEST_API[0]}.{_NEWEST_API[1]}: pip install 'jax-cuda12-pjrt==0.7.1'"
+            f"PJRT_DEVICE=CUDA: {library} speaks version {speaks[0]}.{speaks[1]} of the PJRT API, and torch_xla 2.9 "
+            f"none after {_NEWEST_API[0]}.{_NEWEST_API[1]}: pip install 'jax-cuda12-pjrt==0.7.1'"
         )
     page = ctypes.addressof(api.contents) // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.addressof(api.contents) + ctypes.sizeof(_Api) - page
