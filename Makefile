@@ -42,7 +42,7 @@ help:
 train: train-environment
 	@.venv-train/bin/lockstep train examples/digits.yaml $(ARGS)
 
-# Most tests wait for processes most of the time: two at once.
+# One test waits for its processes too often to keep two cores busy: two at once.
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
 test: lint
 	$(TEST_PYTHON) -m compileall -q src tests examples
