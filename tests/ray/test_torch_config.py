@@ -173,6 +173,10 @@ def test_ray_is_told_of_gpus_and_of_the_slice_that_tpu_workers_form() -> None:
         scaling(2, {"TPU": 4.0})
     with pytest.raises(ConfigError, match=r"1 workers with GPU 1, TPU 4 each: Ray says: .*`use_gpu` is False"):
         scaling(1, {"GPU": 1.0, "TPU": 4.0})
+    with pytest.raises(
+        ConfigError, match=r"topology 2x2x2 and accelerator None are of a TPU slice, but .* no TPU: add"
+    ):
+        scaling(2, {"GPU": 1.0}, topology="2x2x2")
 
 
 @pytest.mark.requirement("R09")

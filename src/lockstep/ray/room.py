@@ -39,6 +39,11 @@ def scaling(
                 "2x2x2) and its accelerator (such as TPU-V4), in launch.ray or by --topology and --accelerator"
             )
         kinds = {"use_tpu": True, "topology": topology, "accelerator_type": accelerator}
+    elif topology or accelerator:
+        raise ConfigError(
+            f"topology {topology} and accelerator {accelerator} are of a TPU slice, but the workers get no TPU: add TPU "
+            "to launch.ray.resources (--tpus), or leave them out"
+        )
     try:
         return ScalingConfig(
             num_workers=workers, resources_per_worker=dict(resources), placement_strategy=placement, **kinds
