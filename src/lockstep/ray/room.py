@@ -41,8 +41,8 @@ def scaling(
         kinds = {"use_tpu": True, "topology": topology, "accelerator_type": accelerator}
     elif topology or accelerator:
         raise ConfigError(
-            f"topology {topology} and accelerator {accelerator} are of a TPU slice, but the workers get no TPU: add TPU "
-            "to launch.ray.resources (--tpus), or leave them out"
+            f"topology {topology} and accelerator {accelerator} are of a TPU slice, but the workers get no TPU: add "
+            "TPU to launch.ray.resources (--tpus), or leave them out"
         )
     try:
         return ScalingConfig(
