@@ -88,7 +88,7 @@ def time_calls(run: Any, calls: int) -> dict[str, float]:
         "`run.any`": lambda: run.any(False),
         "`run.gather`": lambda: run.gather(run.rank),
         "`run.barrier`": lambda: run.barrier(),
-        "noting where a rank is": lambda: run.group.whereabouts.enter("data", 0),
+        "noting where a rank is": lambda: run.group.activity.enter("data", 0),
     }
     found = {}
     for name, action in actions.items():
@@ -149,17 +149,17 @@ class Training:
 @contextlib.contextmanager
 def silence(run: Any) -> Iterator[None]:
     """Without what makes a rank known to others."""
-    from lockstep.train.stop import NOTHING
-    from lockstep.watch.heartbeat import Heartbeat
+    from lockstep.distributed.watch.heartbeat import Heartbeat
+    from lockstep.train.requests import NOTHING
 
-    pulse, whereabouts, send = run._pulse, run.group.whereabouts, Heartbeat._send
-    pulse.beat, whereabouts.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
+    pulse, activity, send = run._pulse, run.group.activity, Heartbeat._send
+    pulse.beat, activity.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
     Heartbeat._send = lambda self: None
     try:
         yield
     finally:
         Heartbeat._send = send
-        del pulse.beat, whereabouts.enter
+        del pulse.beat, activity.enter
 
 
 @contextlib.contextmanager
@@ -185,7 +185,7 @@ def timed_pulse(run: Any) -> Iterator[list[float]]:
 
 
 def calls_table(found: list[dict[str, Any]]) -> str:
-    from lockstep.train.stop import PULSE_SECONDS
+    from lockstep.train.requests import PULSE_SECONDS
 
     rows = []
     for name in found[0]["calls"]:

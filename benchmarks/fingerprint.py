@@ -32,7 +32,7 @@ NOTES = """\
 A stack of {blocks} x {width}-{inner}-{width} (Linear, GELU, Linear, with a residual connection), float32,
 {parameters:.1f} million parameters in {tensors} tensors; a row is what a token is to a GPT, and there is no attention.
 Batches as small as these make steps cheaper than any that one would train with, so the shares are upper bounds.
-Fingerprint: `lockstep.train.fingerprint.fingerprint` of all parameters; the exchange of one number per rank, as much as
+Fingerprint: `lockstep.strategy.fingerprint` of all parameters; the exchange of one number per rank, as much as
 `run.gather` costs, is not in it. Medians. Share: of the time of 1000 steps, after which replicas are compared by
 default. One thread on the CPU; `bandwidth` is how fast the fingerprint reads the parameters."""
 
@@ -90,7 +90,7 @@ def measure_here(device: str, kind: str, blocks: int, rounds: int) -> dict[str, 
     """Seconds of every fingerprint and of every step, one after the other."""
     import torch
 
-    from lockstep.train.fingerprint import fingerprint
+    from lockstep.strategy.fingerprint import fingerprint
 
     model, step = make_training(device, kind, blocks)
     parameters = dict(model.named_parameters())

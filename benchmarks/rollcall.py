@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import report
 
 if TYPE_CHECKING:
-    from lockstep.rollcall.report import Evidence, Report
+    from lockstep.distributed.rollcall.report import Evidence, Report
 
 Stamps = dict[str, tuple[float, float]]  # when each part of the roll call began and ended, by the system's clock
 
@@ -111,8 +111,8 @@ def roll_call(folder: str) -> Stamps:
     """One rank of a run that does nothing but join."""
     from lockstep import worker
     from lockstep.config.schema import RunSettings
-    from lockstep.rollcall import hold
-    from lockstep.topology import Topology
+    from lockstep.distributed.rollcall import hold
+    from lockstep.distributed.topology import Topology
 
     stamps: Stamps = {}
     parts = [(worker, "meet"), (worker, "another_connection"), (worker, "source_files")]
@@ -247,7 +247,7 @@ def threads_call(stores: list[Any], prefix: str) -> dict[str, Any]:
     """A roll call of as many ranks as there are connections."""
     from torch._C._distributed_c10d import PrefixStore
 
-    from lockstep.rollcall.call import call
+    from lockstep.distributed.rollcall.call import call
 
     count = len(stores)
     evidence, reports = what_ranks_say(count)
@@ -270,10 +270,10 @@ def threads_call(stores: list[Any], prefix: str) -> dict[str, Any]:
 def what_ranks_say(count: int) -> tuple[Evidence, list[Report]]:
     """As long as what real ranks say: eight on every host, all settings, twenty files of source."""
     from lockstep.config.schema import RunSettings
-    from lockstep.rollcall.hold import report as report_of
-    from lockstep.rollcall.report import Evidence
+    from lockstep.distributed.rollcall.hold import report as report_of
+    from lockstep.distributed.rollcall.report import Evidence
+    from lockstep.distributed.topology import Place, Topology
     from lockstep.runtime.cpu import CpuRuntime
-    from lockstep.topology import Place, Topology
 
     settings = RunSettings().model_dump(mode="json", by_alias=True)
     evidence = Evidence(settings, {f"package/module_{number}.py": f"{number:016x}" for number in range(20)})
@@ -316,9 +316,9 @@ def connect(lazily: bool) -> tuple[int, int]:
     import torch
     import torch.distributed as dist
 
-    from lockstep.meeting import join, meet
+    from lockstep.distributed.rendezvous import join, meet
+    from lockstep.distributed.topology import Topology
     from lockstep.runtime.cpu import CpuRuntime
-    from lockstep.topology import Topology
 
     if not lazily:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "0"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import lockstep
-from lockstep.topology import Topology
+from lockstep.distributed.topology import Topology
 
 USAGE = "Usage: python mnist_xla.py /path/to/shared/output_folder"
 EXAMPLES, CLASSES = 60_000, 10

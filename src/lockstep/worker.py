@@ -16,28 +16,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import display, runfolder, runtime
+from lockstep import runtime
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.distributed.activity import LEFT, Activity
+from lockstep.distributed.group import Group
+from lockstep.distributed.rendezvous import meet
+from lockstep.distributed.rollcall.faults import SHOWN
+from lockstep.distributed.rollcall.hold import hold
+from lockstep.distributed.rollcall.report import Evidence, Report, comparable, table
+from lockstep.distributed.rollcall.source import source_files
+from lockstep.distributed.topology import Topology
+from lockstep.distributed.watch.heartbeat import Heartbeat
+from lockstep.distributed.watch.stacks import dumping_stacks
+from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE
-from lockstep.group import Group
-from lockstep.logs import file_only, rank_log
-from lockstep.meeting import meet
-from lockstep.metrics import write_json
-from lockstep.rollcall.faults import SHOWN
-from lockstep.rollcall.hold import hold
-from lockstep.rollcall.report import Evidence, Report, comparable, table
-from lockstep.rollcall.source import source_files
+from lockstep.record import display, run_folder
+from lockstep.record.logs import file_only, rank_log
+from lockstep.record.writers import write_json
 from lockstep.runtime.base import Runtime
-from lockstep.topology import Topology
+from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
-from lockstep.train.stop import Preempted, Requests
 from lockstep.train.task import import_object
 from lockstep.train.trainer import fit
-from lockstep.watch.heartbeat import Heartbeat
-from lockstep.watch.stacks import dumping_stacks
-from lockstep.watch.stall import Limits
-from lockstep.whereabouts import LEFT, Whereabouts
 
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
@@ -66,8 +67,8 @@ def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, ma
     # Ranks that share a terminal would talk at once; the only one of a host has a terminal of its own.
     with joined(settings, topology, make_folder, lambda: main, redirect=topology.local_world_size > 1) as run:
         # A loop of one's own need not use anything of the run: until it does, nothing says whether it gets on.
-        whereabouts = run.group.whereabouts
-        whereabouts.enter("main", limit=math.inf)
+        activity = run.group.activity
+        activity.enter("main", limit=math.inf)
         try:
             returned = main(run)
         except Preempted as preempted:
@@ -121,10 +122,10 @@ class Present:
     heartbeat: Heartbeat
 
     def leave(self) -> None:
-        whereabouts = self.group.whereabouts
-        whereabouts.enter("leaving", waits=True)
+        activity = self.group.activity
+        activity.enter("leaving", waits=True)
         self.group.leave()
-        whereabouts.enter(LEFT, waits=True)
+        activity.enter(LEFT, waits=True)
 
 
 @contextlib.contextmanager
@@ -147,14 +148,14 @@ def met(
     index = topology.place.local_rank if device_index is None else device_index
     device = runtime.create(family, index, topology.local_world_size, here)
     device.prepare()
-    whereabouts = Whereabouts(settings.watch.first_time)
+    activity = Activity(settings.watch.first_time)
     store, for_beats = meet(topology, settings.launch.join_timeout)
     adapt(device)
-    with _beating(Heartbeat(for_beats, topology, whereabouts, Limits.of(settings.watch, family))) as heartbeat:
+    with _beating(Heartbeat(for_beats, topology, activity, Limits.of(settings.watch, family))) as heartbeat:
         config = comparable(settings.model_dump(mode="json", by_alias=True))
         evidence = Evidence(config, source_files(load_source()))
         began = time.monotonic()
-        reports, group = hold(topology, device, store, settings.launch, evidence, whereabouts)
+        reports, group = hold(topology, device, store, settings.launch, evidence, activity)
         yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat)
 
 
@@ -203,10 +204,10 @@ def _announce(present: Present, folder: Path) -> None:
     if topology.place.rank != 0:
         return
     found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
-    write_json(folder / runfolder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
+    write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
     if topology.world_size > 1:
         logger.info("roll call: all %d ranks are here, in %.2f s", topology.world_size, seconds)
-        more = [f"  and {len(reports) - SHOWN} more in {runfolder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
+        more = [f"  and {len(reports) - SHOWN} more in {run_folder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
         for line in (*table(reports[:SHOWN]), *more):
             logger.info(line)
 
@@ -230,12 +231,12 @@ def conclude(run: Run, outcome: dict[str, Any]) -> None:
         "samples_per_second": round(run.progress.examples / seconds, 1) if seconds > 0 else None,
         **({"compilations": run.compilations} if run.compilations else {}),
     }
-    write_json(run.folder / runfolder.SUMMARY_FILE, summary)
+    write_json(run.folder / run_folder.SUMMARY_FILE, summary)
 
 
 def main(folder: str) -> int:
     path = Path(folder)
-    return train(runfolder.read_config(path), Topology.from_env(os.environ), lambda: path)
+    return train(run_folder.read_config(path), Topology.from_env(os.environ), lambda: path)
 
 
 if __name__ == "__main__":

@@ -164,9 +164,9 @@ def saboteur() -> Saboteur | None:
 
 
 def _watch_for_moments(saboteur: Saboteur) -> None:
-    import lockstep.checkpoint.store as store
-    import lockstep.rollcall.hold as hold
-    from lockstep.group import Group
+    import lockstep.checkpoint.storage as store
+    import lockstep.distributed.rollcall.hold as hold
+    from lockstep.distributed.group import Group
     from lockstep.train.run import Run
 
     def before(owner: Any, name: str, happens: Callable[..., None]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.errors import RankZeroFailed
 
 
@@ -263,13 +263,13 @@ def fails_and_cannot_leave(run: lockstep.Run) -> None:
 
 def slow_synchronous_saves(run: lockstep.Run) -> int:
     """Every save takes longer than a rank may go without progress, and less than a save may take."""
-    write = Store.write
+    write = CheckpointStorage.write
 
-    def slowly(store: Store, picture: Any) -> Any:
+    def slowly(store: CheckpointStorage, snapshot: Any) -> Any:
         time.sleep(4)
-        return write(store, picture)
+        return write(store, snapshot)
 
-    Store.write = slowly  # type: ignore[method-assign]
+    CheckpointStorage.write = slowly  # type: ignore[method-assign]
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
     for _ in run.epochs(2):

@@ -67,7 +67,7 @@ def test_the_roll_call_is_written_down(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("X07")
 def test_a_rendezvous_of_some_ranks_is_refused() -> None:
-    from lockstep.group import Group
+    from lockstep.distributed.group import Group
 
     with pytest.raises(ValueError, match=r"ranks=\[0\] is not all of the 2 ranks"):
         Group(0, 2, 1.0).rendezvous("half", b"", ranks=[0])

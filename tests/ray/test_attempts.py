@@ -8,9 +8,9 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-t
 
 from dataclasses import asdict
 
+from lockstep.distributed.failure import report
 from lockstep.errors import PeerLost, RankStalled, RollCallError
-from lockstep.failure import report
-from lockstep.ray import room
+from lockstep.ray import capacity
 from lockstep.ray.attempts import Attempts, describe
 
 KILLED = (
@@ -98,7 +98,7 @@ def test_a_roll_call_that_failed_keeps_its_exit_code() -> None:
 def test_the_numbers_of_workers_that_share_out_a_batch(
     workers: int, fewest: int | None, batch: int, accumulate: int, sizes: list[int]
 ) -> None:
-    assert room.sizes(workers, fewest, batch, accumulate) == sizes
+    assert capacity.sizes(workers, fewest, batch, accumulate) == sizes
 
 
 def test_how_many_workers_living_nodes_hold() -> None:
@@ -107,5 +107,5 @@ def test_how_many_workers_living_nodes_hold() -> None:
         {"Alive": True, "Resources": {"CPU": 8.0}},
         {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}},
     ]
-    assert room.capacity(nodes, {"CPU": 2.0}) == 6
-    assert room.capacity(nodes, {"CPU": 1.0, "GPU": 1.0}) == 2
+    assert capacity.capacity(nodes, {"CPU": 2.0}) == 6
+    assert capacity.capacity(nodes, {"CPU": 1.0, "GPU": 1.0}) == 2

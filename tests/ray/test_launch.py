@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import Project, losses, rows, steps_saved, summary, wait_until
-from lockstep import runfolder
 from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.ray.installed import RayMissing
+from lockstep.record import run_folder
 from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
-from lockstep.ray.launch import launch
+from lockstep.ray.controller import launch
 
 ADDRESS_NOBODY_HAS = "127.0.0.1:1"
 
@@ -94,7 +94,7 @@ def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
 def test_rays_result_carries_the_metrics_and_the_checkpoint_of_the_run(places: Places, on_ray: OnRay) -> None:
     """In a program that is connected to a cluster already."""
     config = load(on_ray.config(ray=places.ray(), train={"epochs": 1, "batch_size": 12}))
-    ended = launch(config, lambda resolved: runfolder.create(on_ray.folder / "runs", "result"))
+    ended = launch(config, lambda resolved: run_folder.create(on_ray.folder / "runs", "result"))
     assert ended.result.exit_code == 0 and ended.train_result is not None
     found = summary(ended.folder)
     metrics = ended.train_result.metrics

@@ -97,18 +97,18 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
 
 @pytest.mark.long
 def test_what_the_desk_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
-    from lockstep.ray.depot import Depot
+    from lockstep.ray.folder_store import FolderStore
 
     (tmp_path / "secret").write_text("hidden")
     (tmp_path / "run").mkdir()
-    depot = Depot(str(tmp_path / "run"))
+    folder_store = FolderStore(str(tmp_path / "run"))
     for path in ("../secret", "/etc/hostname", "logs/../../secret", "."):
         with pytest.raises(ValueError, match="is not below the run's folder"):
-            depot.read(path, 0, 10)
-    depot.write("checkpoints/.partial-x/file", 0, b"one ")
-    depot.write("checkpoints/.partial-x/file", 4, b"two")
-    depot.rename("checkpoints/.partial-x", "checkpoints/step-00000001")
-    assert depot.files("checkpoints") == [("checkpoints/step-00000001/file", 7)]
-    assert depot.read("checkpoints/step-00000001/file", 2, 4) == b"e tw"
-    depot.remove("checkpoints/step-00000001")
-    assert depot.files("checkpoints") == [] and depot.newest_checkpoint() is None
+            folder_store.read(path, 0, 10)
+    folder_store.write("checkpoints/.partial-x/file", 0, b"one ")
+    folder_store.write("checkpoints/.partial-x/file", 4, b"two")
+    folder_store.rename("checkpoints/.partial-x", "checkpoints/step-00000001")
+    assert folder_store.files("checkpoints") == [("checkpoints/step-00000001/file", 7)]
+    assert folder_store.read("checkpoints/step-00000001/file", 2, 4) == b"e tw"
+    folder_store.remove("checkpoints/step-00000001")
+    assert folder_store.files("checkpoints") == [] and folder_store.newest_checkpoint() is None

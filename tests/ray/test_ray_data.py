@@ -13,9 +13,9 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lock
 import ray_bodies as bodies
 
 import lockstep.ray
+from lockstep.data.stream import streamed
+from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
-from lockstep.group import Group
-from lockstep.train.stream import streamed
 
 ROWS = 43  # a prime: no number of workers or batches divides it
 

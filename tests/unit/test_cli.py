@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from conftest import ROOT
-from lockstep import runfolder
 from lockstep.cli import main
 from lockstep.config.load import load, parse_yaml
 from lockstep.config.schema import RunConfig
+from lockstep.record import run_folder
 
 
 @pytest.fixture(autouse=True)
@@ -180,28 +180,28 @@ def test_a_dry_run_of_a_script_prints_its_plan_with_its_own_options() -> None:
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
+def existing(tmp_path: Path) -> Path:
     """The folder of a run that was trained on two processes."""
     config = load(tmp_path / "config.yaml").model_copy(update={"runtime": "cpu", "name": "mine"})
-    folder = runfolder.create(tmp_path / "runs", "mine")
-    runfolder.write_config(folder, config)
+    folder = run_folder.create(tmp_path / "runs", "mine")
+    run_folder.write_config(folder, config)
     return folder
 
 
-def test_a_dry_run_of_a_resume_changes_nothing(run_folder: Path) -> None:
-    before = (run_folder / "config.yaml").read_bytes()
-    result = lockstep("resume", str(run_folder), "--dry-run", "--set", "processes=4")
+def test_a_dry_run_of_a_resume_changes_nothing(existing: Path) -> None:
+    before = (existing / "config.yaml").read_bytes()
+    result = lockstep("resume", str(existing), "--dry-run", "--set", "processes=4")
     assert printed_config(result).processes == 4
-    assert (run_folder / "config.yaml").read_bytes() == before
+    assert (existing / "config.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize("change", ["seed=3", "train.batch_size=16", "task.hidden=4", "optimizer={type: a.b, lr: 1}"])
-def test_a_resume_that_would_be_wrong_is_refused(run_folder: Path, change: str) -> None:
-    before = (run_folder / "config.yaml").read_bytes()
-    result = lockstep("resume", str(run_folder), "--set", change)
+def test_a_resume_that_would_be_wrong_is_refused(existing: Path, change: str) -> None:
+    before = (existing / "config.yaml").read_bytes()
+    result = lockstep("resume", str(existing), "--set", change)
     assert result.exit_code == 2
     assert "this run cannot be resumed with a config that changed in" in result.stderr
-    assert (run_folder / "config.yaml").read_bytes() == before
+    assert (existing / "config.yaml").read_bytes() == before
 
 
 # What to start from

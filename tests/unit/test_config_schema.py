@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from conftest import ROOT
-from lockstep import runfolder
 from lockstep.config.load import load, parse_yaml
 from lockstep.config.schema import RunConfig
+from lockstep.record import run_folder
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 TEMPLATE = ROOT / "src" / "lockstep" / "templates" / "config.yaml"
@@ -31,8 +31,8 @@ def schema_problems(config: Any) -> list[str]:
 def written_and_read(config: RunConfig) -> RunConfig:
     """As the ranks get it from the launcher: through config.yaml in the run's folder."""
     with tempfile.TemporaryDirectory() as folder:
-        runfolder.write_config(Path(folder), config)
-        return runfolder.read_config(Path(folder))
+        run_folder.write_config(Path(folder), config)
+        return run_folder.read_config(Path(folder))
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, TEMPLATE], ids=lambda path: path.name)

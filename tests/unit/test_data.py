@@ -16,17 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lockstep.data import (
-    Loader,
-    Loading,
-    Part,
-    Walk,
-    batch_fetcher,
-    check_dataset,
-    example_order,
-    split,
-    split_dataset,
-)
+from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
+from lockstep.data.order import GlobalBatches, MicroBatch, example_order, split, split_dataset
 from lockstep.errors import ConfigError
 
 # Each walk is quick to draw, but a busy machine is no reason to fail.
@@ -111,11 +102,11 @@ def test_a_split_dataset_leaves_out_empty_parts() -> None:
 # How ranks share the order
 
 
-def walks(world_size: int, **settings: Any) -> list[Walk]:
-    return [Walk(rank=rank, world_size=world_size, **settings) for rank in range(world_size)]
+def walks(world_size: int, **settings: Any) -> list[GlobalBatches]:
+    return [GlobalBatches(rank=rank, world_size=world_size, **settings) for rank in range(world_size)]
 
 
-def seen(parts: list[Part]) -> list[int]:
+def seen(parts: list[MicroBatch]) -> list[int]:
     return [index for part in parts if part.examples for index in part.indices.tolist()]
 
 
@@ -186,7 +177,7 @@ def test_a_batch_holds_the_same_examples_in_the_same_order_on_any_number_of_rank
 def test_resumed_on_another_number_of_ranks_exactly_the_remaining_examples_are_seen(
     settings: Any, before: int, after: int, epoch: int, data: st.DataObject
 ) -> None:
-    batches = Walk(**settings).batches
+    batches = GlobalBatches(**settings).batches
     done = data.draw(st.integers(0, batches))
     first = [seen([part for part in walk.parts(epoch) if part.batch < done]) for walk in walks(before, **settings)]
     rest = [seen(list(walk.parts(epoch, start=done))) for walk in walks(after, **settings)]
@@ -210,7 +201,7 @@ def test_shares_of_a_batch_differ_by_one_example_at_most(settings: Any, world_si
 def test_the_last_batch_is_dropped_where_it_is_not_full_and_that_is_wanted(
     count: int, batch_size: int, drop_last: bool, batches: int
 ) -> None:
-    walk = Walk(count, batch_size, drop_last=drop_last)
+    walk = GlobalBatches(count, batch_size, drop_last=drop_last)
     assert walk.batches == batches
     parts = list(walk.parts(0))
     assert len(parts) == batches
@@ -218,7 +209,7 @@ def test_the_last_batch_is_dropped_where_it_is_not_full_and_that_is_wanted(
 
 
 def test_a_rank_without_an_example_computes_one_that_counts_for_nothing() -> None:
-    last = list(Walk(count=5, batch_size=4, rank=0, world_size=4).parts(0))[-1]
+    last = list(GlobalBatches(count=5, batch_size=4, rank=0, world_size=4).parts(0))[-1]
     assert (last.examples, last.weight, len(last.indices), last.completes_batch) == (0, 0.0, 1, True)
 
 
@@ -307,7 +298,7 @@ def test_batches_are_copies_that_may_be_changed() -> None:
 
 
 def test_a_loader_walks_the_order_from_any_batch_on() -> None:
-    loader = Loader(TensorDataset(torch.arange(10)), Walk(10, 4, seed=5))
+    loader = Loader(TensorDataset(torch.arange(10)), GlobalBatches(10, 4, seed=5))
     batches = [batch[0].tolist() for _, batch in loader.epoch(2)]
     assert [index for batch in batches for index in batch] == example_order(10, 5, 2).tolist()
     assert [batch[0].tolist() for _, batch in loader.epoch(2, start=1)] == batches[1:]
@@ -333,7 +324,7 @@ def wait_for_no_children() -> None:
 
 
 def test_workers_give_the_batches_that_are_given_here() -> None:
-    walk = Walk(20, 6, rank=1, world_size=2, accumulate=2)
+    walk = GlobalBatches(20, 6, rank=1, world_size=2, accumulate=2)
     here = Loader(DICTIONARIES, walk)
     workers = Loader(DICTIONARIES, walk, loading=Loading(workers=2))
     for epoch, start in [(0, 0), (1, 0), (1, 2)]:  # the second epoch is fetched by the workers of the first
@@ -345,8 +336,8 @@ def test_workers_give_the_batches_that_are_given_here() -> None:
 
 @pytest.mark.requirement("D17")
 def test_augmentation_in_workers_depends_on_the_place_in_the_data_alone() -> None:
-    one = Loader(Noisy(), Walk(12, 4), loading=Loading(workers=1))
-    two = Loader(Noisy(), Walk(12, 4), loading=Loading(workers=2, prefetch=3))
+    one = Loader(Noisy(), GlobalBatches(12, 4), loading=Loading(workers=1))
+    two = Loader(Noisy(), GlobalBatches(12, 4), loading=Loading(workers=2, prefetch=3))
     first = fetched(one, 0)
     assert same(fetched(two, 0), first), "not on which worker fetched it"
     assert same(fetched(two, 0, start=1), first[1:]), "not on where the run was resumed"
@@ -359,7 +350,7 @@ def test_augmentation_in_workers_depends_on_the_place_in_the_data_alone() -> Non
 def test_the_parts_of_a_batch_and_the_ranks_each_get_noise_of_their_own() -> None:
     noise = []
     for rank in range(2):
-        loader = Loader(Noisy(), Walk(8, 8, rank=rank, world_size=2, accumulate=2), loading=Loading(workers=1))
+        loader = Loader(Noisy(), GlobalBatches(8, 8, rank=rank, world_size=2, accumulate=2), loading=Loading(workers=1))
         noise += [batch[1].flatten().tolist() for _, _, batch in fetched(loader, 0)]
         loader.close()
     wait_for_no_children()
@@ -368,7 +359,7 @@ def test_the_parts_of_a_batch_and_the_ranks_each_get_noise_of_their_own() -> Non
 
 
 def test_an_epoch_left_half_way_can_be_gone_on_with_and_leaves_no_worker_when_closed() -> None:
-    walk = Walk(20, 2, seed=3)
+    walk = GlobalBatches(20, 2, seed=3)
     loader = Loader(PLAIN, walk, loading=Loading(workers=1))
     batches = loader.epoch(0)
     next(batches)
@@ -421,7 +412,7 @@ def test_filled_parts_have_one_shape_and_the_mean_of_those_that_are_not(
     lengths = set()
     for fill in (False, True):
         for rank in range(ranks):
-            walk = Walk(count, batch_size, rank, ranks, accumulate=accumulate, fill=fill)
+            walk = GlobalBatches(count, batch_size, rank, ranks, accumulate=accumulate, fill=fill)
             for part in walk.parts(0):
                 mean = float(values[part.indices].mean())
                 sums[fill][part.batch] = sums[fill].get(part.batch, 0.0) + part.weight * mean / ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lockstep import display
-from lockstep.display import Display, LiveDisplay
+from lockstep.record import display
+from lockstep.record.display import Display, LiveDisplay
 
 ROW: dict[str, Any] = {
     "step": 20,

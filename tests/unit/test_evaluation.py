@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.data import Loader, Walk
+from lockstep.data.loader import Loader
+from lockstep.data.order import GlobalBatches
 from lockstep.errors import ConfigError
 from lockstep.train.evaluation import combine, evaluating, measure_sums
 
@@ -20,7 +21,7 @@ def measured(values: Tensor, batch_size: int, world_size: int, measure: Any) -> 
     """The means as all ranks together compute them."""
     parts = []
     for rank in range(world_size):
-        walk = Walk(len(values), batch_size, rank, world_size, shuffle=False)
+        walk = GlobalBatches(len(values), batch_size, rank, world_size, shuffle=False)
         parts.append(measure_sums(measure, Loader(TensorDataset(values), walk), lambda batch: batch))
     return combine(parts, len(values), "validation")
 
@@ -50,13 +51,13 @@ def test_sums_are_taken_in_double_precision() -> None:
 
 def test_a_rank_without_examples_measures_nothing() -> None:
     calls: list[int] = []
-    walk = Walk(1, 4, rank=0, world_size=2)
+    walk = GlobalBatches(1, 4, rank=0, world_size=2)
     sums = measure_sums(lambda batch: calls.append(1) or {}, Loader(TensorDataset(torch.ones(1)), walk), lambda x: x)
     assert (sums, calls) == (({}, 0), [])
 
 
 def test_batches_are_moved_before_they_are_measured() -> None:
-    loader = Loader(TensorDataset(torch.ones(2)), Walk(2, 2))
+    loader = Loader(TensorDataset(torch.ones(2)), GlobalBatches(2, 2))
     sums, seen = measure_sums(lambda batch: {"x": batch[0]}, loader, lambda batch: [batch[0] * 10])
     assert (sums, seen) == ({"x": [20.0, 2.0]}, 2)
 

@@ -13,7 +13,7 @@ from conftest import ROOT
 from lockstep.config.schema import RunSettings, Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy import mesh as meshing
-from lockstep.train.sharding import shard_rules
+from lockstep.strategy.rules import shard_rules
 
 
 @pytest.fixture(scope="module")

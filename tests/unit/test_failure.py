@@ -8,6 +8,15 @@ from types import TracebackType
 
 import pytest
 
+from lockstep.distributed.failure import (
+    Failure,
+    Report,
+    describe_exit,
+    find_cause,
+    report,
+    user_traceback,
+    worth_retrying,
+)
 from lockstep.errors import (
     CheckpointError,
     ConfigError,
@@ -20,15 +29,6 @@ from lockstep.errors import (
     RankZeroFailed,
     TopologyError,
     WorkerFailed,
-)
-from lockstep.failure import (
-    Failure,
-    Report,
-    describe_exit,
-    find_cause,
-    report,
-    user_traceback,
-    worth_retrying,
 )
 from lockstep.train.task import construct
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.group import Group
-from lockstep.train.fingerprint import combined, compare, difference, fingerprint
+from lockstep.distributed.group import Group
+from lockstep.strategy.fingerprint import combined, compare, difference, fingerprint
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8, torch.bool]
 

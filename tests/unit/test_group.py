@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.distributed.group import Group, out_of_step
+from lockstep.distributed.rendezvous import port_in_use
 from lockstep.errors import PeerLost, RankMissing
-from lockstep.group import Group, out_of_step
-from lockstep.meeting import port_in_use
 
 
 @pytest.fixture

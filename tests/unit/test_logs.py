@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.logs import file_only, rank_log
+from lockstep.record.logs import file_only, rank_log
 
 OURS = logging.getLogger("lockstep")
 logger = logging.getLogger("lockstep.somewhere")

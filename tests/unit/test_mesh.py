@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from lockstep.config.schema import Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy.mesh import MAIN, Sharding, batch_spec, fully_sharded, resolve_meshes, shardings
-from lockstep.train.sharding import shard_rules
+from lockstep.strategy.rules import shard_rules
 
 PARAMETERS = {"conv.weight": (32, 1, 3, 3), "fc1.weight": (128, 64), "fc1.bias": (128,), "fc2.weight": (10, 128)}
 

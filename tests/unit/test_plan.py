@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.distributed.topology import Topology
 from lockstep.launcher.plan import LaunchPlan, available_cores, local_plan
-from lockstep.topology import Topology
 
 GOLDEN = """\
 rank 0 on box: GLOO_SOCKET_IFNAME=lo GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 \

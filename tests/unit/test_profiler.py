@@ -23,20 +23,20 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.load import validate
 from lockstep.config.schema import REGIONS, Profile, RunSettings
-from lockstep.display import Display
+from lockstep.distributed.activity import Activity
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import Place, Topology
 from lockstep.errors import ConfigError
-from lockstep.group import Group
 from lockstep.profiler import view
 from lockstep.profiler.base import Profiler
 from lockstep.profiler.demand import Demand, _seconds, capture
 from lockstep.profiler.torch import TorchBackend
 from lockstep.profiler.window import Window
 from lockstep.profiler.xplane import convert
+from lockstep.record.display import Display
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.topology import Place, Topology
+from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
-from lockstep.train.stop import Preempted, Requests
-from lockstep.whereabouts import Whereabouts
 from traces import named, slices, torch_traces
 
 DATA = TensorDataset(torch.randn(20, 3))
@@ -220,7 +220,7 @@ def test_a_run_that_fails_leaves_the_profiler_to_the_next(train: Training, tmp_p
 def test_the_kernels_of_a_gpu_are_in_the_trace_and_in_what_tensorboard_reads(tmp_path: Path) -> None:
     device, model = torch.device("cuda"), nn.Linear(256, 256).cuda()
     settings = Profile(start_step=2, steps=2)
-    profiler = Window(TorchBackend("cuda"), settings, tmp_path / "profile" / "proc_0", Whereabouts(), Demand())
+    profiler = Window(TorchBackend("cuda"), settings, tmp_path / "profile" / "proc_0", Activity(), Demand())
     for step in range(1, 5):
         profiler.next_step(step)
         profiler.enter("forward")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from lockstep.distributed.rollcall.call import call
+from lockstep.distributed.rollcall.faults import SHOWN, differences, find_faults, render
+from lockstep.distributed.rollcall.proof import contributions_fault
+from lockstep.distributed.rollcall.report import Evidence, Report, comparable, digest
+from lockstep.distributed.rollcall.source import source_files
 from lockstep.errors import RankAbsent, RollCallError
-from lockstep.rollcall.call import call
-from lockstep.rollcall.faults import SHOWN, differences, find_faults, render
-from lockstep.rollcall.proof import contributions_fault
-from lockstep.rollcall.report import Evidence, Report, comparable, digest
-from lockstep.rollcall.source import source_files
 
 NO_EVIDENCE = Evidence({}, {})
 
@@ -153,7 +153,7 @@ def test_the_source_of_a_task_is_its_file_and_what_it_loaded_from_beside_it(
     found = source_files(mine)
     assert sorted(found) == ["a_task.py", "neighbour_of_a_task.py"]
     assert source_files(functools.partial(mine, 1)) == found, "not that of functools"
-    assert set(source_files(Report)) > {"rollcall/report.py", "errors.py"}, "a package is compared as a whole"
+    assert set(source_files(Report)) > {"distributed/rollcall/report.py", "errors.py"}, "a package is compared as a whole"
     for name in ("a_task", "neighbour_of_a_task"):
         del sys.modules[name]
 
@@ -209,7 +209,7 @@ def test_a_missing_rank_is_named_on_all_others_when_the_limit_is_over(store: Any
 
 
 def test_a_missing_rank_0_is_named_too(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.rollcall.call.VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.distributed.rollcall.call.VERDICT_SECONDS", 0.5)
     answers = call_all(store, [report(1), report(2, 3)], limit=0.5)
     assert all("rank 0 of" in str(each) for each in answers.values())
 

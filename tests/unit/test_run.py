@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.config.schema import RunSettings
-from lockstep.display import Display
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError, NonFiniteLoss
-from lockstep.group import Group
+from lockstep.record.display import Display
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.topology import Topology
+from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
-from lockstep.train.stop import Preempted, Requests
 
 Runs = Callable[..., Run]
 DATA = TensorDataset(torch.randn(10, 3))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lockstep.config.schema import Watch
-from lockstep.watch.clock import RunningClock
-from lockstep.watch.heartbeat import interval, user_line
-from lockstep.watch.stall import APART_SECONDS, Limits, Seen, find_stall
-from lockstep.whereabouts import LEFT, Beat, Whereabouts
+from lockstep.distributed.activity import LEFT, Activity, Beat
+from lockstep.distributed.watch.clock import RunningClock
+from lockstep.distributed.watch.heartbeat import interval, user_line
+from lockstep.distributed.watch.stall import APART_SECONDS, Limits, Seen, find_stall
 
 LIMITS = Limits(stall_after=300.0, first_time=1800.0, apart=APART_SECONDS)
 
@@ -140,11 +140,11 @@ def test_the_line_of_the_user_and_not_of_a_library() -> None:
     assert user_line(None) == ""
 
 
-# Whereabouts
+# Activity
 
 
 def test_something_is_the_first_of_its_kind_only_once() -> None:
-    here = Whereabouts()
+    here = Activity()
     here.enter("loss", step=1)
     assert here.now.first and here.now.step == 1
     here.enter("data")
@@ -153,7 +153,7 @@ def test_something_is_the_first_of_its_kind_only_once() -> None:
 
 
 def test_what_happens_within_something_else_leaves_it_as_it_was() -> None:
-    here = Whereabouts()
+    here = Activity()
     here.enter("validation", step=4)
     before = here.now
     with here.within("'metrics of step 4'", waits=True):

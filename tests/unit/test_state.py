@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lockstep.config.values import Interval
+from lockstep.data.progress import Due, Progress
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.train.state import Due, Progress, generator_states, seed_generators, set_generator_states
+from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
 
 
 @pytest.mark.requirement("D01")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.distributed.topology import Place, Topology, launched
 from lockstep.errors import TopologyError
-from lockstep.topology import Place, Topology, launched
 
 
 @st.composite

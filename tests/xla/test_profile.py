@@ -31,9 +31,9 @@ from lockstep.config.schema import Profile
 from lockstep.profiler.demand import Demand
 from lockstep.profiler.window import Window
 from lockstep.profiler.xla import XlaBackend
-from lockstep.whereabouts import Whereabouts
+from lockstep.distributed.activity import Activity
 
-profiler = Window(XlaBackend(), Profile(start_step=4, steps=3), folder, Whereabouts(), Demand())
+profiler = Window(XlaBackend(), Profile(start_step=4, steps=3), folder, Activity(), Demand())
 device = torch_xla.device()
 model = torch.nn.Linear(8, 1).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from lockstep.failure import describe_exit
-from lockstep.topology import Topology
+from lockstep.distributed.failure import describe_exit
+from lockstep.distributed.topology import Topology
 
 # How long a process that was killed may take to be gone; one that waits for a driver never is.
 _KILL_SECONDS = 5.0

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import click
 
+from lockstep.config.plain import finite
 from lockstep.doctor.check import Check, Verdict, overall
-from lockstep.plain import finite
 
 _SHOWN: dict[Verdict, str] = {"ok": "ok", "none": "-", "warn": "warn", "fail": "fail"}
 _COLOURS: dict[Verdict, str] = {"ok": "green", "none": "bright_black", "warn": "yellow", "fail": "red"}

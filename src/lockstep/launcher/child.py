@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed.failure import report, stop_file
+from lockstep.distributed.group import settle
 from lockstep.errors import PREEMPTED_EXIT_CODE
-from lockstep.failure import report, stop_file
-from lockstep.group import settle
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep import runfolder, runtime, worker
+from lockstep import runtime, worker
 from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
+from lockstep.distributed.topology import Topology, launched
+from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import ConfigError, LaunchError, WorkerFailed
 from lockstep.launcher import local
 from lockstep.launcher.child import call_function
 from lockstep.launcher.plan import local_plan
-from lockstep.topology import Topology, launched
-from lockstep.train.stop import Preempted
-from lockstep.watch.stall import Limits
+from lockstep.record import run_folder
+from lockstep.train.requests import Preempted
 
 
 def launch(
@@ -58,7 +59,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: P
     count = int(settings.processes)
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
-    with runfolder.locked(folder):
+    with run_folder.locked(folder):
         result = local.launch(
             plan,
             entry=call_function,
@@ -83,7 +84,7 @@ def _folder_maker(
     main: Callable[..., Any], settings: RunSettings, out: str | Path, folder: str | Path | None
 ) -> Callable[[], Path]:
     if folder is None:
-        return lambda: runfolder.create(Path(out), settings.name or str(getattr(main, "__name__", "run")))
+        return lambda: run_folder.create(Path(out), settings.name or str(getattr(main, "__name__", "run")))
     return lambda: _existing_or_new(Path(folder))
 
 

@@ -20,15 +20,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.distributed.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
+from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError, RankStalled
-from lockstep.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
 from lockstep.launcher.plan import LaunchPlan
-from lockstep.signals import Signals
 
 if TYPE_CHECKING:
+    from lockstep.distributed.watch.stall import Limits, Stall
+    from lockstep.distributed.watch.watcher import Watcher
     from lockstep.launcher.ranks import Ranks
-    from lockstep.watch.stall import Limits, Stall
-    from lockstep.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def launch(
     with signals.listening(), _store(plan) as (port, store):
         from torch._C._distributed_c10d import PrefixStore
 
-        from lockstep.meeting import store_prefix
+        from lockstep.distributed.rendezvous import store_prefix
 
         for attempt in range(max_restarts + 1):
             heartbeats = PrefixStore(store_prefix(attempt), store)
@@ -93,8 +93,8 @@ def _attempt(
     heartbeats: Any,
     watch: Limits | None,
 ) -> Result:
+    from lockstep.distributed.watch.watcher import Watcher
     from lockstep.launcher.ranks import start_commands, start_functions
-    from lockstep.watch.watcher import Watcher
 
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
         error_files = [Path(folder) / f"error-{rank}.json" for rank in range(len(plan.processes))]
@@ -199,7 +199,7 @@ def _store(plan: LaunchPlan) -> Iterator[tuple[int, Any]]:
     """Serve the store that ranks meet at, on loopback, for all attempts; yields its port and itself."""
     from torch._C._distributed_c10d import TCPStore
 
-    from lockstep.meeting import port_in_use
+    from lockstep.distributed.rendezvous import port_in_use
 
     # A socket of our own: bound to loopback only, and never free for another process to take in between.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:

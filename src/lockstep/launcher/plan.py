@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.distributed.topology import Place, Topology
 from lockstep.launcher import cgroup
-from lockstep.topology import Place, Topology
 
 # The port is chosen when the launcher opens its store, so that nobody can take it in between.
 ANY_PORT = "auto"

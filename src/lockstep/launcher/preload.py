@@ -6,10 +6,10 @@ import signal
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
 
-import lockstep.display
 import lockstep.launcher.child
-import lockstep.logs
-import lockstep.runfolder
+import lockstep.record.display
+import lockstep.record.logs
+import lockstep.record.run_folder
 import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before
 
 # A signal to the whole process group must not take the fork server away: the launcher would lose sight of its ranks.

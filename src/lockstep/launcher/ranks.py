@@ -100,7 +100,7 @@ class _Functions(MultiprocessContext):
         return Ended(returned=dict(self._return_values))
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
-        """End the other ranks; those that fell in the same moment by themselves belong to the picture."""
+        """End the other ranks; those that fell in the same moment by themselves belong to the snapshot."""
         assert self._pc is not None
         time.sleep(0.1)
         fallen = {rank: each.exitcode for rank, each in enumerate(self._pc.processes) if each.exitcode}

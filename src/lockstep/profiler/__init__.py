@@ -10,16 +10,14 @@ from lockstep.profiler.base import Profiler
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Profile
+    from lockstep.distributed.activity import Activity
+    from lockstep.distributed.topology import Topology
     from lockstep.profiler.base import Backend
-    from lockstep.topology import Topology
-    from lockstep.whereabouts import Whereabouts
 
 FOLDER = "profile"
 
 
-def create(
-    settings: Profile | None, runtime: str, topology: Topology, folder: Path, whereabouts: Whereabouts
-) -> Profiler:
+def create(settings: Profile | None, runtime: str, topology: Topology, folder: Path, activity: Activity) -> Profiler:
     """What a rank profiles itself with: something that does nothing, where no profile of it is wanted."""
     check_profile_ranks(settings, topology.world_size)
     place = topology.place
@@ -29,7 +27,7 @@ def create(
     from lockstep.profiler.window import Window
 
     demand = Demand.listening(settings.address, settings.port, place.local_rank)
-    return Window(_backend(runtime), settings, folder / FOLDER / f"proc_{place.rank}", whereabouts, demand)
+    return Window(_backend(runtime), settings, folder / FOLDER / f"proc_{place.rank}", activity, demand)
 
 
 def _backend(runtime: str) -> Backend:

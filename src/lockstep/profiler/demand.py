@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep.environment import with_variables
 from lockstep.errors import ConfigError
 from lockstep.profiler.xplane import make_readable, varint
+from lockstep.runtime.environment import with_variables
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import REGIONS, Profile
+from lockstep.distributed.activity import Activity
 from lockstep.profiler.base import Backend, Profiler
 from lockstep.profiler.demand import Demand, Request
-from lockstep.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,8 @@ class Trace:
 class Window(Profiler):
     """Takes the traces of one rank. It never ends a run: what fails is told as a warning, and there is no trace."""
 
-    def __init__(
-        self, backend: Backend, settings: Profile, folder: Path, whereabouts: Whereabouts, demand: Demand
-    ) -> None:
-        self._backend, self._folder, self._whereabouts, self._demand = backend, folder, whereabouts, demand
+    def __init__(self, backend: Backend, settings: Profile, folder: Path, activity: Activity, demand: Demand) -> None:
+        self._backend, self._folder, self._activity, self._demand = backend, folder, activity, demand
         self._first, self._steps = settings.start_step, settings.steps
         self._left_out = {*REGIONS} - {*settings.regions}  # a region by any other name is the user's own
         self._wanted = settings.steps > 0  # a window that is still to come
@@ -112,7 +110,7 @@ class Window(Profiler):
 
     def _start(self, trace: Trace) -> None:
         try:
-            with self._whereabouts.within("starting a profile", limit=self._whereabouts.patience):
+            with self._activity.within("starting a profile", limit=self._activity.patience):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._backend.start(self._folder)
         except Exception as error:
@@ -127,7 +125,7 @@ class Window(Profiler):
         assert trace is not None
         began = time.monotonic()
         try:
-            with self._whereabouts.within("writing a profile", limit=self._whereabouts.patience):
+            with self._activity.within("writing a profile", limit=self._activity.patience):
                 written = self._backend.stop()
         except Exception as error:
             self._failed(trace, f"could not be written to {self._folder}: {error}")

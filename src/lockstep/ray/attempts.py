@@ -6,9 +6,9 @@ import re
 import time
 from collections.abc import Mapping
 
+from lockstep.distributed.failure import Failure, Report, find_cause, report
 from lockstep.errors import LaunchError
-from lockstep.failure import Failure, Report, find_cause, report
-from lockstep.ray.desk import Event
+from lockstep.ray.mailbox import Event
 
 
 class Attempts:

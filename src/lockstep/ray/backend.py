@@ -15,15 +15,15 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train.backend import Backend
 
+from lockstep.distributed.rollcall.faults import SHOWN
+from lockstep.distributed.rollcall.report import table
+from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
 from lockstep.ray import session
-from lockstep.ray.config import XLA_BACKENDS, TorchConfig
 from lockstep.ray.placement import Spot, look_around, meeting_place, topologies
 from lockstep.ray.session import Joined
+from lockstep.ray.torch_config import XLA_BACKENDS, TorchConfig
 from lockstep.ray.xla import mesh_shape, require_torch_xla
-from lockstep.rollcall.faults import SHOWN
-from lockstep.rollcall.report import table
-from lockstep.topology import ranks_text
 
 logger = logging.getLogger(__name__)
 

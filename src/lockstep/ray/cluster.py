@@ -14,9 +14,9 @@ from typing import Any
 import ray
 
 from lockstep.config.schema import RunConfig
-from lockstep.environment import with_variables
 from lockstep.errors import LaunchError
 from lockstep.ray.address import address_of
+from lockstep.runtime.environment import with_variables
 
 # Tensors do not go through Ray's object store: words and numbers do.
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import ray
 
+from lockstep.distributed.topology import Place, Topology
 from lockstep.errors import LaunchError
-from lockstep.topology import Place, Topology
 
 LOOPBACK = "127.0.0.1"
 

@@ -13,22 +13,22 @@ from typing import Any, TextIO
 
 import ray
 
-from lockstep import display
-from lockstep.failure import Report
-from lockstep.logs import screen_handler
-from lockstep.metrics import Row
-from lockstep.ray.desk import ANSWER_SECONDS, Event
-from lockstep.train.stop import Requests
+from lockstep.distributed.failure import Report
+from lockstep.ray.mailbox import ANSWER_SECONDS, Event
+from lockstep.record import display
+from lockstep.record.logs import screen_handler
+from lockstep.record.writers import Row
+from lockstep.train.requests import Requests
 
 # A request is heard within this time, and a line shown: more often would cost the training more than it is worth.
 _INTERVAL = 0.5
 
 
 class Relay:
-    """A thread that carries events to the desk and requests back, until the rank is done."""
+    """A thread that carries events to the mailbox and requests back, until the rank is done."""
 
-    def __init__(self, desk: Any, rank: int, requests: Requests) -> None:
-        self._desk, self._rank = desk, rank
+    def __init__(self, mailbox: Any, rank: int, requests: Requests) -> None:
+        self._mailbox, self._rank = mailbox, rank
         self._life = uuid.uuid4().hex  # so that a late word of a rank is not taken for one of its successor
         self.requests = requests
         self._saves: int | None = None  # how often a save had been asked for before this rank began
@@ -38,7 +38,7 @@ class Relay:
         self._thread = threading.Thread(target=self._carry, name="lockstep-relay", daemon=True)
 
     def may_begin(self) -> bool:
-        return bool(ray.get(self._desk.may_begin.remote(), timeout=ANSWER_SECONDS))
+        return bool(ray.get(self._mailbox.may_begin.remote(), timeout=ANSWER_SECONDS))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Relay:
 
     def _carry(self) -> None:
         while not self._done.wait(_INTERVAL):
-            # A desk that does not answer went away with the driver, and Ray ends this rank as well.
+            # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
             with contextlib.suppress(Exception):
                 self._exchange()
         with contextlib.suppress(Exception):
@@ -71,7 +71,7 @@ class Relay:
             events, self._pending = self._pending, []
         if not events and self._rank != 0:
             return
-        asked = ray.get(self._desk.tell.remote(events), timeout=ANSWER_SECONDS)
+        asked = ray.get(self._mailbox.tell.remote(events), timeout=ANSWER_SECONDS)
         if self._rank != 0:  # the pulse tells the others, at the same step
             return
         if asked["leave"] is not None and self.requests.leave is None:

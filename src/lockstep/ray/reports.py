@@ -9,7 +9,7 @@ from typing import Any
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.errors import LaunchError
 from lockstep.train.run import Run
 
@@ -26,7 +26,7 @@ class Reports:
 
     def __init__(self, run: Run, before: Callable[[], None] | None = None) -> None:
         self._before = before  # what has to be done so that the checkpoint is where Ray Train looks for it
-        self._rank, self._store = run.rank, Store(run.folder / "checkpoints")
+        self._rank, self._store = run.rank, CheckpointStorage(run.folder / "checkpoints")
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-reports")
         self._pending: list[concurrent.futures.Future[None]] = []
         self._metrics: dict[str, Any] = {}

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep import display
-from lockstep.logs import screen_handler
-from lockstep.ray.desk import Event
+from lockstep.ray.mailbox import Event
+from lockstep.record import display
+from lockstep.record.logs import screen_handler
 
 
 class _WithoutRay:

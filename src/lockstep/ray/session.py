@@ -23,17 +23,17 @@ from torch._C._distributed_c10d import HashStore
 from lockstep import worker
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.distributed.rollcall.report import Report
+from lockstep.distributed.topology import Topology, ranks_text
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray import xla
-from lockstep.ray.config import XLA_BACKENDS, TorchConfig, checked_settings
 from lockstep.ray.placement import Spot, device_index
 from lockstep.ray.report import Reporter
-from lockstep.rollcall.report import Report
+from lockstep.ray.torch_config import XLA_BACKENDS, TorchConfig, checked_settings
 from lockstep.runtime.base import Runtime
-from lockstep.topology import Topology, ranks_text
 from lockstep.train import trainer
+from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
-from lockstep.train.stop import Preempted, Requests
 from lockstep.train.task import import_object
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Session:
         if self.present.runtime.name == "cuda":
             self.present.runtime.prepare()  # torch's current device is the thread's
         # A function of one's own need not use anything of the run: until it does, nothing says whether it gets on.
-        self.present.group.whereabouts.enter("main", limit=math.inf)
+        self.present.group.activity.enter("main", limit=math.inf)
 
     def end(self, error: BaseException | None) -> bool:
         """The training function is over. Whether its error has been dealt with: leaving on request is no failure."""
@@ -130,7 +130,7 @@ class Session:
                 self._opened.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
             if error is None or isinstance(error, Preempted):
                 self.training = False
-                self.present.group.whereabouts.enter("the end of the other workers", waits=True)
+                self.present.group.activity.enter("the end of the other workers", waits=True)
 
     def _conclude(self, run: Run, outcome: dict[str, Any]) -> None:
         worker.conclude(run, outcome)

@@ -17,16 +17,16 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import BasicVariantGenerator
 
-from lockstep import runfolder
 from lockstep.config.load import with_values
+from lockstep.config.plain import columns
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Axis, Sweep
+from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
-from lockstep.plain import columns
-from lockstep.ray import room
+from lockstep.ray import capacity
 from lockstep.ray.cluster import Cluster, connected, environment
-from lockstep.ray.launch import Fit, resolved, say, train_on
-from lockstep.signals import Signals
+from lockstep.ray.controller import Fit, resolved, say, train_on
+from lockstep.record import run_folder
 
 SWEEP_FILE, BEST_FILE = "sweep.json", "best.yaml"
 # A trial's own process only waits for its workers, which have what they need.
@@ -59,10 +59,10 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     config, env, task = resolved(config)
     if config.processes == "auto":
         raise ConfigError("processes: auto cannot be swept over; say how many workers each trial has")
-    resources, workers = room.per_worker(config), int(config.processes)
+    resources, workers = capacity.per_worker(config), int(config.processes)
     at_once = config.model_copy(update={"processes": workers * sweep.concurrency})
     with signals.listening(), connected(at_once, resources, env) as cluster, signals.listening():
-        room.find(config, [workers * sweep.concurrency], resources)
+        capacity.find(config, [workers * sweep.concurrency], resources)
         with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
             fit = Fit(_tuner(config, sweep, folder, task, cluster))
             while not fit.done and not signals.count:
@@ -117,7 +117,7 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
 
     def make_folder(chosen: RunConfig) -> Path:
         (run / "logs").mkdir(parents=True)
-        runfolder.write_config(run, chosen)
+        run_folder.write_config(run, chosen)
         return run
 
     config = with_values(config, values)
@@ -126,7 +126,7 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
         ended = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
     failure = ended.result.failure
     if failure is not None:
-        runfolder.record(run, "failed", failure.cause)
+        run_folder.record(run, "failed", failure.cause)
         raise WorkerFailed(failure.rank, failure.host, failure.render(int(ended.config.processes)), failure.exit_code)
 
 
@@ -152,10 +152,10 @@ class _Shown(tune.Callback):  # type: ignore[misc]
 def _trial(result: Any, sweep: Sweep, folder: Path) -> Trial:
     number = _number(result.metrics["trial_id"])
     run, metric = folder / trial_folder(number), result.metrics.get(sweep.metric)
-    summary = runfolder.read_summary(run)
+    summary = run_folder.read_summary(run)
     status = "failed" if result.error is not None else str(summary.get("status", "pruned"))
     if status == "pruned":
-        runfolder.record(run, status, f"by the sweep, at epoch {result.metrics.get('epoch')}")
+        run_folder.record(run, status, f"by the sweep, at epoch {result.metrics.get('epoch')}")
     cause = str(summary.get("reason") or result.error or "") if status == "failed" else ""
     values = dict(result.config or {})
     return Trial(number, values, status, result.metrics.get("epoch"), metric, cause.strip().split("\n")[0])
@@ -170,7 +170,7 @@ def _conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path) -> int:
     if best is None:
         say("no trial has come to an end that counts")
         return 5
-    shutil.copy(folder / best.folder / runfolder.CONFIG_FILE, folder / BEST_FILE)
+    shutil.copy(folder / best.folder / run_folder.CONFIG_FILE, folder / BEST_FILE)
     say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {_text(best.values)}")
     say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
     return 0

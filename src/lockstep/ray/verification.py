@@ -12,12 +12,12 @@ import ray.train
 from ray.train import RunConfig
 from ray.train.torch import TorchTrainer
 
+from lockstep.distributed.rollcall.report import Report
 from lockstep.errors import LaunchError
-from lockstep.ray import room
-from lockstep.ray.config import TorchConfig
+from lockstep.ray import capacity
 from lockstep.ray.failure import cause_of
 from lockstep.ray.session import current
-from lockstep.rollcall.report import Report
+from lockstep.ray.torch_config import TorchConfig
 
 
 def verify(
@@ -39,7 +39,7 @@ def verify(
         trainer = TorchTrainer(
             _say_who_is_here,
             train_loop_config={"board": board},
-            scaling_config=room.scaling(workers, resources, topology=topology, accelerator=accelerator),
+            scaling_config=capacity.scaling(workers, resources, topology=topology, accelerator=accelerator),
             torch_config=TorchConfig(backend=backend, join_timeout_s=join_timeout, **config),
             run_config=RunConfig(name="verification", storage_path=storage),
         )

@@ -16,10 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.config.schema import RunSettings, Xla
-from lockstep.environment import with_variables
 from lockstep.errors import ConfigError, RollCallError
 from lockstep.ray.placement import Spot
 from lockstep.runtime import pjrt
+from lockstep.runtime.environment import with_variables
 
 logger = logging.getLogger("ray.train.lockstep")  # which Ray brings to the driver
 

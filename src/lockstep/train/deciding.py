@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
-from lockstep.group import Group
+from lockstep.distributed.group import Group
 
 Value = TypeVar("Value")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.group import Group
+from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 from lockstep.train.deciding import Deciding
@@ -63,5 +63,5 @@ class OnDevices(Deciding):
         """Give every rank rank 0's parameters and buffers: replicas then start equal, whatever each of them drew."""
         if self.world_size == 1:
             return
-        with self.group.whereabouts.within("broadcasting the parameters", waits=True), torch.no_grad():
+        with self.group.activity.within("broadcasting the parameters", waits=True), torch.no_grad():
             self.runtime.broadcast([*model.parameters(), *model.buffers()])

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data import Loader
+from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
-from lockstep.metrics import Sums, numbers
+from lockstep.record.meters import Sums, numbers
 
 Measure = Callable[[Any], Mapping[str, Tensor]]
 

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 
 from lockstep.config.schema import Checkpoint, Validate
 from lockstep.config.values import Interval
-from lockstep.data import Collate
+from lockstep.data.loader import Collate
+from lockstep.data.progress import Due
 from lockstep.train.early_stop import EarlyStopping, metric_value
 from lockstep.train.evaluation import Measure
 from lockstep.train.run import Run
-from lockstep.train.state import Due
 
 logger = logging.getLogger(__name__)
 

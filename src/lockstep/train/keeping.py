@@ -11,22 +11,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import profiler
-from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.stateful import Stateful
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.config.schema import RunSettings
+from lockstep.data.progress import Progress
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
-from lockstep.group import Group
 from lockstep.profiler.base import in_region
+from lockstep.record.journal import Journal
+from lockstep.record.recorder import Record
 from lockstep.runtime.base import Runtime
+from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
 from lockstep.strategy.base import Strategy
-from lockstep.topology import Topology
+from lockstep.strategy.fingerprint import combined, compare, fingerprint
 from lockstep.train.devices import OnDevices
-from lockstep.train.fingerprint import combined, compare, fingerprint
-from lockstep.train.journal import Journal
 from lockstep.train.kept import Kept
-from lockstep.train.record import Record
-from lockstep.train.state import Progress, Stateful, generator_states, seed_generators, set_generator_states
-from lockstep.train.stop import Pulse, Requests
+from lockstep.train.requests import Pulse, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +53,11 @@ class Keeping(OnDevices):
         self.journal = Journal(group, record, settings.log.every)
         self._kept = Kept(self.progress, self.journal)
         self._pulse = Pulse(group, requests)
-        self._whereabouts = group.whereabouts
-        self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.whereabouts)
-        self._store = Store(folder / "checkpoints")
+        self._activity = group.activity
+        self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
+        self._store = CheckpointStorage(folder / "checkpoints")
         to_host = runtime.to_host if runtime.name == "xla" else list
-        self._saver = Saver(self._store, settings.checkpoint, group.whereabouts, to_host)
+        self._writer = CheckpointWriter(self._store, settings.checkpoint, group.activity, to_host)
         self._last_saved_step = -1
 
     @property
@@ -93,12 +95,12 @@ class Keeping(OnDevices):
         if self.progress.step == self._last_saved_step:
             return
         self._last_saved_step = self.progress.step
-        self._whereabouts.enter("saving")
+        self._activity.enter("saving")
         self._equalize_buffers()
         states = self._compared({"generators": generator_states(self.runtime)}, "generator states")
         if not self.is_main:
             if self._strategy.name == "spmd":  # what is spread over hosts is fetched by all of them together
-                self._saver.fetch(*self._kept.model_and_state())
+                self._writer.fetch(*self._kept.model_and_state())
             return
         model, state = self._kept.model_and_state()
         state |= {"seconds": self.seconds, "generators": [each["generators"] for each in states]}
@@ -108,7 +110,7 @@ class Keeping(OnDevices):
             "value": value,
             "metrics": dict(metrics or {}),
         }
-        self._saver.save(self.progress.step, model, state, about)
+        self._writer.save(self.progress.step, model, state, about)
 
     def restore(self) -> bool:
         """Go on from the newest good checkpoint of this run's folder; False where there is none."""
@@ -135,7 +137,7 @@ class Keeping(OnDevices):
 
     def newest_saved(self) -> tuple[int, Path] | None:
         """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
-        self._saver.finish()
+        self._writer.finish()
         steps = self._store.steps()
         return (steps[-1], self._store.path(steps[-1])) if steps else None
 
@@ -154,7 +156,7 @@ class Keeping(OnDevices):
         return messages
 
     def _equalize_buffers(self) -> None:
-        with self._whereabouts.within("the buffers", waits=True):
+        with self._activity.within("the buffers", waits=True):
             self._strategy.equalize_buffers(self.module)
 
     def _learning_rate(self) -> float | None:

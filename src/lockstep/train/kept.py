@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.stateful import Stateful
+from lockstep.data.progress import Progress
 from lockstep.errors import ConfigError
-from lockstep.train.journal import Journal
-from lockstep.train.state import Progress, Stateful
+from lockstep.record.journal import Journal
 
 
 @dataclass

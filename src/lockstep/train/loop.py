@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunConfig
-from lockstep.data import Collate
+from lockstep.data.loader import Collate
 from lockstep.train.hooks import Hook
 from lockstep.train.run import Run
 from lockstep.train.task import Task

@@ -15,29 +15,27 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep import strategy as strategies
+from lockstep.checkpoint.stateful import Stateful
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunSettings
-from lockstep.data import Collate, Part, check_dataset
-from lockstep.display import Display
+from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.loaders import Loaders
+from lockstep.data.order import MicroBatch
+from lockstep.data.progress import Due
+from lockstep.data.stream import counted, streamed
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
-from lockstep.group import Group
 from lockstep.profiler.base import in_region
+from lockstep.record.display import Display
+from lockstep.record.recorder import Record
 from lockstep.runtime.base import Runtime
-from lockstep.topology import Topology
-from lockstep.train.compiling import be_patient_while_compiling
+from lockstep.runtime.generators import seed_generators
+from lockstep.strategy.rules import shard_rules
+from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
-from lockstep.train.guard import CompileGuard
 from lockstep.train.keeping import Keeping
-from lockstep.train.loaders import Loaders
-from lockstep.train.record import Record
-from lockstep.train.sharding import shard_rules
-from lockstep.train.state import (
-    Due,
-    Stateful,
-    seed_generators,
-)
-from lockstep.train.stop import Preempted, Requests
-from lockstep.train.stream import counted, streamed
+from lockstep.train.requests import Preempted, Requests
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +59,10 @@ class Run(Keeping):
         self._model: nn.Module | None = None
         self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, runtime)
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
-        self._part: Part | None = None  # the batch at hand, from when it is handed out until the step it belongs to
-        self._handed_out: Part | None = None  # the same, until the next one
+        self._part: MicroBatch | None = (
+            None  # the batch at hand, from when it is handed out until the step it belongs to
+        )
+        self._handed_out: MicroBatch | None = None  # the same, until the next one
         self._precision = "float32"
         self._clip_norm: float | None = None
         self._requests = requests
@@ -95,7 +95,7 @@ class Run(Keeping):
 
     def working(self, name: str, limit: float) -> contextlib.AbstractContextManager[None]:
         """For something of one's own that may take longer than `watch.stall_after`: up to so many seconds."""
-        return self._whereabouts.within(name, limit=limit)
+        return self._activity.within(name, limit=limit)
 
     def region(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A part of the step that is to have a name of its own in the profile, where one is being taken."""
@@ -130,12 +130,12 @@ class Run(Keeping):
             logger.info("compile: everything is compiled on XLA devices; nothing more to do")
         elif compile:
             model.compile()
-            be_patient_while_compiling(self._whereabouts)
+            be_patient_while_compiling(self._activity)
         self._kept.module, self._kept.optimizer = model, optimizer
         self._strategy.use_rules(shard_rules(shard or {}))
-        self._whereabouts.enter("placing the model", waits=self.world_size > 1)
+        self._activity.enter("placing the model", waits=self.world_size > 1)
         self._model = self._strategy.place(model)
-        self._whereabouts.enter("getting ready")
+        self._activity.enter("getting ready")
         if scheduler is not None:
             self.attach("scheduler", scheduler)
         # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
@@ -190,7 +190,7 @@ class Run(Keeping):
             self.progress.batch = 0
         yield from self._hand_out(streamed(self.group, batches, count, name), accumulate=1)
 
-    def _hand_out(self, parts: Iterator[tuple[Part, Any]], accumulate: int) -> Iterator[Any]:
+    def _hand_out(self, parts: Iterator[tuple[MicroBatch, Any]], accumulate: int) -> Iterator[Any]:
         """The parts of the current epoch one by one, each on the device and with a safe point before its batch."""
         self._part = None
         epoch = self.progress.epoch
@@ -200,7 +200,7 @@ class Run(Keeping):
                 if self.stopped is not None:
                     return
                 self.profiler.next_step(self.progress.step + 1)
-            self._whereabouts.enter("data", self.progress.step + 1)
+            self._activity.enter("data", self.progress.step + 1)
             self.profiler.enter("data")
             self._busy_since = time.perf_counter()
             following = next(parts, None)
@@ -213,13 +213,13 @@ class Run(Keeping):
                 self._strategy.sync_gradients(self._part.completes_batch)
             batch = self._strategy.move(batch)
             self._guard.begin("a batch that was filled up" if continues and accumulate == 1 else "a step", batch)
-            self._whereabouts.enter("loss")
+            self._activity.enter("loss")
             self.profiler.enter("forward")
             yield batch
         if self.progress.epoch == epoch:  # a loop that does not step still gets on
             self.progress.epoch, self.progress.batch = epoch + 1, 0
         self.profiler.enter(None)
-        self._whereabouts.enter("what follows an epoch", limit=self._whereabouts.patience)
+        self._activity.enter("what follows an epoch", limit=self._activity.patience)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that setup was given, for the forward pass and the loss."""
@@ -234,9 +234,9 @@ class Run(Keeping):
         exchanges = self.world_size > 1 and (self._part is None or self._part.completes_batch)
         doing = "gradient reduction" if exchanges else "backward"
         self._guard.computed(loss)
-        self._whereabouts.enter(doing, self.progress.step + 1, waits=exchanges)
+        self._activity.enter(doing, self.progress.step + 1, waits=exchanges)
         if not self._guard.settled:
-            self._whereabouts.be_patient()
+            self._activity.be_patient()
         complete = self._part is None or self._part.completes_batch
         self.profiler.enter("backward")
         try:
@@ -246,7 +246,7 @@ class Run(Keeping):
                 self._strategy.reduce_gradients(self.module)
         except RuntimeError as error:
             raise self.group.explain(error, f"the gradients of step {self.progress.step + 1}") from error
-        self._whereabouts.enter("the optimizer")
+        self._activity.enter("the optimizer")
         self.profiler.enter(None)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
@@ -265,17 +265,17 @@ class Run(Keeping):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if not self._guard.settled:
-            self._whereabouts.be_patient()
+            self._activity.be_patient()
         self._strategy.stepped(self.module)
         self._advance(part)
         self._guard.end(self.progress.step)
-        self._whereabouts.enter("the end", self.progress.step)
+        self._activity.enter("the end", self.progress.step)
         self.profiler.enter(None)
         return True
 
     def log(self, **values: Tensor | float) -> None:
         """Note values of the batch at hand; means over all ranks are written every `log.every`."""
-        self._whereabouts.progress()
+        self._activity.progress()
         examples = 1 if self._handed_out is None else self._handed_out.examples
         # Before step() the batch at hand belongs to the step that is under way.
         self.journal.note(self.progress.step + (0 if self._part is None else 1), examples, values)
@@ -327,7 +327,7 @@ class Run(Keeping):
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
         self.journal.write_last_row(self.progress, self._learning_rate())
-        self._saver.finish()
+        self._writer.finish()
         self.profiler.close()
         self._loaders.close()
         self.journal.close()
@@ -335,7 +335,7 @@ class Run(Keeping):
     def give_up(self) -> None:
         """What a run that failed still does: the save under way may come to its end."""
         self.profiler.give_up()
-        self._saver.give_up()
+        self._writer.give_up()
 
     # Inside
 
@@ -344,14 +344,14 @@ class Run(Keeping):
         progress = self.progress
         asked = self._pulse.beat(progress.step)
         self.write_due_row()
-        self._saver.check()
+        self._writer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
             self._compared({}, f"the fingerprint of step {progress.step}")
         if asked.leave or asked.save:
             self.checkpoint()
         if asked.leave:
             # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
-            self.agree(self._saver.finish, "the last save")
+            self.agree(self._writer.finish, "the last save")
             self.profiler.close()
             raise Preempted(asked.leave)
         if asked.save:
@@ -369,12 +369,12 @@ class Run(Keeping):
         """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
 
         def move(batch: Any) -> Any:
-            self._whereabouts.enter(name)
+            self._activity.enter(name)
             return self._strategy.move(batch)
 
         return move
 
-    def _advance(self, part: Part | None) -> None:
+    def _advance(self, part: MicroBatch | None) -> None:
         progress = self.progress
         progress.step += 1
         progress.epoch_ended = False

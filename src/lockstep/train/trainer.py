@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Component, RunConfig
-from lockstep.data import Collate, check_dataset, split_dataset
+from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.order import split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.early_stop import EarlyStopping
 from lockstep.train.evaluation import Measure

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError
-from lockstep.runfolder import CONFIG_FILE
+from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import byproduct, trial
 from lockstep.verify.available import missing
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named

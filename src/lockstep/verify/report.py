@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.plain import finite
+from lockstep.config.plain import finite
 from lockstep.verify.findings import Judged, Report, Row
 from lockstep.verify.overrides import halfway
 

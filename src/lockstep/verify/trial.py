@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.distributed.failure import describe_exit
 from lockstep.doctor.ask import environment
-from lockstep.failure import describe_exit
-from lockstep.runfolder import SUMMARY_FILE
+from lockstep.record.run_folder import SUMMARY_FILE
 from lockstep.verify.combinations import Combination
 
 # Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
@@ -94,8 +94,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _losses(folder: Path | None) -> dict[int, float]:
-    from lockstep.metrics import read_rows
-    from lockstep.train.record import METRICS_FILE
+    from lockstep.record.recorder import METRICS_FILE
+    from lockstep.record.writers import read_rows
 
     if folder is None or not (folder / METRICS_FILE).is_file():
         return {}

@@ -1,0 +1,1 @@
+"""Who takes part in a run, how they meet and talk, and whether they get on."""

@@ -1,0 +1,112 @@
+"""Where a rank is at this moment: the step, what it is doing or waiting for, and since when.
+
+Written by the training thread as it goes, at the price of an assignment; read by the thread that sends the heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import NamedTuple
+
+STARTING, LEFT = "starting", "done"
+
+
+class Moment(NamedTuple):
+    """One place in the program."""
+
+    number: int
+    step: int
+    doing: str
+    waits: bool  # only other ranks can bring this one on
+    first: bool  # never done before by this process, so it may have to compile or to fetch
+    since: float  # by this process's monotonic clock
+    limit: float  # how long it may take, where that is longer than usual
+
+
+class Activity:
+    """Always holds one whole moment, so that another thread never sees half of one.
+
+    It is noted several times in every step, so it is noted as a bare tuple: that takes a third of the time.
+    """
+
+    def __init__(self, patience: float = 0.0) -> None:
+        self.patience = patience  # how long may be taken by what is not known to be short
+        self._known = {STARTING}
+        self._now: tuple[int, int, str, bool, bool, float, float] = (0, 0, STARTING, False, True, monotonic(), 0.0)
+
+    @property
+    def now(self) -> Moment:
+        return Moment(*self._now)
+
+    def enter(self, doing: str, step: int | None = None, waits: bool = False, limit: float = 0.0) -> None:
+        """From here on this rank is doing something else, or the same once more: either is progress."""
+        before = self._now
+        first = doing not in self._known
+        if first:
+            self._known.add(doing)
+        self._now = (before[0] + 1, before[1] if step is None else step, doing, waits, first, monotonic(), limit)
+
+    def progress(self) -> None:
+        """Still doing the same, and getting on with it."""
+        before = self._now
+        self._now = (before[0] + 1, *before[1:5], monotonic(), before[6])
+
+    def be_patient(self) -> None:
+        """What this rank is doing takes longer than usual this time."""
+        self._now = (*self._now[:6], self.patience)
+
+    @contextlib.contextmanager
+    def within(self, doing: str, waits: bool = False, limit: float = 0.0) -> Iterator[None]:
+        """Something that this rank does, or waits for, in the midst of something else."""
+        number, step, *_ = before = self._now
+        self._now = (number + 1, step, doing, waits, False, monotonic(), limit)
+        try:
+            yield
+        finally:
+            self._now = (self._now[0] + 1, *before[1:5], monotonic(), before[6])
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank lets others know of its activity."""
+
+    count: int  # beats so far: a new one shows that the process is alive
+    number: int  # of the moment: a new one is progress
+    step: int
+    doing: str
+    waits: bool
+    first: bool
+    limit: float
+    still: float  # seconds since that moment began, by the rank's own clock
+    where: str  # the line of the user's code that the rank is in, where it has been there for a while
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Beat | None:
+        return cls(**json.loads(data)) if data else None
+
+    @property
+    def at(self) -> str:
+        """`loss of step 3`; what has a name of its own (in quotes) says the step itself, if there is one."""
+        return self.doing if self.doing.startswith(("'", '"')) or not self.step else f"{self.doing} of step {self.step}"
+
+    @property
+    def left(self) -> bool:
+        """Whether the rank has done its work and is gone."""
+        return self.doing == LEFT
+
+    def describe(self) -> str:
+        """`waits in gradient reduction of step 118`, `in loss of step 3, train.py:42`."""
+        verb = "waits in" if self.waits else "in"
+        return f"{verb} {self.at}{f', {self.where}' if self.where and not self.waits else ''}"
+
+
+def beat_key(rank: int) -> str:
+    """Where in the store a rank's newest beat is."""
+    return f"beats/{rank}"

@@ -1,0 +1,182 @@
+"""Which of many failures is the cause, what the user reads of it, and whether another attempt makes sense."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank failed, as it wrote it down itself."""
+
+    rank: int
+    host: str
+    kind: str
+    message: str
+    exit_code: int
+    time: float
+    traceback: str = ""  # empty where the message says all that the user needs
+    consequence: bool = False
+    concerns_all_ranks: bool = False
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of an attempt: the headline and what followed from it."""
+
+    rank: int
+    host: str
+    cause: str
+    exit_code: int
+    kind: str = ""
+    traceback: str = ""
+    followers: Mapping[int, str] = field(default_factory=dict)
+    concerns_all_ranks: bool = False
+
+    def render(self, world_size: int) -> str:
+        """One headline, the user's traceback where there is one, and the other ranks in a line."""
+        who = "" if self.concerns_all_ranks else f"rank {self.rank} of {world_size} on {self.host} failed: "
+        lines = [who + self.cause]
+        if self.traceback:
+            lines += ["", *("  " + line for line in self.traceback.rstrip().splitlines()), ""]
+        if self.followers:
+            same: dict[str, list[int]] = {}
+            for rank, text in self.followers.items():
+                same.setdefault(text, []).append(rank)
+            lines += [
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+                for text, ranks in same.items()
+            ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended: what each rank returned, or why one failed."""
+
+    exit_code: int
+    returned: dict[int, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+
+def stop_file(error_file: Path) -> Path:
+    """A file next to the reports that is there once the launcher has asked its ranks to stop."""
+    return error_file.with_name("stop")
+
+
+def report(error: BaseException, rank: int, host: str) -> Report:
+    """What a rank writes down about the exception that ends it."""
+    ours = isinstance(error, LockstepError)
+    text = str(error) or type(error).__name__
+    # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).
+    lost = isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
+    return Report(
+        rank=rank,
+        host=host,
+        kind=type(error).__name__,
+        message=_message(error, text, ours, lost),
+        exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
+        time=time.time(),
+        traceback="" if ours or lost or _disk_is_full(error) else "".join(user_traceback(error)),
+        consequence=type(error).__name__ in CONSEQUENCES or lost,
+        concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
+    )
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
+    if ours:
+        return text
+    if _disk_is_full(error):
+        return f"could not be written: {text}. Checkpoints that are there are untouched: make room and resume the run"
+    if lost:
+        return f"lost the connection to another rank ({type(error).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+def user_traceback(error: BaseException) -> list[str]:
+    """The traceback from the first frame that is the user's: how we got there is of no use to them."""
+    here = str(Path(__file__).parents[1])
+    internal = (here, "<frozen ")
+    entry: TracebackType | None = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename.startswith(internal):
+        entry = entry.tb_next
+    return traceback.format_exception(type(error), error, entry or error.__traceback__)
+
+
+def find_cause(reports: list[Report], exit_codes: Mapping[int, int], host: str) -> Failure:
+    """The earliest failure that is not the consequence of another.
+
+    A rank that was killed or left without a word cannot write a report, so where all reports are consequences, such a
+    rank is the cause.
+    """
+    by_time = sorted(reports, key=lambda each: each.time)
+    causes = [each for each in by_time if not each.consequence]
+    reported = {each.rank for each in reports}
+    silent = [rank for rank in sorted(exit_codes) if rank not in reported]
+    if causes:
+        return _failure(causes[0], by_time, exit_codes, silent)
+    if silent:
+        code = exit_codes[silent[0]]
+        followers = {each.rank: _first_line(each.message) for each in by_time}
+        return Failure(silent[0], host, describe_exit(code), 5, followers=followers)
+    if by_time:
+        return _failure(by_time[0], by_time, exit_codes, silent)
+    return Failure(0, host, "the run ended and no rank said why", 5)
+
+
+def describe_exit(code: int) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+        hint = " (out of memory? see the kernel log)" if name == "SIGKILL" else ""
+        return f"killed by {name}{hint}, exit code {code}"
+    if code == 0:
+        return "the process left without finishing its work (exit code 0): something called os._exit or sys.exit"
+    return f"exit code {code}"
+
+
+def worth_retrying(failure: Failure) -> bool:
+    """Another attempt repeats a mistake in the config or a loss that diverged; anything else may have been chance."""
+    return failure.exit_code != 2 and failure.kind not in (NonFiniteLoss.__name__, NonFiniteGradients.__name__)
+
+
+def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int], silent: list[int]) -> Failure:
+    followers = {
+        each.rank: "the same" if each.message == cause.message else _first_line(each.message)
+        for each in by_time
+        if each.rank != cause.rank
+    }
+    followers.update({rank: describe_exit(exit_codes[rank]) for rank in silent})
+    if cause.concerns_all_ranks:  # who says the same is no news
+        followers = {rank: text for rank, text in followers.items() if text != "the same"}
+    return Failure(
+        cause.rank,
+        cause.host,
+        cause.message,
+        cause.exit_code,
+        cause.kind,
+        cause.traceback,
+        followers,
+        cause.concerns_all_ranks,
+    )
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0]

@@ -1,0 +1,254 @@
+"""The ranks that talk to each other.
+
+The control plane carries small host messages (agree, gather, barrier, rendezvous) over a gloo group of its own,
+beside the data plane that carries tensors. Messages are JSON or bytes: nothing that arrives is ever unpickled.
+Every wait has a name and a limit. All ranks must wait for the same thing: where one took another branch, every rank
+is told at once which one and where it is; where one does not come at all, the error at the limit says who.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed.activity import Activity, Beat, beat_key
+from lockstep.distributed.topology import ranks_text
+from lockstep.errors import LOST_PEER, OutOfStep, PeerLost, RankMissing, RankZeroFailed
+
+Value = TypeVar("Value")
+
+# A message this small travels with its length and its name in one collective; a longer one needs a second.
+INLINE_BYTES = 1000
+_SIZE_BYTES, _NAME_BYTES = 8, 8
+_HEADER = _SIZE_BYTES + _NAME_BYTES
+_LONGEST_NAME = 200
+# How long the threads of a group get to let go of the last message before the group is taken apart.
+_SETTLE_SECONDS = 0.05
+
+
+class Group:
+    """All ranks of a run, as seen by one of them. A world of one needs no network and never waits."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        store: Any = None,
+        control: Any = None,
+        activity: Activity | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.activity = activity or Activity()
+        self._store, self._control = store, control
+
+    @overload
+    def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
+
+    @overload
+    def agree(self, value: Value, name: str = ...) -> Value: ...
+
+    def agree(self, value: Any, name: str = "a decision") -> Any:
+        """Rank 0's value on every rank. A callable runs on rank 0 only; if it raises there, every rank raises."""
+        if self.rank != 0:
+            return _unwrap(self._from_rank_0(name, b""))
+        try:
+            with self.activity.within(repr(name), limit=self.activity.patience):
+                message = _encode({"value": value() if callable(value) else value}, name)
+        except Exception as error:
+            failure = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            self._from_rank_0(name, _encode({"failed": failure, "name": name}, name))
+            raise
+        self._from_rank_0(name, message)
+        return _unwrap(message)  # decoded, so that rank 0 sees just what the others see
+
+    def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
+        """Every rank's value, in rank order, on every rank."""
+        # Encoded in a world of one as well: what works there must work, and look the same, on several ranks.
+        return [json.loads(message) for message in self.rendezvous(name, _encode(value, name))]
+
+    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Exchange bytes among all ranks; returns every rank's payload in rank order once all have arrived.
+
+        Naming `ranks` that are not all of them is refused: those left out could not know.
+        """
+        if ranks is not None and sorted(ranks) != list(range(self.world_size)):
+            raise ValueError(
+                f"rendezvous {tag!r}: ranks={list(ranks)} is not all of the {self.world_size} ranks; all of them must "
+                "take part"
+            )
+        if not isinstance(payload, bytes):
+            raise TypeError(f"rendezvous {tag!r}: the payload must be bytes, got {type(payload).__name__}")
+        if self.world_size == 1:
+            return [payload]
+        with self._waiting(tag):
+            blocks = self._meet(tag, payload)
+            sizes = [_size(block) for block in blocks]
+            if max(sizes) <= INLINE_BYTES:
+                return [block[_HEADER : _HEADER + size] for block, size in zip(blocks, sizes, strict=True)]
+            parts = self._all_gather(payload.ljust(max(sizes), b"\0"))
+            return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def any(self, value: bool, name: str = "whether any rank wants to") -> bool:
+        return any(self.gather(bool(value), name))
+
+    def all(self, value: bool, name: str = "whether all ranks want to") -> bool:
+        return all(self.gather(bool(value), name))
+
+    def barrier(self, name: str = "a barrier") -> None:
+        """Return once every rank has arrived here."""
+        self.rendezvous(name)
+
+    def explain(self, error: RuntimeError, name: str) -> Exception:
+        """What a failure of the data plane means to a user; any other error as it is."""
+        if self.world_size == 1:
+            return error
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            return RankMissing(
+                f"{name} did not come together within {self.timeout:g} s: a rank did not take part. "
+                f"Last heard of: {self._last_heard()}. Look at the logs of the other ranks; "
+                "launch.timeout sets the limit"
+            )
+        if any(sign in text for sign in LOST_PEER):
+            return PeerLost(f"lost the connection to another rank in {name}")
+        return error
+
+    def leave(self) -> None:
+        """Close all connections; the last thing a rank does."""
+        if self.world_size > 1 and dist.is_initialized():
+            settle()
+            dist.destroy_process_group()
+
+    def _from_rank_0(self, name: str, message: bytes) -> bytes:
+        if self.world_size == 1:
+            return message
+        with self._waiting(name):
+            first = self._meet(name, message)[0]
+            size = _size(first)
+            if size <= INLINE_BYTES:
+                return first[_HEADER : _HEADER + size]
+            whole = _tensor(message.ljust(size, b"\0"))
+            dist.broadcast(whole, src=0, group=self._control)
+            return whole.numpy().tobytes()
+
+    def _meet(self, name: str, payload: bytes) -> list[bytes]:
+        """Every rank's block, after making sure that all of them came for the same thing."""
+        blocks = self._all_gather(_block(name, payload))
+        if len({_name(block) for block in blocks}) > 1:
+            told = self._all_gather(name.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0"))
+            raise OutOfStep(out_of_step([each.rstrip(b"\0").decode(errors="replace") for each in told]))
+        return blocks
+
+    def _all_gather(self, block: bytes) -> list[bytes]:
+        mine = _tensor(block)
+        blocks = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(blocks, mine, group=self._control)
+        return [each.numpy().tobytes() for each in blocks]
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Turn a failed wait into an error that names the absent."""
+        began = time.monotonic()
+        with self.activity.within(repr(name), waits=True):
+            try:
+                yield
+            except RuntimeError as error:
+                waited = time.monotonic() - began
+                if waited >= self.timeout * 0.95:
+                    raise RankMissing(self._who_is_missing(name, waited)) from None
+                raise PeerLost(
+                    f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
+                ) from None
+
+    def _who_is_missing(self, name: str, waited: float) -> str:
+        here, missing = [self.rank], []
+        for rank in (each for each in range(self.world_size) if each != self.rank):
+            beat = self._last_beat(rank)
+            if beat is not None and beat.waits and beat.doing == repr(name):
+                here.append(rank)
+            else:
+                missing.append(f"rank {rank} ({beat.describe() if beat else 'never seen'})")
+        return (
+            f"waited {waited:.0f} s for {name!r} (limit {self.timeout:g} s). "
+            f"Did not arrive: {', '.join(missing) or 'unknown'}. Arrived: {', '.join(map(str, sorted(here)))}. "
+            "Look at the log of the rank that is missing; launch.timeout sets the limit"
+        )
+
+    def _last_heard(self) -> str:
+        beats = {rank: self._last_beat(rank) for rank in range(self.world_size) if rank != self.rank}
+        return ", ".join(f"rank {rank} {beat.describe()}" for rank, beat in beats.items() if beat) or "nobody"
+
+    def _last_beat(self, rank: int) -> Beat | None:
+        with contextlib.suppress(Exception):  # a store that is gone must not hide what is being reported
+            if self._store.check([beat_key(rank)]):
+                return Beat.decode(self._store.get(beat_key(rank)))
+        return None
+
+
+def out_of_step(names: list[str]) -> str:
+    """What to tell ranks that met at different places."""
+    at: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        at.setdefault(name, []).append(rank)
+    places = "; ".join(f"{ranks_text(ranks)} at {name!r}" for name, ranks in at.items())
+    return (
+        f"the ranks are not in step: {places}. A call that all ranks must make was made, or left out, by some of "
+        "them: look for a branch on the rank (a save, a barrier or a decision on rank 0 only), or for ranks with "
+        "different numbers of batches"
+    )
+
+
+def settle() -> None:
+    """Wait, without Python's lock, for the threads of a group to let go of their last tensors.
+
+    Gloo's destructor joins its threads while it holds that lock. A thread that still has a tensor of Python's to
+    release needs it too, and both would wait for ever.
+    """
+    time.sleep(_SETTLE_SECONDS)
+
+
+def _block(name: str, payload: bytes) -> bytes:
+    """The length of a payload, what it is for, and its beginning, in a block whose size every rank knows."""
+    header = len(payload).to_bytes(_SIZE_BYTES, "little") + hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return (header + payload[:INLINE_BYTES]).ljust(_HEADER + INLINE_BYTES, b"\0")
+
+
+def _size(block: bytes) -> int:
+    return int.from_bytes(block[:_SIZE_BYTES], "little")
+
+
+def _name(block: bytes) -> bytes:
+    return block[_SIZE_BYTES:_HEADER]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _encode(value: Any, name: str) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except TypeError as error:
+        raise TypeError(
+            f"{name!r}: only plain data (None, bool, numbers, text, lists, mappings) can go to other ranks: {error}"
+        ) from None
+
+
+def _unwrap(message: bytes) -> Any:
+    answer = json.loads(message)
+    if "failed" in answer:
+        raise RankZeroFailed(f"rank 0 failed at {answer['name']!r}: {answer['failed']['error']}")
+    return answer["value"]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,140 @@
+"""Calling the roll: every rank reports through the store, rank 0 compares, and its verdict reaches every rank.
+
+This needs a connection from every rank to the store and none between ranks. Its cost grows in proportion to the
+number of ranks: three small messages to the store per rank and one read per rank by rank 0, and while some ranks are
+late, a question a second by every other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.distributed.activity import Beat, beat_key
+from lockstep.distributed.rollcall.faults import Fault, differences, find_faults, render
+from lockstep.distributed.rollcall.report import Evidence, Report
+from lockstep.errors import PeerLost, RankAbsent, RollCallError
+
+# Once something is known to be wrong, how long the others get to complete the snapshot.
+_COMPLETE_SECONDS = 1.0
+# How much longer than rank 0 the others wait for its verdict.
+VERDICT_SECONDS = 5.0
+# How often to ask for a word that is not there yet: first, as a share of the time waited, and at the least.
+_POLL_SECONDS, _POLL_SHARE, _LONGEST_POLL_SECONDS = 0.005, 0.05, 1.0
+
+
+def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devices: bool = False) -> list[Report]:
+    """Report, and wait for the verdict. Everybody's reports in rank order on rank 0; on the others, their own."""
+    if store is None or mine.world_size == 1:
+        faults = find_faults([mine], 1, share_devices)
+        if faults:
+            raise RollCallError(render(faults, [mine]))
+        return [mine]
+    number = store.add("rollcall/arrivals", 1)
+    # Longer, and of interest only where a digest differs: kept apart so that a good roll call does not carry them.
+    store.set(f"rollcall/evidence/{number}", json.dumps(asdict(evidence)))
+    store.set(f"rollcall/report/{number}", json.dumps(asdict(mine)))
+    if mine.rank != 0:
+        if number > mine.world_size:
+            _refuse_one_too_many(store, mine)
+        _hear_verdict(store, mine, limit)
+        return [mine]
+    reports = _collect(store, max(number, mine.world_size), mine.world_size, limit)
+    faults = find_faults(list(reports.values()), mine.world_size, share_devices)
+    faults += differences(reports, lambda number: _evidence(store, number))
+    verdict = _verdict(faults, list(reports.values()), _beats(store, faults))
+    store.set("rollcall/verdict", json.dumps(verdict))
+    if faults:
+        _let_the_others_hear(store, len(reports) - 1)
+        raise _error(*verdict)
+    return sorted(reports.values(), key=lambda each: each.rank)
+
+
+def _verdict(faults: list[Fault], reports: list[Report], beats: dict[int, Beat | None]) -> tuple[str, bool]:
+    """The message, nothing where all is well, and whether there is no more to it than that some ranks are missing."""
+    return render(faults, reports, beats) if faults else "", bool(faults) and all(fault.missing for fault in faults)
+
+
+def _error(message: str, absent: bool) -> RollCallError:
+    return RankAbsent(message) if absent else RollCallError(message)
+
+
+def _evidence(store: Any, number: int) -> Evidence:
+    return Evidence(**json.loads(store.get(f"rollcall/evidence/{number}")))
+
+
+def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int, Report]:
+    """Reports by number of arrival, until all are there, the limit has passed, or it is clear that it failed."""
+    deadline = time.monotonic() + limit
+    reports: dict[int, Report] = {}
+    for number in range(1, count + 1):
+        remaining = max(deadline - time.monotonic(), 0.001)
+        if not _wait(store, f"rollcall/report/{number}", remaining):
+            continue  # those behind it may be there
+        reports[number] = Report(**json.loads(store.get(f"rollcall/report/{number}")))
+        ranks = [each.rank for each in reports.values()]
+        if reports[number].world_size != world_size or len(set(ranks)) < len(ranks):
+            deadline = min(deadline, time.monotonic() + _COMPLETE_SECONDS)
+    return reports
+
+
+def _hear_verdict(store: Any, mine: Report, limit: float) -> None:
+    if not _wait(store, "rollcall/verdict", limit + VERDICT_SECONDS):
+        arrived = _arrived(store)
+        faults = find_faults(arrived, mine.world_size, share_devices=True) or [
+            Fault(f"rank 0 gave no verdict within {limit:g} s", (0,), missing=True)
+        ]
+        raise _error(*_verdict(faults, arrived, _beats(store, faults)))
+    message, absent = json.loads(store.get("rollcall/verdict"))
+    if message:
+        store.add("rollcall/heard", 1)
+        raise _error(message, absent)
+
+
+def _let_the_others_hear(store: Any, others: int) -> None:
+    """Stay until they have read the verdict: where rank 0 serves the store, it would take that away with it."""
+    deadline = time.monotonic() + VERDICT_SECONDS
+    while store.add("rollcall/heard", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _refuse_one_too_many(store: Any, mine: Report) -> None:
+    arrived = _arrived(store)
+    faults = find_faults(arrived, mine.world_size, share_devices=True)
+    extra = Fault(f"{len(arrived)} processes arrived for a world of {mine.world_size}", ())
+    raise RollCallError(render([extra, *faults], arrived))
+
+
+def _arrived(store: Any) -> list[Report]:
+    found = []
+    for number in range(1, store.add("rollcall/arrivals", 0) + 1):
+        if store.check([f"rollcall/report/{number}"]):
+            found.append(Report(**json.loads(store.get(f"rollcall/report/{number}"))))
+    return found
+
+
+def _beats(store: Any, faults: list[Fault]) -> dict[int, Beat | None]:
+    """Where the ranks that did not arrive were last heard of."""
+    missing = {rank for fault in faults if fault.missing for rank in fault.ranks}
+    beats: dict[int, Beat | None] = {}
+    for rank in sorted(missing):
+        beats[rank] = Beat.decode(store.get(beat_key(rank))) if store.check([beat_key(rank)]) else None
+    return beats
+
+
+def _wait(store: Any, key: str, seconds: float) -> bool:
+    """Ask again and again, the less often the longer it takes: the store's own wait prints warnings when it is over."""
+    began = time.monotonic()
+    try:
+        while not store.check([key]):
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                return False
+            time.sleep(min(max(waited * _POLL_SHARE, _POLL_SECONDS), _LONGEST_POLL_SECONDS, seconds - waited))
+    except (RuntimeError, dist.DistError) as error:
+        raise PeerLost(f"lost the connection to the store during the roll call: {error}") from None
+    return True

@@ -1,0 +1,63 @@
+"""What a rank says of itself at the roll call, and how it is shown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.plain import columns
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    device: str
+    physical_device: str
+    world_size: int
+    runtime_world: int | None  # what the device runtime believes; None where it has no opinion of its own
+    python: str
+    torch: str
+    lockstep: str
+    config: str  # digests
+    source: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank brings along in case its digests differ from the others'."""
+
+    config: Mapping[str, Any]
+    source: Mapping[str, str]  # file -> digest
+
+
+def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as far as ranks must agree on it: where a host keeps the task's file is its own affair.
+
+    What is in the file is compared by its digest.
+    """
+    task = config.get("task")
+    if not task:
+        return dict(config)
+    return {**config, "task": {**task, "type": Path(task["type"]).name}}
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def table(reports: list[Report], marked: set[int] | None = None) -> list[str]:
+    """A line per rank, for the log and for messages."""
+    header = ("rank", "host", "pid", "device", "physical device")
+    rows = [(str(r.rank), r.host, str(r.pid), r.device, r.physical_device) for r in reports]
+    first, *rest = columns([header, *rows])
+    marks = ["> " if marked and report.rank in marked else "  " for report in reports]
+    return ["  " + first, *(mark + line for mark, line in zip(marks, rest, strict=True))]

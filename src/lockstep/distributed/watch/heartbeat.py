@@ -1,0 +1,168 @@
+"""The heartbeat of a rank: a thread that tells the store where the training thread is, and hears when all must end."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from lockstep.distributed.activity import LEFT, Activity, Beat, beat_key
+from lockstep.distributed.topology import Topology
+from lockstep.distributed.watch.clock import RunningClock
+from lockstep.distributed.watch.stall import Limits
+from lockstep.distributed.watch.watcher import Watcher
+from lockstep.errors import RankStalled
+
+logger = logging.getLogger(__name__)
+
+VERDICT = "stalled"
+_INTERVAL = 1.0
+# How long a rank that must end may take to write down why.
+_END_SECONDS = 10.0
+_NOT_THE_USERS = tuple(
+    str(Path(folder).resolve())
+    for folder in (Path(__file__).parents[2], sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+)
+
+
+def interval(limits: Limits) -> float:
+    """Seconds between two beats: a second, or less where a stall is to be noticed within a few."""
+    return min(_INTERVAL, limits.stall_after / 8)
+
+
+class Heartbeat:
+    """Beats until it is stopped. Where no launcher of ours watches, ranks 0 and 1 watch, each also the other."""
+
+    def __init__(self, store: Any, topology: Topology, activity: Activity, limits: Limits) -> None:
+        self._store, self._rank, self._world_size = store, topology.place.rank, topology.world_size
+        self._activity, self._limits = activity, limits
+        self._watched = topology.watched
+        self._watches = not self._watched and self._rank < 2
+        self._training_thread = threading.get_ident()
+        self._count = 0
+        self._clock = RunningClock()
+        self._told = (-1, 0.0)  # the number of the moment that was told last, and how long this process had paused then
+        self._last_answer = self._clock.now()
+        self._stopping = threading.Event()
+        self.stacks: TextIO = sys.stderr
+        self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
+        self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
+        self._threads = [threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True)]
+        if not self._watched:
+            self._threads.append(threading.Thread(target=self._mind_the_store, name="lockstep-store", daemon=True))
+
+    def start(self) -> None:
+        """Begin to beat, unless this is a process on its own and there is no store."""
+        if self._store is not None:
+            for thread in self._threads:
+                thread.start()
+
+    def follow_this_thread(self) -> None:
+        """From here on the caller's thread is the one that trains: its line is told where a rank does not get on."""
+        self._training_thread = threading.get_ident()
+
+    def stop(self) -> None:
+        """Send the last beat and end. Limited, since the store may be gone or out of reach."""
+        self._stopping.set()
+        if self._store is not None:
+            self._threads[0].join(timeout=2 * interval(self._limits))
+        if not self._threads[0].is_alive():
+            os.close(self._terminal)
+
+    def _beat(self) -> None:
+        watcher = Watcher(self._store, range(self._world_size), self._limits) if self._watches else None
+        try:
+            self._send()
+            while not self._stopping.wait(interval(self._limits)):
+                self._send()
+                if watcher is not None and (stall := watcher.look()) is not None:
+                    self._store.set(VERDICT, stall.message)
+                if not self._watched and self._store.check([VERDICT]):
+                    self._end(self._store.get(VERDICT).decode(), self._all_have_heard)
+                self._last_answer = time.monotonic()
+            self._send()
+        except RuntimeError as error:
+            if not self._watched:  # a launcher that is gone is told of in another way
+                self._end_without_a_store(error)
+
+    def _send(self) -> None:
+        self._count += 1
+        self._clock.now()
+        now = self._activity.now
+        if now.number != self._told[0]:
+            self._told = (now.number, self._clock.paused)
+        still = max(time.monotonic() - now.since - (self._clock.paused - self._told[1]), 0.0)
+        where = user_line(sys._current_frames().get(self._training_thread)) if still > _INTERVAL / 2 else ""
+        beat = Beat(
+            self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where
+        )
+        self._store.set(beat_key(self._rank), beat.encode())
+
+    def _mind_the_store(self) -> None:
+        """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""
+        clock, answered, since = RunningClock(), self._last_answer, 0.0
+        while not self._stopping.wait(interval(self._limits)):
+            now = clock.now()
+            if self._last_answer != answered or not since:
+                answered, since = self._last_answer, now
+            quiet = now - since
+            if self._threads[0].is_alive() and quiet > self._limits.stall_after:
+                doing = self._activity.now.doing
+                self._end(
+                    f"rank {self._rank} has had no answer from the store for {quiet:.0f} s, while it was in "
+                    f"{doing}: the network to rank 0's host is cut, or that host is gone"
+                )
+
+    def _end_without_a_store(self, error: RuntimeError) -> None:
+        """Whoever served the store is gone. Ranks that are done leave by themselves; one that is not is on its own."""
+        if not self._stopping.wait(_END_SECONDS) and self._activity.now.doing != LEFT:
+            self._end(
+                f"rank {self._rank} lost the store, which rank 0 or the launcher serves, while it was in "
+                f"{self._activity.now.doing}: {str(error).strip().splitlines()[0]}"
+            )
+
+    def _end(self, message: str, wait: Callable[[], None] = lambda: None) -> None:
+        """End this process from here: the training thread is stuck, or waits for one that is."""
+        # Writing may hang as well, on a disk that does not answer or a lock that the stuck thread holds.
+        in_any_case = threading.Timer(_END_SECONDS, os._exit, (RankStalled.exit_code,))
+        in_any_case.daemon = True
+        in_any_case.start()
+        message = "".join(each if each.isprintable() else "?" for each in message)  # it came over the network
+        try:
+            with suppress(OSError, ValueError):
+                os.write(self._terminal, f"lockstep: {message}\n".encode())
+            if self.tell is not None:
+                self.tell(message)
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback(self.stacks, all_threads=True)
+            logger.error("%s. Ended; the stacks of all threads are above", message)
+            wait()
+        finally:
+            os._exit(RankStalled.exit_code)
+
+    def _all_have_heard(self) -> None:
+        """Leave together: the first to go would look like the cause to those that it was talking to."""
+        deadline = time.monotonic() + 3 * interval(self._limits)
+        self._store.add(f"{VERDICT}/heard", 1)
+        while self._store.add(f"{VERDICT}/heard", 0) < self._world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`train.py:42`: the innermost line that is neither ours nor a library's."""
+    innermost = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", *_NOT_THE_USERS)) and "site-packages" not in file:
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return f"{Path(innermost.f_code.co_filename).name}:{innermost.f_lineno}" if innermost is not None else ""

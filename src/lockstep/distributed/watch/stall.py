@@ -1,0 +1,151 @@
+"""When ranks that do not get on are stuck, and which of them: one pure function, and the message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.config.schema import Watch
+from lockstep.distributed.activity import Beat
+from lockstep.distributed.topology import ranks_text
+
+# Ranks that wait for different things wait for ever: no need to give them all of `stall_after`. On the CPU, that is:
+# where a device works through a queue of its own, the host of one rank may wait for it while another has gone on.
+APART_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank may go without progress: while it does something for the first time, and later."""
+
+    stall_after: float
+    first_time: float
+    apart: float = math.inf  # while they wait for different things, where that is shorter
+
+    @classmethod
+    def of(cls, settings: Watch, runtime: str) -> Limits:
+        """The limits for ranks on a device family; null is no limit."""
+        if settings.stall_after is None:
+            return cls(math.inf, math.inf)
+        return cls(settings.stall_after, settings.first_time, APART_SECONDS if runtime == "cpu" else math.inf)
+
+    def without_progress(self, beat: Beat | None) -> float:
+        first = beat is None or beat.first
+        return max(self.stall_after, self.first_time if first else 0.0, beat.limit if beat else 0.0)
+
+    def without_a_beat(self, beat: Beat | None) -> float:
+        """Beats come from a thread of their own; only native code that holds Python's lock can keep them back."""
+        limit = self.without_progress(beat)
+        return limit if limit < math.inf else max(self.stall_after, self.first_time)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a watcher knows of a rank."""
+
+    rank: int
+    beat: Beat | None  # its newest, if there was any
+    quiet: float  # seconds since that beat came, by the watcher's clock
+    suspended: bool = False  # stopped by a signal, where the watcher can see that
+
+    @property
+    def still(self) -> float:
+        """Seconds without progress."""
+        return self.quiet + (self.beat.still if self.beat else 0.0)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Ranks that are stuck, and what to tell the user."""
+
+    ranks: tuple[int, ...]
+    message: str
+
+
+def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
+    """A rank that waits for others is not stuck as long as one of them still gets on."""
+    there = [each for each in everyone if each.beat is None or not each.beat.left]
+    silent = [each for each in there if each.quiet > _longest_silence(each, limits)]
+    # A device with a queue of its own holds up its host at any line while another rank takes the time that it may.
+    allowed = max((limits.without_progress(each.beat) for each in everyone if _works(each)), default=0.0)
+    if allowed == math.inf and any(each.beat and each.beat.waits for each in there):
+        allowed = max(limits.stall_after, limits.first_time)  # somebody waits for a rank of which nothing is known
+    stuck = [each for each in everyone if _works(each) and each.still > allowed]
+    if silent or stuck:
+        found = sorted({each.rank for each in (*silent, *stuck)})
+        return Stall(tuple(found), _message(everyone, set(found), {each.rank for each in silent}))
+    if not there or any(_works(each) for each in there):
+        return None
+    return _all_wait(everyone, limits)
+
+
+def _longest_silence(seen: Seen, limits: Limits) -> float:
+    """A process that was stopped does not do what it was given more time for."""
+    if seen.suspended and _works(seen) and seen.beat is not None:
+        return limits.without_a_beat(replace(seen.beat, limit=0.0, first=False))
+    return limits.without_a_beat(seen.beat)
+
+
+def _all_wait(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
+    waiting = [each for each in everyone if each.beat and not each.beat.left]
+    still = min(each.still for each in waiting)
+    places = {each.beat.at for each in everyone if each.beat}
+    limit = max(limits.without_progress(each.beat) for each in waiting)
+    first = any(each.beat and each.beat.first for each in waiting)
+    if len(places) > 1 and still > (limit if first else min(limit, limits.apart)):
+        return Stall(
+            tuple(each.rank for each in everyone),
+            f"the ranks wait for different things, since {still:.0f} s: {_waits(everyone)}. One of them left out, or "
+            "added, a call that all must make: look for a branch on the rank, a batch that only some ranks skip, or "
+            "ranks with different numbers of batches",
+        )
+    if still > limit:
+        return Stall(
+            tuple(each.rank for each in everyone),
+            f"all ranks wait, and nothing comes: {_waits(everyone)}, since {still:.0f} s. The connection between them "
+            "may be cut",
+        )
+    return None
+
+
+def _works(seen: Seen) -> bool:
+    return seen.beat is None or not seen.beat.waits
+
+
+def _message(everyone: Sequence[Seen], stuck: set[int], silent: set[int]) -> str:
+    lines = [_stuck(each, each.rank in silent) for each in everyone if each.rank in stuck]
+    others = [each for each in everyone if each.rank not in stuck]
+    waiting = [each for each in others if each.beat and each.beat.waits]
+    working = [each for each in others if _works(each)]
+    if waiting:
+        lines.append(_waits(waiting))
+    if working:
+        lines.append(f"{ranks_text([each.rank for each in working])} still at work")
+    return "; ".join(lines)
+
+
+def _stuck(seen: Seen, silent: bool) -> str:
+    beat = seen.beat
+    if beat is None:
+        return f"rank {seen.rank}: never gave a sign of life"
+    doing = f"waits in {beat.at}" if beat.waits else f"in {beat.at}"
+    where = f", {beat.where}" if beat.where else ""
+    if seen.suspended:
+        return f"rank {seen.rank}: stopped by a signal (SIGSTOP) {doing}{where}, since {seen.still:.0f} s"
+    if silent:
+        return (
+            f"rank {seen.rank}: no sign of life since {seen.quiet:.0f} s, last {doing}{where} (stopped, out of reach, "
+            "or in native code that holds Python's lock)"
+        )
+    return f"rank {seen.rank}: {doing}{where}, since {seen.still:.0f} s"
+
+
+def _waits(waiting: Sequence[Seen]) -> str:
+    at: dict[str, list[int]] = {}
+    left: list[int] = []
+    for each in waiting:
+        assert each.beat is not None
+        (left if each.beat.left else at.setdefault(each.beat.at, [])).append(each.rank)
+    words = [f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()]
+    return "; ".join([*words, *([f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left"] if left else [])])

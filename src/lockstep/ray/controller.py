@@ -1,0 +1,327 @@
+"""`launch: ray`: the driver of a run on a cluster. It finds room, shows what the ranks say, and tells how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train import FailureConfig, UserCallback
+from ray.train import Result as TrainResult
+from ray.train import RunConfig as TrainRunConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.exceptions import WorkerGroupError  # since 2.51 also where Ray documents it
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lockstep import runtime
+from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
+from lockstep.config.schema import RunConfig
+from lockstep.distributed.failure import Failure, Result, worth_retrying
+from lockstep.distributed.signals import Signals
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
+from lockstep.ray import capacity, code
+from lockstep.ray.address import address_of
+from lockstep.ray.attempts import Attempts, no_room
+from lockstep.ray.cluster import Cluster, connected
+from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
+from lockstep.ray.screen import Screen
+from lockstep.ray.torch_config import TorchConfig
+from lockstep.ray.worker import Order, main
+from lockstep.record import run_folder
+
+# How often the driver looks for signals; events come at once.
+_LOOK_SECONDS = 0.5
+# How long to wait for word of a failure that Ray Train has already concluded from.
+_LAST_WORD_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run on a cluster that is over: what it was in the end, and what Ray Train has of it."""
+
+    config: RunConfig  # resolved
+    folder: Path
+    result: Result
+    train_result: TrainResult | None  # Ray's, with the last metrics and the checkpoint; None where there is none
+
+
+def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
+    """Train a config on a cluster. The folder is made once it is known that there is room for the run."""
+    signals = Signals(save_on_request=True)
+    config, env, task = resolved(config)
+    # Ray puts handlers of its own in place of ours when it connects.
+    with signals.listening(), connected(config, capacity.per_worker(config), env) as cluster, signals.listening():
+        return train_on(cluster, config, task, make_folder, signals)
+
+
+def resolved(config: RunConfig) -> tuple[RunConfig, dict[str, Any], str]:
+    """The config as far as it can be known before connecting, Ray's runtime_env for it, and the task's name there."""
+    if ray.is_initialized():  # and what travels was settled then
+        return _checked(config), {}, config.task.type
+    if address_of(config.launch.ray) is not None:
+        return _checked(config), *code.runtime_env(config)
+    # The workers will be on this machine, where the task is.
+    family, workers = runtime.resolve(config)
+    config = _checked(config.model_copy(update={"runtime": family, "processes": workers}))
+    return config, dict(config.launch.ray.runtime_env), config.task.type
+
+
+def train_on(
+    cluster: Cluster,
+    config: RunConfig,
+    task: str,
+    make_folder: Callable[[RunConfig], Path],
+    signals: Signals,
+    callbacks: Sequence[UserCallback] = (),
+) -> Ended:
+    """Train on a cluster that this process is connected to."""
+    resources = capacity.per_worker(config)
+    if config.processes == "auto":
+        most = max(capacity.capacity(ray.nodes(), resources), 1)
+        config = _checked(config.model_copy(update={"processes": most}))
+    workers = capacity.find(config, _sizes(config), resources)
+    folder = make_folder(config)
+    with run_folder.locked(folder):
+        driver = _Driver(config, folder, cluster, task, resources, signals, callbacks)
+        result = driver.run(workers)
+    return Ended(config, folder, result, driver.train_result)
+
+
+def described(config: RunConfig) -> str:
+    """What would be asked of Ray, for people."""
+    settings = config.launch.ray
+    address = address_of(settings)
+    amounts = ", ".join(f"{name} {amount:g}" for name, amount in capacity.per_worker(config).items())
+    lines = [
+        f"ray: {address}" if address else "ray: a cluster of our own on this machine, on loopback, for this run",
+        f"workers: {config.processes}, {settings.placement}, each with {amounts}",
+        f"restarts: {config.launch.max_restarts}",
+    ]
+    if address:
+        lines.append(f"travels: {code.described(code.runtime_env(config)[0]) or 'nothing, the task is a module'}")
+    return "\n".join(lines)
+
+
+def _checked(config: RunConfig) -> RunConfig:
+    if config.processes != "auto":
+        check_strategy(config.strategy.type, config.processes)
+        check_profile_ranks(config.profile, config.processes)
+        check_batch_size(config.train.batch_size, config.processes, config.train.accumulate)
+    return config
+
+
+def _sizes(config: RunConfig) -> list[int]:
+    limits = config.train
+    return capacity.sizes(int(config.processes), config.launch.ray.min_workers, limits.batch_size, limits.accumulate)
+
+
+class _Driver:
+    """One run, from its first attempt to its last."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        cluster: Cluster,
+        task: str,
+        resources: dict[str, float],
+        signals: Signals,
+        callbacks: Sequence[UserCallback],
+    ) -> None:
+        self._callbacks = callbacks
+        self._config, self._folder, self._cluster, self._task = config, folder.resolve(), cluster, task
+        self._resources, self._signals = resources, signals
+        self._attempts, self._screen = Attempts(), Screen()
+        self._deadline = float("inf")
+        self._asked = 0
+        self._given_up: Failure | None = None
+        self._workers = 0
+        self._looked_for_room = 0
+        self.train_result: TrainResult | None = None
+        # On the driver's own node: it lives and dies with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote(str(self._folder))
+
+    def run(self, workers: int) -> Result:
+        with self._screen.open(self._folder), _marked(self._folder) as mark:
+            while True:
+                self._workers = workers
+                fit = Fit(self._trainer(workers, mark))
+                result = self._supervise(fit)
+                self.train_result = fit.result
+                if result is not None:
+                    return result
+                # Ray has waited long enough for the room that was there before.
+                workers = capacity.find(self._config, _sizes(self._config), self._resources, limit=1.0)
+
+    def _trainer(self, workers: int, mark: str) -> TorchTrainer:
+        settings, limits = self._config.launch.ray, self._config.launch
+        restarts = max(limits.max_restarts - self._attempts.count, 0)
+        # Our own retention removes checkpoints, so what Ray remembers of those of an earlier start may be gone.
+        (self._folder / "checkpoints" / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
+        order = Order(
+            folder=str(self._folder),
+            mark=mark,
+            mailbox=self._mailbox,
+            threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
+            here=str(Path.cwd()) if self._cluster.ours else None,
+            storage=settings.storage,
+        )
+        task = self._config.task.model_copy(update={"type": self._task})
+        return TorchTrainer(
+            main,
+            train_loop_config={"order": order},
+            torch_config=TorchConfig(
+                settings=self._config.model_copy(update={"processes": workers, "task": task}),
+                folder=str(self._folder),
+                timeout_s=limits.timeout,
+                join_timeout_s=limits.join_timeout,
+                share_devices=limits.share_devices,
+                backend=self._backend(),
+            ),
+            scaling_config=capacity.scaling(
+                workers, self._resources, settings.placement, settings.topology, settings.accelerator
+            ),
+            run_config=TrainRunConfig(
+                storage_path=str(self._folder),
+                name="checkpoints",
+                failure_config=FailureConfig(max_failures=restarts, controller_failure_limit=0),
+                callbacks=[_Watching(self._mailbox), *self._callbacks],
+            ),
+        )
+
+    def _backend(self) -> str:
+        return {"cuda": "nccl", "xla": "xla", "cpu": "gloo"}.get(self._config.runtime, "auto")
+
+    def _supervise(self, fit: Fit) -> Result | None:
+        """Follow an attempt and the restarts that Ray makes of it; None where another size is worth a try."""
+        while not fit.done:
+            self._hear(_LOOK_SECONDS)
+            ended = self._obey()
+            if ended is not None:
+                return ended
+        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        while True:
+            self._hear(_LOOK_SECONDS)
+            if not isinstance(fit.error, WorkerGroupError) or self._given_up or time.monotonic() > deadline:
+                return self._concluded(fit)
+
+    def _hear(self, wait: float) -> None:
+        """Show what came in, and note it."""
+        try:
+            events = ray.get(self._mailbox.take.remote(wait), timeout=ANSWER_SECONDS)
+        except (RayError, ConnectionError) as error:
+            raise ClusterLost(
+                f"the Ray cluster at {self._cluster.address} does not answer any more: {type(error).__name__}. The run "
+                f"can be gone on with from its newest checkpoint: lockstep resume {self._folder}"
+            ) from None
+        for event in events:
+            if event["kind"] == "died":
+                self._failed(self._attempts.conclude(event["errors"]))
+            else:
+                self._attempts.note(event)
+                self._screen.show(event)
+
+    def _failed(self, failure: Failure) -> None:
+        count, limit = self._attempts.count, self._config.launch.max_restarts
+        if self._asked or count > limit or not worth_retrying(failure):
+            self._given_up = failure
+            ray.get(self._mailbox.close.remote(), timeout=ANSWER_SECONDS)
+            return
+        say(failure.render(self._workers))
+        say(f"restarting from the newest checkpoint (restart {count} of {limit})")
+
+    def _obey(self) -> Result | None:
+        """Do what the user asked for by signals; the end of the run where that is now."""
+        signals = self._signals
+        if signals.save:
+            signals.save = False
+            ray.get(self._mailbox.ask_to_save.remote(), timeout=ANSWER_SECONDS)
+        if signals.count > self._asked:
+            self._asked, self._deadline = signals.count, time.monotonic() + self._config.launch.grace
+            if self._asked > 1:
+                return Result(INTERRUPTED_EXIT_CODE)
+            if not self._attempts.began:
+                return Result(PREEMPTED_EXIT_CODE)  # before it had begun: there is nothing to save
+            say(f"{signals.name}: finishing the step, saving and leaving; once more to end at once")
+            ray.get(self._mailbox.ask_to_leave.remote(signals.name), timeout=ANSWER_SECONDS)
+        if time.monotonic() > self._deadline:
+            grace = self._config.launch.grace
+            cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
+            return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
+        return None
+
+    def _concluded(self, fit: Fit) -> Result | None:
+        """The end of the run, or None where it goes on with another attempt of our own, in the room that is there."""
+        if self._given_up is None and fit.error is None:
+            return Result(max(self._attempts.exit_codes.values(), default=0))
+        if self._given_up is None and self._asked and not self._attempts.began:
+            return Result(PREEMPTED_EXIT_CODE)
+        if self._given_up is None and no_room(fit.error) and self._attempts.count > self._looked_for_room:
+            self._looked_for_room = self._attempts.count  # once after every failure
+            return None
+        if self._given_up is None and isinstance(fit.error, WorkerGroupError):
+            errors = {rank: str(each) for rank, each in fit.error.worker_failures.items()}
+            self._failed(self._attempts.conclude(errors))
+        elif self._given_up is None:
+            assert fit.error is not None
+            self._failed(self._attempts.conclude_before_training(fit.error))
+        failure = self._given_up
+        return Result(failure.exit_code, failure=failure) if failure is not None else None
+
+
+class Fit:
+    """`fit()` of a Trainer or Tuner in a thread of its own: the main thread hears signals and shows what comes in."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._trainer = trainer
+        self._thread = threading.Thread(target=self._run, name="lockstep-ray-train", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._trainer.fit()
+        except Exception as error:
+            self.error = error
+
+
+class _Watching(UserCallback):  # type: ignore[misc]
+    """Runs beside Ray Train's controller, and passes on which workers it saw fail."""
+
+    def __init__(self, mailbox: Any) -> None:
+        self._mailbox = mailbox
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        errors = {rank: f"{type(error).__name__}: {error}" for rank, error in worker_exceptions.items()}
+        self._mailbox.tell.remote([{"kind": "died", "errors": errors}])
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Any:
+    """A file by which workers know that the folder they see is this one."""
+    mark = folder / f".driver-{uuid.uuid4().hex}"
+    mark.touch()
+    try:
+        yield mark.name
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def say(text: str) -> None:
+    for line in text.splitlines():
+        print(f"lockstep: {line}" if line else "", file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""The run's folder on the driver's disk, for workers whose nodes have disks of their own: what the mailbox keeps there.
+
+Runs beside the driver, for ranks of its own job. Paths are relative to the run's folder and never lead out of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+class FolderStore:
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder).resolve()
+
+    def newest_checkpoint(self) -> str | None:
+        """The newest whole one, by its path."""
+        from lockstep.checkpoint.storage import CheckpointStorage  # loads torch, which most runs do not need here
+
+        store = CheckpointStorage(self._folder / "checkpoints")
+        step = store.newest_good()
+        return None if step is None else str(store.path(step).relative_to(self._folder))
+
+    def files(self, path: str) -> list[tuple[str, int]]:
+        """A file, or all files below a folder, with their sizes; none where there is nothing."""
+        place = self._inside(path)
+        found = [place] if place.is_file() else [each for each in place.rglob("*") if each.is_file()]
+        return [(str(each.relative_to(self._folder)), each.stat().st_size) for each in sorted(found)]
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        with self._inside(path).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def write(self, path: str, offset: int, data: bytes) -> None:
+        place = self._inside(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("r+b" if offset else "wb") as file:
+            file.seek(offset)
+            file.write(data)
+
+    def rename(self, path: str, final: str) -> None:
+        """Give a folder that is complete its final name."""
+        place = self._inside(final)
+        shutil.rmtree(place, ignore_errors=True)
+        self._inside(path).rename(place)
+
+    def remove(self, path: str) -> None:
+        shutil.rmtree(self._inside(path), ignore_errors=True)
+
+    def _inside(self, path: str) -> Path:
+        place = (self._folder / path).resolve()
+        if place == self._folder or not place.is_relative_to(self._folder):
+            raise ValueError(f"{path!r} is not below the run's folder")
+        return place

@@ -1,0 +1,122 @@
+"""What rank 0 shows while training: a live display on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from lockstep.record.writers import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger(__name__)
+
+_NOT_METRICS = ("step", "epoch", "lr", "examples_per_second")
+# A rank that is behind by less than this per step is not worth mentioning.
+_LAG_WORTH_SHOWING = 0.001
+
+
+class Display:
+    """Plain lines through the log; also the base of the live display."""
+
+    def __init__(self) -> None:
+        self._total_steps: int | None = None
+        self._start_step = 0
+        self._began = time.monotonic()
+
+    def begin(self, step: int, epoch: int, total_steps: int | None) -> None:
+        """Training starts (or goes on) at this step."""
+        self._start_step, self._total_steps = step, total_steps
+        self._began = time.monotonic()
+
+    def row(self, row: Row, lags: list[float]) -> None:
+        """A row of metrics was written."""
+        logger.info(self.line(row, lags))
+
+    def note(self, text: str) -> None:
+        logger.info(text)
+
+    def close(self) -> None:
+        pass
+
+    def line(self, row: Row, lags: list[float]) -> str:
+        total = f"/{self._total_steps}" if self._total_steps else ""
+        parts = [f"epoch {row['epoch']} step {row['step']}{total}", *_metrics(row)]
+        if "examples_per_second" in row:
+            parts += [f"{row['examples_per_second']:,.0f} examples/s", *self._time_left(row["step"]), *_lag(lags)]
+        return "  ".join(parts)
+
+    def _time_left(self, step: int) -> list[str]:
+        if not self._total_steps or step <= self._start_step:
+            return []
+        seconds = (time.monotonic() - self._began) / (step - self._start_step) * (self._total_steps - step)
+        return [f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"]
+
+
+class LiveDisplay(Display):
+    """A progress bar that stays at the bottom of the terminal; validations and warnings scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold]epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}", markup=False),  # a metric may be named val/[cls]
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._bar: Any = None
+
+    def begin(self, step: int, epoch: int, total_steps: int | None) -> None:
+        super().begin(step, epoch, total_steps)
+        self._bar = self._progress.add_task("train", total=total_steps, completed=step, epoch=epoch, numbers="")
+        self._progress.start()
+
+    def row(self, row: Row, lags: list[float]) -> None:
+        if self._bar is None:
+            super().row(row, lags)
+            return
+        if "examples_per_second" in row:
+            numbers = "  ".join([*_metrics(row), f"{row['examples_per_second']:,.0f} examples/s", *_lag(lags)])
+            self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"], numbers=numbers)
+        else:
+            self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"])
+            logger.info(self.line(row, lags))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def create(console: Console | None) -> Display:
+    return Display() if console is None else LiveDisplay(console)
+
+
+def terminal() -> Console | None:
+    """The terminal to draw on, if there is one."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _metrics(row: Row) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in row.items() if name not in _NOT_METRICS and value is not None]
+
+
+def _lag(lags: list[float]) -> list[str]:
+    """How much longer than the fastest each slower rank takes to get to the exchange of gradients."""
+    if len(lags) < 2:
+        return []
+    fastest = min(lags)
+    slow = [(rank, lag - fastest) for rank, lag in enumerate(lags) if lag - fastest > _LAG_WORTH_SHOWING]
+    return [f"lag {' '.join(f'r{rank} +{lag * 1000:.0f}ms' for rank, lag in slow)}"] if slow else []

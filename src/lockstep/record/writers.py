@@ -1,0 +1,89 @@
+"""Where rows of metrics are written: a file of JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.config.plain import finite
+from lockstep.errors import ConfigError
+
+Row = dict[str, Any]
+SPEED = "examples_per_second"  # what rows of training have, and others do not
+
+
+class Writer(Protocol):
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlWriter:
+    """One JSON object per line, each line whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        self._stream.write(json.dumps(finite(row)) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TensorBoardWriter:
+    """Event files for TensorBoard; a resumed run hides what it is about to write again."""
+
+    def __init__(self, folder: Path, purge_after_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "log.tensorboard: true needs the tensorboard package: pip install 'lockstep-train[tensorboard]', "
+                "or set log.tensorboard to false"
+            ) from None
+        purge = None if purge_after_step is None else purge_after_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name not in ("step", "epoch") and isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a jsonl file; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def drop_rows_after(path: Path, step: int, training_step: int | None = None) -> None:
+    """Forget rows that a resumed run will write again, replacing the file in one move.
+
+    Those of training may be further back than the rest: the row that a run ends with comes after its last checkpoint.
+    """
+    if not path.exists():
+        return
+    last = {True: step if training_step is None else training_step, False: step}
+    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row.get("step", 0) <= last[SPEED in row]]
+    replacement = path.with_suffix(".partial")
+    replacement.write_text("".join(kept), encoding="utf-8")
+    replacement.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a whole JSON file or none."""
+    temporary = path.with_name(f".{path.name}.partial")
+    text = json.dumps(finite(value), indent=1) + "\n"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

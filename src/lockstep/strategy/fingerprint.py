@@ -1,0 +1,68 @@
+"""A fingerprint of the replicas: equal on all ranks, or the run stops and says which parameter differs where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import ranks_text
+from lockstep.errors import ReplicasDiffer
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
+    """A number per tensor that changes with any of its bits: their sum as integers, which is exact in any order.
+
+    Reads every tensor once, where it is, and waits for the device once.
+    """
+    if not tensors:
+        return []
+    with torch.no_grad():
+        sums = [_bits(each.detach()).sum(dtype=torch.int64) for each in tensors.values()]
+        return [int(each) for each in torch.stack(sums).tolist()]
+
+
+def compare(group: Group, names: list[str], mine: list[int], messages: list[int], step: int) -> None:
+    """Raise on every rank where the ranks' digests differ; only then the fingerprints themselves are exchanged."""
+    if len(set(messages)) == 1:
+        return
+    everyone = group.gather(mine, f"the fingerprints of step {step}")
+    for index, name in enumerate(names):
+        found = [each[index] for each in everyone]
+        if len(set(found)) > 1:
+            raise ReplicasDiffer(difference(step, name, found))
+
+
+def difference(step: int, name: str, found: list[int]) -> str:
+    """What to tell where ranks disagree about a parameter: the odd ones out, where there is a majority."""
+    counted = Counter(found).most_common()
+    usual, votes = counted[0]
+    odd = [rank for rank, each in enumerate(found) if each != usual]
+    who = f"on {ranks_text(odd)} from the others" if votes > len(found) / 2 else "between all ranks"
+    return (
+        f"the replicas of the model are not equal any more at step {step}: {name!r} differs {who}, and it is the first "
+        "parameter that does. No checkpoint was written from this state. A rank changed its weights by itself (a "
+        "branch on the rank, randomness that is not shared, a module called past its wrapper), or its memory is "
+        "faulty; the run can be resumed from its last checkpoint"
+    )
+
+
+def combined(fingerprints: list[int]) -> int:
+    """One number for all of them, that also depends on their order."""
+    return hash(tuple(fingerprints))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, in words as long as they fit: fewer additions."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    size = tensor.element_size()
+    if tensor.is_contiguous() and tensor.numel() * size % _WORD == 0 and tensor.data_ptr() % _WORD == 0:
+        return tensor.reshape(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[size])

@@ -1,0 +1,177 @@
+"""Numbers about a run: weighted, summed, written a line at a time."""
+
+from __future__ import annotations
+
+import json
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import ConfigError
+from lockstep.record.meters import Meter, Totals
+from lockstep.record.writers import JsonlWriter, drop_rows_after, read_rows, write_json
+
+# Collected
+
+
+def test_values_are_weighted_by_the_examples_they_are_means_over() -> None:
+    meter = Meter()
+    meter.add(1, 3, {"loss": torch.tensor(2.0), "speed": 1.0})
+    meter.add(2, 1, {"loss": torch.tensor(6.0)})
+    assert meter.read() == ({"loss": [12.0, 4.0], "speed": [3.0, 3.0]}, None)
+
+
+def test_a_reading_starts_anew() -> None:
+    meter = Meter()
+    meter.add(1, 1, {"loss": 1.0})
+    meter.read()
+    assert meter.read() == ({}, None)
+
+
+def test_a_value_is_kept_as_it_was_noted() -> None:
+    meter = Meter()
+    weight = torch.tensor(2.0, requires_grad=True)
+    meter.add(1, 1, {"loss": weight * 3})
+    with torch.no_grad():
+        weight.zero_()
+    assert meter.read()[0] == {"loss": [6.0, 1.0]}
+
+
+@pytest.mark.parametrize("value", [2, 2.0, True, torch.tensor(2), torch.tensor([2.0]), torch.tensor(2.0).bfloat16()])
+def test_any_number_can_be_noted(value: Any) -> None:
+    meter = Meter()
+    meter.add(1, 2, {"x": value})
+    meter.add(2, 2, {"x": value})
+    assert meter.read()[0] == {"x": [4.0 * float(value), 4.0]}
+
+
+def test_numbers_and_tensors_may_alternate_under_one_name() -> None:
+    meter = Meter()
+    meter.add(1, 1, {"x": 1.0})
+    meter.add(2, 1, {"x": torch.tensor(2)})
+    assert meter.read()[0] == {"x": [3.0, 2.0]}
+
+
+def test_a_value_that_is_no_single_number_is_refused_by_name_where_it_is_noted() -> None:
+    with pytest.raises(ConfigError, match="accuracy"):
+        Meter().add(1, 4, {"accuracy": torch.ones(4)})
+
+
+def test_what_counts_for_nothing_is_not_in_the_mean_even_if_it_is_no_number() -> None:
+    meter = Meter()
+    meter.add(1, 0, {"accuracy": nan})
+    meter.add(2, 2, {"accuracy": 0.5})
+    assert meter.read()[0] == {"accuracy": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_the_first_loss_that_is_no_number_is_told_with_its_step(bad: float) -> None:
+    meter = Meter()
+    for step, loss in [(4, 1.0), (5, bad), (6, nan)]:
+        meter.add(step, 2, {"loss": torch.tensor(loss), "other": nan})
+    step, value = meter.read()[1] or (None, None)
+    assert (step, str(value)) == (5, str(bad))
+
+
+def test_a_metric_that_is_no_number_is_no_reason_to_stop() -> None:
+    meter = Meter()
+    meter.add(1, 1, {"loss": 1.0, "perplexity": inf})
+    assert meter.read()[1] is None
+
+
+# Summed
+
+number = st.floats(-1e6, 1e6)
+
+
+@settings(deadline=None)
+@given(values=st.lists(st.tuples(number, st.integers(1, 100)), min_size=1, max_size=20), cut=st.integers(0, 20))
+def test_totals_over_ranks_are_the_weighted_mean(values: list[tuple[float, int]], cut: int) -> None:
+    totals = Totals()
+    for rank in (values[:cut], values[cut:]):
+        meter = Meter()
+        for step, (value, examples) in enumerate(rank):
+            meter.add(step, examples, {"loss": value})
+        totals.add(meter.read()[0])
+    expected = sum(value * examples for value, examples in values) / sum(examples for _, examples in values)
+    assert totals.take()["loss"] == pytest.approx(expected, abs=1e-6)
+    assert totals.means() == {}
+
+
+def test_what_has_no_weight_has_no_mean() -> None:
+    totals = Totals()
+    totals.add({"loss": [0.0, 0.0]})
+    assert totals.means() == {}
+
+
+# Written
+
+
+def strict(text: str) -> Any:
+    """JSON as every other program reads it: without NaN and Infinity, which Python alone writes."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_every_row_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(file)
+    writer.write({"step": 1, "loss": 0.5})
+    assert [strict(line) for line in file.read_text().splitlines()] == [{"step": 1, "loss": 0.5}]
+    writer.write({"step": 2, "loss": nan, "other": -inf})
+    writer.close()
+    JsonlWriter(file).close()
+    assert [strict(line) for line in file.read_text().splitlines()][1:] == [{"step": 2, "loss": None, "other": None}]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
+    assert read_rows(file) == [{"step": 1}, {"step": 2}]
+
+
+def test_rows_that_will_be_written_again_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": null}\n{"note": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    drop_rows_after(file, 2)
+    assert file.read_text() == '{"step": 1, "loss": null}\n{"note": 1}\n{"step": 2}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_the_row_that_a_run_ended_with_is_written_again_if_no_checkpoint_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 12, "loss": 1.0, "examples_per_second": 5.0},
+        {"step": 14, "val/loss": 2.0},
+        {"step": 14, "loss": 1.0, "examples_per_second": 5.0},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drop_rows_after(file, 14, training_step=12)
+    assert read_rows(file) == rows[:2]
+
+
+def test_where_nothing_was_written_nothing_is_dropped(tmp_path: Path) -> None:
+    drop_rows_after(tmp_path / "metrics.jsonl", 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_json_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "summary.json"
+    write_json(file, {"status": "completed"})
+    with pytest.raises(TypeError):
+        write_json(file, {"status": object()})
+    assert strict(file.read_text()) == {"status": "completed"}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_json_file_is_json_even_where_a_metric_is_no_number(tmp_path: Path) -> None:
+    write_json(tmp_path / "summary.json", {"metrics": {"val/loss": nan}, "best": [inf]})
+    assert strict((tmp_path / "summary.json").read_text()) == {"metrics": {"val/loss": None}, "best": [None]}

@@ -1,0 +1,125 @@
+"""Being asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.distributed.group import Group
+from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.train.requests import PULSE_SECONDS, Asked, Preempted, Pulse, Requests, steps_between_pulses
+
+
+@settings(deadline=None)
+@given(step_seconds=st.floats(0, 1e6), before=st.integers(1, 10_000))
+def test_the_steps_between_pulses_are_bounded(step_seconds: float, before: int) -> None:
+    steps = steps_between_pulses(step_seconds, before)
+    assert 1 <= steps <= min(4 * before, 10_000)
+    assert steps == 1 or steps * step_seconds <= PULSE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "before", "expected"),
+    [
+        (60.0, 1, 1),  # a step longer than the pulse: every step
+        (PULSE_SECONDS, 1, 1),
+        (PULSE_SECONDS / 10, 100, 10),
+        (PULSE_SECONDS / 10, 1, 4),  # no faster than fourfold, whatever one measurement says
+        (0.0, 10_000, 10_000),
+        (float("inf"), 8, 1),
+    ],
+)
+def test_steps_between_pulses(step_seconds: float, before: int, expected: int) -> None:
+    assert steps_between_pulses(step_seconds, before) == expected
+
+
+@settings(deadline=None)
+@given(step_seconds=st.floats(1e-4, 1.0))
+def test_a_steady_pace_is_reached_and_kept(step_seconds: float) -> None:
+    steps = 1
+    for _ in range(10):
+        steps = steps_between_pulses(step_seconds, steps)
+    assert steps == max(1, int(PULSE_SECONDS / step_seconds))
+    assert steps_between_pulses(step_seconds, steps) == steps
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_remembered_and_handlers_are_put_back(number: signal.Signals) -> None:
+    request, before = Requests(), signal.getsignal(number)
+    with request.listening(launched=False):
+        assert request.leave is None
+        os.kill(os.getpid(), number)
+        assert request.leave == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_at_once_is_the_same_request() -> None:
+    """A terminal signals the launcher and all ranks together, and the launcher passes it on."""
+    request = Requests()
+    with request.listening(launched=False):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert request.leave == "SIGINT"
+
+
+def test_under_a_launcher_the_terminal_is_left_to_it() -> None:
+    request = Requests()
+    with request.listening(launched=True):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.leave is None
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert request.leave == "SIGTERM"
+
+
+def test_handlers_are_put_back_after_a_failure() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="inside"), Requests().listening(launched=False):
+        raise ValueError("inside")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
+    handlers = []
+
+    def listen() -> None:
+        with Requests().listening(launched=False):
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join(10)
+    assert handlers == [before]
+
+
+def test_preempted_is_an_orderly_exit_that_user_code_does_not_catch() -> None:
+    error = Preempted("SIGTERM on rank 0")
+    assert not isinstance(error, Exception)
+    assert (error.code, error.reason) == (PREEMPTED_EXIT_CODE, "SIGTERM on rank 0")
+
+
+# The pulse, in a world of one
+
+
+def test_alone_a_request_is_known_at_the_next_step() -> None:
+    request = Requests()
+    pulse = Pulse(Group(0, 1, 10.0), request)
+    assert pulse.beat(1) == Asked()
+    request.leave = "SIGTERM"
+    assert pulse.beat(2) == Asked(leave="SIGTERM on rank 0")
+
+
+def test_the_clock_goes_on_from_where_it_was_restored() -> None:
+    pulse = Pulse(Group(0, 1, 10.0), Requests())
+    pulse.start(step=7, clock=1000.0)
+    assert pulse.clock == 1000.0
+    pulse.beat(8)
+    assert 1000.0 <= pulse.clock <= pulse.elapsed()

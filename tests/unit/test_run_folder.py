@@ -1,0 +1,84 @@
+"""A run's folder: named once, held by one run, and read back as it was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
+from lockstep.record import run_folder
+
+CONFIG = RunConfig.model_validate({"task": "task.py:Mine", "name": "mine", "early_stop": {"patience": 4}})
+
+
+def test_a_new_folder_carries_the_name_and_the_time(tmp_path: Path) -> None:
+    folder = run_folder.create(tmp_path / "runs", "mine")
+    assert folder.parent == tmp_path / "runs"
+    assert folder.name.startswith("mine-20")
+    assert (folder / "logs").is_dir()
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    assert len({run_folder.create(tmp_path, "mine") for _ in range(5)}) == 5
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/runs: "):
+        run_folder.create(tmp_path / "runs", "mine")
+
+
+def test_a_config_reads_back(tmp_path: Path) -> None:
+    run_folder.write_config(tmp_path, CONFIG)
+    assert run_folder.read_config(tmp_path) == CONFIG
+    assert run_folder.read_plain_config(tmp_path) == CONFIG.plain()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is not the folder of a run: it holds no config.yaml"),
+        ("a: [", "config.yaml: cannot be read"),
+        ("", "config.yaml: not a config"),
+        ("- 1\n", "config.yaml: not a config"),
+    ],
+)
+def test_what_is_not_the_folder_of_a_run_is_told(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        run_folder.read_config(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is not the folder of a run: there is no such folder"):
+        run_folder.read_config(tmp_path / "nowhere")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+    with run_folder.locked(tmp_path):
+        with pytest.raises(ConfigError, match="another run is at work in this folder"), run_folder.locked(tmp_path):
+            pass
+        with pytest.raises(ConfigError), run_folder.locked(tmp_path):
+            pass
+    with run_folder.locked(tmp_path):
+        pass
+
+
+def test_a_failure_is_written_over_what_rank_0_wrote(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    run_folder.record(tmp_path, "failed", "first")
+    assert json.loads(summary.read_text()) == {"status": "failed", "reason": "first"}
+    summary.write_text('{"status": "completed", "step": 7}')
+    run_folder.record(tmp_path, "failed", "second")
+    assert json.loads(summary.read_text()) == {"status": "failed", "reason": "second", "step": 7}
+    summary.write_text('{"status": "comp')
+    run_folder.record(tmp_path, "failed", "third")
+    assert json.loads(summary.read_text())["reason"] == "third"
+
+
+def test_a_failure_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> None:
+    run_folder.record(tmp_path / "nowhere", "failed", "the disk is gone")
