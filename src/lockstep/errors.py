@@ -112,6 +112,25 @@ class NonFiniteLoss(LockstepError):
         return type(self), (self.step, self.rank, self.value)
 
 
+class NonFiniteWeights(LockstepError):
+    """A parameter became NaN or infinite."""
+
+    exit_code = 5
+    concerns_all_ranks = True
+
+    def __init__(self, step: int, name: str, ranks: str) -> None:
+        super().__init__(
+            f"the parameter {name} is not finite at step {step}, on {ranks}: a gradient was not, though no loss showed "
+            "it (sqrt at 0, a division by 0, a norm of nothing). No checkpoint was written from this state. Set "
+            "train.on_nan: skip to leave such steps out, or train.clip_norm, or look at what has such a gradient; the "
+            "run can be resumed from its last checkpoint"
+        )
+        self.step, self.name, self.ranks = step, name, ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step, self.name, self.ranks)
+
+
 class NonFiniteGradients(LockstepError):
     """Step after step was skipped: the gradients are not finite any more."""
 

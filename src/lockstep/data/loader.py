@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from lockstep.data.order import GlobalBatches, Indices, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import map_tensors
+from lockstep.runtime.moving import pinned
 
 Collate = Callable[[list[Any]], Any]
 
@@ -31,12 +31,12 @@ class Loading:
 
 
 class Loader:
-    """Fetches the parts of a walk as batches. Worker processes, where there are any, live until close()."""
+    """Fetches micro-batches. Worker processes, where there are any, live until close()."""
 
     def __init__(
-        self, dataset: Dataset[Any], walk: GlobalBatches, collate: Collate | None = None, loading: Loading | None = None
+        self, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None = None, loading: Loading | None = None
     ) -> None:
-        self.dataset, self.walk = dataset, walk
+        self.dataset, self.collate, self.plan = dataset, collate, plan
         self._fetch = batch_fetcher(dataset, collate)
         self._loading = loading or Loading()
         self._keys = _Keys()
@@ -47,18 +47,24 @@ class Loader:
             return self._from_workers(epoch, start)
         return self._from_here(epoch, start)
 
+    def first(self) -> tuple[MicroBatch, Any]:
+        """The first micro-batch, fetched here."""
+        micro = next(iter(self.plan.micro_batches(0)))
+        return micro, self._fetch(micro.indices)
+
     def _from_here(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
         pin = self._loading.pin_memory and torch.cuda.is_available()
-        for part in self.walk.parts(epoch, start):
-            batch = self._fetch(part.indices)
-            yield part, (map_tensors(torch.Tensor.pin_memory, batch) if pin else batch)
+        for micro in self.plan.micro_batches(epoch, start):
+            batch = self._fetch(micro.indices)
+            yield micro, (pinned(batch) if pin else batch)
 
     def _from_workers(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
-        parts = list(self.walk.parts(epoch, start))
-        self._keys.parts = [(self.walk.seed, epoch, part.batch, self.walk.rank, part.indices) for part in parts]
+        plan = self.plan
+        micros = list(plan.micro_batches(epoch, start))
+        self._keys.keys = [(plan.seed, epoch, each.batch, plan.rank, each.indices) for each in micros]
         if self._worker_loader is None:
             self._worker_loader = DataLoader(
-                _PartDataset(self._fetch),
+                _MicroBatchDataset(self._fetch),
                 batch_size=None,
                 sampler=self._keys,
                 num_workers=self._loading.workers,
@@ -68,11 +74,11 @@ class Loader:
                 # Of its own, since making an iterator draws a number: a resumed epoch makes one more than the original.
                 generator=torch.Generator(),
             )
-        yield from zip(parts, self._worker_loader, strict=True)
+        yield from zip(micros, self._worker_loader, strict=True)
 
     def close(self) -> None:
         """End the worker processes."""
-        self._worker_loader = None
+        self._worker_loader = None  # its iterator ends them when it goes
 
 
 def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Callable[[Indices], Any]:
@@ -128,17 +134,17 @@ class _Keys(Sampler[Any]):
     """What the workers are to fetch next; filled anew for each epoch, so that the workers can stay."""
 
     def __init__(self) -> None:
-        self.parts: list[Any] = []
+        self.keys: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.parts)
+        return iter(self.keys)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.keys)
 
 
-class _PartDataset(Dataset[Any]):
-    """Runs in a worker: fetches a whole part per request, with generators seeded by its place in the data."""
+class _MicroBatchDataset(Dataset[Any]):
+    """Runs in a worker: fetches a whole micro-batch per request, with generators seeded by its place in the data."""
 
     def __init__(self, fetch: Callable[[Indices], Any]) -> None:
         self._fetch = fetch

@@ -1,4 +1,4 @@
-"""The loaders of a run: one for every dataset and way of walking it, kept from epoch to epoch."""
+"""The loaders of a run, kept from epoch to epoch: one for every source that is trained on, a few for evaluation."""
 
 from __future__ import annotations
 
@@ -11,40 +11,57 @@ from lockstep.data.loader import Collate, Loader, Loading, check_dataset
 from lockstep.data.order import GlobalBatches
 from lockstep.runtime.base import Runtime
 
+# Datasets that are evaluated come and go; the loaders of so many are kept.
+_KEPT_FOR_EVALUATION = 4
+
 
 class Loaders:
-    """Makes loaders for one rank, and keeps them with their worker processes until it is closed."""
+    """Makes loaders for one rank, and keeps them with their worker processes until others take their place."""
 
-    def __init__(self, rank: int, world_size: int, seed: int, settings: Data, runtime: Runtime) -> None:
+    def __init__(self, rank: int, world_size: int, seed: int, settings: Data, runtime: Runtime, multiple: int) -> None:
         self._rank, self._world_size, self._seed = rank, world_size, seed
-        self._fill = runtime.fixed_shapes
+        self._fill, self._multiple = runtime.fixed_shapes, multiple
         pin = runtime.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self._loading = Loading(settings.workers, pin, settings.prefetch)
-        self._kept: dict[tuple[Any, ...], Loader] = {}
+        self._training: dict[str, Loader] = {}
+        self._evaluating: dict[tuple[int, int, bool], Loader] = {}
 
-    def get(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        collate: Collate | None,
-        *,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        accumulate: int = 1,
-        alone: bool = False,
+    def plan(
+        self, dataset: Dataset[Any], batch_size: int, *, alone: bool = False, accumulate: int = 1, **how: Any
+    ) -> GlobalBatches:
+        """How this rank takes its share of a dataset; all of it, where the rank walks it alone."""
+        rank, world_size = (0, 1) if alone else (self._rank, self._world_size)
+        count = check_dataset(dataset, "the dataset")
+        return GlobalBatches(
+            count, batch_size, rank, world_size, self._seed, accumulate=accumulate, fill=self._fill,
+            multiple=self._multiple, **how,
+        )  # fmt: skip
+
+    def for_training(self, source: str, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None) -> Loader:
+        """The one loader of a source. Another function to collate by (a new lambda) takes the place of the last."""
+        known = self._training.get(source)
+        if known is None or (known.dataset is not dataset) or known.collate != collate or known.plan != plan:
+            if known is not None:
+                known.close()
+            known = self._training[source] = Loader(dataset, plan, collate, self._loading)
+        return known
+
+    def for_evaluation(
+        self, dataset: Dataset[Any], batch_size: int, collate: Collate | None, *, alone: bool = False
     ) -> Loader:
-        """The loader for this rank's share of a dataset; for all of it, where the rank walks it alone."""
+        """Apart from the loaders of training: the same data may be evaluated in the midst of an epoch."""
         # A loader holds on to its dataset, so that no other one can come to have the same id.
-        key = (id(dataset), collate, batch_size, shuffle, drop_last, accumulate, alone)
-        if key not in self._kept:
-            rank, world_size = (0, 1) if alone else (self._rank, self._world_size)
-            count = check_dataset(dataset, "the dataset")
-            walk = GlobalBatches(
-                count, batch_size, rank, world_size, self._seed, shuffle, drop_last, accumulate, self._fill
-            )
-            self._kept[key] = Loader(dataset, walk, collate, self._loading)
-        return self._kept[key]
+        key = (id(dataset), batch_size, alone)
+        known = self._evaluating.pop(key, None)
+        if known is None or known.collate != collate:
+            if known is not None:
+                known.close()
+            known = Loader(dataset, self.plan(dataset, batch_size, alone=alone, shuffle=False), collate, self._loading)
+        self._evaluating[key] = known
+        while len(self._evaluating) > _KEPT_FOR_EVALUATION:
+            self._evaluating.pop(next(iter(self._evaluating))).close()
+        return known
 
     def close(self) -> None:
-        for loader in self._kept.values():
+        for loader in [*self._training.values(), *self._evaluating.values()]:
             loader.close()

@@ -45,23 +45,29 @@ def split_dataset(dataset: Dataset[Any], fractions: Mapping[str, float], seed: i
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at once: its slice of a global batch, or one of the parts that the slice is taken in."""
+    """What a rank computes at once: its share of a global batch, or one of the pieces that the share is taken in."""
 
     batch: int  # which global batch of the epoch
+    number: int  # which of the rank's micro-batches of it
     indices: Indices
-    # How many examples a mean over the indices counts for: none where the last batch has fewer examples than ranks,
-    # less than none where it takes back what another part was filled up with.
+    # How many examples a mean over the micro-batch counts for: none where the last batch has fewer examples than ranks,
+    # less than none where it takes back what another one was filled up with.
     examples: int
-    # The mean over ranks of the sum over parts of weight x mean loss is the mean loss over the global batch.
+    # The mean over ranks of the sum over micro-batches of weight x mean loss is the mean loss over the global batch.
     weight: float
     whole: int  # how many examples the global batch has, over all ranks
     completes_batch: bool
     completes_epoch: bool
 
+    @property
+    def scale(self) -> float:
+        """How often a sum over the micro-batch counts: once, unless it holds filler."""
+        return self.examples / (len(self.indices) or self.examples or 1)
+
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """How one rank walks through an epoch in global batches."""
+    """The global batches of an epoch, and the micro-batches that one rank takes of each."""
 
     count: int
     batch_size: int
@@ -71,8 +77,10 @@ class GlobalBatches:
     shuffle: bool = True
     drop_last: bool = False
     accumulate: int = 1
-    # Give every part the same number of indices, where a new shape would have to be compiled.
+    # Give every micro-batch the same number of indices, where a new shape would have to be compiled; a multiple of
+    # this number, where each is spread over so many devices.
     fill: bool = False
+    multiple: int = 1
 
     @property
     def batches(self) -> int:
@@ -80,37 +88,43 @@ class GlobalBatches:
         whole, rest = divmod(self.count, self.batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
-    def parts(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """This rank's parts of an epoch, from global batch `start` on."""
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of an epoch, from global batch `start` on."""
         order = example_order(self.count, self.seed, epoch, self.shuffle)
         for batch in range(start, self.batches):
             whole = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            first = len(whole) * self.rank // self.world_size
-            last = len(whole) * (self.rank + 1) // self.world_size
-            yield from self._slices(batch, whole, whole[first:last])
+            ends_epoch = batch == self.batches - 1
+            shares = list(self._share(whole))
+            for number, (indices, examples) in enumerate(shares):
+                last = number == len(shares) - 1
+                weight = examples * self.world_size / len(whole)
+                yield MicroBatch(batch, number, indices, examples, weight, len(whole), last, last and ends_epoch)
 
-    def _slices(self, batch: int, whole: Indices, mine: Indices) -> Iterator[MicroBatch]:
-        ends_epoch = batch == self.batches - 1
-        full = -(-self.batch_size // (self.world_size * self.accumulate)) if self.fill else 1
-        if len(mine) == 0:
-            # Every rank takes part in the exchange of gradients, so one without examples computes one that counts for
-            # nothing.
-            yield MicroBatch(batch, np.repeat(whole[:1], full), 0, 0.0, len(whole), True, ends_epoch)
-            return
-        pieces = np.array_split(mine, min(self.accumulate, len(mine)))
-        for number, piece in enumerate(pieces, start=1):
-            weight = self.world_size / len(whole)  # of one example
-            last = number == len(pieces)
+    def _share(self, whole: Indices) -> Iterator[tuple[Indices, int]]:
+        """The indices of every micro-batch of a global batch, and how many examples each counts for."""
+        first = len(whole) * self.rank // self.world_size
+        mine = whole[first : len(whole) * (self.rank + 1) // self.world_size]
+        largest = -(-len(whole) // self.world_size)
+        full = self._full_size if self.fill else 1
+        # Every rank takes part in every exchange, also in those of a forward pass (SyncBatchNorm): so all of them have
+        # the same number of micro-batches, and one without examples computes one that counts for nothing.
+        for piece in np.array_split(mine, min(self.accumulate, largest)):
+            if len(piece) == 0:
+                yield np.repeat(whole[:1], full), 0
+                continue
             missing = full - len(piece) if self.fill else 0
             if not missing:
-                yield MicroBatch(batch, piece, len(piece), len(piece) * weight, len(whole), last, last and ends_epoch)
+                yield piece, len(piece)
                 continue
-            # Filled up with its last example, and what that adds is taken back by a part of nothing but that example:
+            # Filled up with its last example, and what that adds is taken back by one of nothing but that example:
             # both have the usual shape, and the mean over the two is the mean over the piece.
             filler = np.repeat(piece[-1:], full)
-            filled = np.concatenate([piece, filler[:missing]])
-            yield MicroBatch(batch, filled, full, full * weight, len(whole), False, False)
-            yield MicroBatch(batch, filler, -missing, -missing * weight, len(whole), last, last and ends_epoch)
+            yield np.concatenate([piece, filler[:missing]]), full
+            yield filler, -missing
+
+    @property
+    def _full_size(self) -> int:
+        return -(-self.batch_size // (self.world_size * self.accumulate * self.multiple)) * self.multiple
 
 
 def _permutation(count: int, *key: int) -> Indices:

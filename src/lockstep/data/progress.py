@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lockstep.config.values import Interval
@@ -12,18 +12,27 @@ from lockstep.config.values import Interval
 class Progress:
     """How far training has come. Equal on all ranks at every step boundary."""
 
-    epoch: int = 0  # whole epochs done
-    step: int = 0  # optimizer steps done
-    batch: int = 0  # global batches done in the epoch that is under way
+    epoch: int = 0  # whole epochs done and left behind, what follows their last step included
+    step: int = 0  # global batches trained on, however many optimizers stepped for each
     examples: int = 0  # examples trained on, over all ranks
-    epoch_ended: bool = False  # whether the last step was the last of its epoch
+    epoch_ended: bool = False  # whether the last step was the last of its pass over the data
 
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def epochs_done(self) -> int:
+        """Whole epochs, counting one whose last step was the last one made."""
+        return self.epoch + self.epoch_ended
+
+    def next_epoch(self) -> None:
+        self.epoch, self.epoch_ended = self.epoch + 1, False
+
+    def state_dict(self, epoch_is_done: bool = False) -> dict[str, Any]:
+        """With `epoch_is_done`, as it will be once the loop has come back for the next epoch."""
+        state = asdict(self)
+        return {**state, "epoch": self.epoch + 1, "epoch_ended": False} if epoch_is_done else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        for name in (each.name for each in fields(self)):
+            setattr(self, name, state[name])
 
 
 class Due:
@@ -40,7 +49,7 @@ class Due:
         if self._interval.unit == "step":
             return progress.step % count == 0
         if self._interval.unit == "epoch":
-            return progress.epoch_ended and progress.epoch % count == 0
+            return progress.epoch_ended and progress.epochs_done % count == 0
         if clock - self._last < count:
             return False
         self._last = clock

@@ -20,7 +20,7 @@ Count = Callable[[Any], int]
 
 
 def streamed(group: Group, batches: Iterator[Any], count: Count, name: str) -> Iterator[tuple[MicroBatch, Any]]:
-    """This rank's part of every global batch, until no rank has any examples left."""
+    """This rank's micro-batch of every global batch, until no rank has any examples left."""
     spare: Any = None  # what a rank that has run out computes, to take part: it counts for nothing
     number, batch, counts = 0, *_next(group, batches, count, name)
     lacking = [rank for rank, examples in enumerate(counts) if examples == 0]
@@ -35,7 +35,7 @@ def streamed(group: Group, batches: Iterator[Any], count: Count, name: str) -> I
         spare = batch if mine else spare
         weight = mine * group.world_size / whole
         none = np.empty(0, dtype=np.int64)
-        yield MicroBatch(number, none, mine, weight, whole, True, not sum(coming)), batch if mine else spare
+        yield MicroBatch(number, 0, none, mine, weight, whole, True, not sum(coming)), batch if mine else spare
         number, batch, counts = number + 1, following, coming
 
 

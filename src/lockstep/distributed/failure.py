@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss
+from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss, NonFiniteWeights
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def describe_exit(code: int) -> str:
 
 def worth_retrying(failure: Failure) -> bool:
     """Another attempt repeats a mistake in the config or a loss that diverged; anything else may have been chance."""
-    return failure.exit_code != 2 and failure.kind not in (NonFiniteLoss.__name__, NonFiniteGradients.__name__)
+    diverged = (NonFiniteLoss.__name__, NonFiniteGradients.__name__, NonFiniteWeights.__name__)
+    return failure.exit_code != 2 and failure.kind not in diverged
 
 
 def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int], silent: list[int]) -> Failure:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.values import Interval
 from lockstep.data.progress import Due, Progress
 from lockstep.distributed.group import Group
 from lockstep.errors import NonFiniteGradients, NonFiniteLoss
-from lockstep.record.meters import Meter, Totals
-from lockstep.record.recorder import Record
+from lockstep.record.meters import Meter, Reading, Totals
+from lockstep.record.recorder import Recorder
+from lockstep.runtime.base import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -19,16 +22,43 @@ logger = logging.getLogger(__name__)
 SKIPS_IN_A_ROW = 100
 
 
+@dataclass
+class Pending:
+    """A row whose numbers are on their way from the device, and all that belongs into it as it was at its step."""
+
+    step: int
+    epoch: int
+    values: dict[str, Any]
+    time: float
+    reading: Reading
+    busy: float
+
+
+@dataclass
+class Apart:
+    """Values that were noted outside of any batch: they get a row of their own, of the step that they were noted at."""
+
+    step: int
+    epoch: int
+    meter: Meter
+
+
 class Journal:
     """One rank's notes. Bringing them together is a gathering, so all ranks do it at the same steps."""
 
-    def __init__(self, group: Group, record: Record | None, every: Interval) -> None:
-        self._group, self._record = group, record  # only rank 0 has a record
+    def __init__(
+        self, group: Group, recorder: Recorder | None, every: Interval, runtime: Runtime | None = None
+    ) -> None:
+        self._group, self._recorder, self._runtime = group, recorder, runtime  # only rank 0 has a recorder
         self._due = Due(every)
-        self._meter = Meter()
+        self._meter = Meter(runtime)
+        self._apart: list[Apart] = []
+        self._pending: Pending | None = None
         self._since_row = Totals()
         self.since_validation = Totals()
+        self.latest: dict[str, Any] = {}  # the newest value of everything that was ever written
         self._busy_seconds = 0.0
+        self.learning_rates: dict[str, Any] = {}  # that the last step was made with
         self.forgive_nan = False  # a loss that is not finite is left out of the means, and does not end the run
         self._skips = {"since_row": 0, "in_a_row": 0, "last": 0}  # steps that left the weights as they were
         self._last_gathered_step = self._last_row_step = 0
@@ -38,6 +68,21 @@ class Journal:
     def note(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
         """Values of this rank that are means over so many examples of a step."""
         self._meter.add(step, examples, values)
+
+    def note_total(self, step: int, name: str, total: Any, count: Any) -> None:
+        """A sum of this rank over so much of a step."""
+        self._meter.add_total(step, name, total, count)
+
+    def note_apart(self, progress: Progress) -> Meter:
+        """For values that belong to no batch: they get a row of their own when ranks next come together."""
+        step, epoch = progress.step, progress.epochs_done
+        if not self._apart or (self._apart[-1].step, self._apart[-1].epoch) != (step, epoch):
+            self._apart.append(Apart(step, epoch, Meter(self._runtime)))
+        return self._apart[-1].meter
+
+    def note_loss(self, step: int, loss: Any) -> None:
+        """The loss that a step computes gradients of: nothing is saved after one that is not finite."""
+        self._meter.add_loss(step, loss)
 
     def note_busy(self, seconds: float) -> None:
         """Time that this rank took before it was ready to exchange gradients: what makes others wait."""
@@ -57,73 +102,132 @@ class Journal:
             )
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
-        if self._record is not None:
-            self._record.begin(progress, total_steps)
+        if self._recorder is not None:
+            self._recorder.begin(progress, total_steps)
 
-    def bring_together(self, step: int) -> None:
+    def bring_together(self, progress: Progress) -> None:
         """Add up what all ranks noted since the last time; refuses to go on with a loss that is not a number."""
-        with self._group.activity.within("reading the metrics"):
-            sums, bad = self._meter.read(leave_out_bad=self.forgive_nan)
-        steps = max(step - self._last_gathered_step, 1)
-        message: Any = {"sums": sums, "bad": bad, "busy": self._busy_seconds / steps}
-        self._busy_seconds, self._last_gathered_step = 0.0, step
-        messages = self._group.gather(message, f"metrics of step {step}")
-        found = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
-        if found:
-            raise NonFiniteLoss(*min(found))
-        for each in messages:
-            self._since_row.add(each["sums"])
-            self.since_validation.add(each["sums"])
-        if self._record is not None:
-            self._record.lags = [each["busy"] for each in messages]
+        self.write_pending_row()
+        busy = self._take_busy(progress.step)
+        self._exchange(progress.step, self._meter.begin_reading(self.forgive_nan), busy)
 
-    def write_due_row(self, progress: Progress, clock: float, learning_rate: float | None) -> None:
-        """Write the row of this step, if `log.every` says that there is one and it is not written yet."""
-        if progress.step != self._last_row_step and self._due.now(progress, clock):
-            self.write_last_row(progress, learning_rate)
+    def write_due_row(self, progress: Progress, clock: float, wait: bool = True) -> None:
+        """The row of this step, if `log.every` says that there is one and it has none yet.
 
-    def write_last_row(self, progress: Progress, learning_rate: float | None) -> None:
-        """Write a row of what was noted since the one before, unless this step has one."""
+        Without `wait`, where that is worth it, its numbers are left to come from the device by themselves:
+        write_pending_row writes it.
+        """
+        if progress.step == self._last_row_step or not self._due.now(progress, clock):
+            return
+        self.write_last_row(progress, wait)
+
+    def write_last_row(self, progress: Progress, wait: bool = True) -> None:
+        """A row of what was noted since the one before, unless this step has one."""
         if progress.step == self._last_row_step:
             return
+        self.write_pending_row()
         self._last_row_step = progress.step
-        self.bring_together(progress.step)
-        row: dict[str, Any] = dict(self._since_row.take())
+        values: dict[str, Any] = {}
         if self._skips["since_row"]:
-            row["skipped_steps"], self._skips["since_row"] = self._skips["since_row"], 0
-        if learning_rate is not None:
-            row["lr"] = learning_rate
-        self.write(progress, {**row, "examples": progress.examples})
+            values["skipped_steps"], self._skips["since_row"] = self._skips["since_row"], 0
+        values |= {name: float(rate) for name, rate in self.learning_rates.items()}
+        self._pending = Pending(
+            progress.step,
+            progress.epochs_done,
+            {**values, "examples": progress.examples},
+            time.perf_counter(),
+            self._meter.begin_reading(self.forgive_nan),
+            self._take_busy(progress.step),
+        )
+        if wait or self._runtime is None or not self._runtime.reads_later:
+            self.write_pending_row()
+
+    def write_pending_row(self, wait: bool = True) -> None:
+        """Write the row whose numbers were left to come; ranks do so together, and then wait for what has not."""
+        pending = self._pending
+        if pending is None or not (wait or pending.reading.arrived()):
+            return
+        self._pending = None
+        self._exchange(pending.step, pending.reading, pending.busy)
+        row = {**self._since_row.take(), **pending.values}
+        self._write({"step": pending.step, "epoch": pending.epoch, **row}, pending.time)
+
+    def write_rest(self) -> None:
+        """At the end of a run: values outside of any batch that ranks have not come together for since. Rank 0 writes
+        its own: they may not all have logged them."""
+        self.write_pending_row()
+        noted, self._apart = self._apart, []
+        self._write_apart([[[each.step, each.epoch, each.meter.read().sums] for each in noted]])
 
     def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
         """Write a row of metrics, on rank 0; elsewhere only a listener hears of it."""
-        row = {"step": progress.step, "epoch": progress.epoch, **values}
-        if self._record is not None:
-            self._record.write(dict(row))
-        if self.listener is not None:
-            self.listener(row)
+        self._write({"step": progress.step, "epoch": progress.epochs_done, **values}, time.perf_counter())
 
     def start_at(self, step: int, state: dict[str, Any] | None = None) -> None:
         """Forget rows after a step: of a run that is restored there, or that ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
         if state is not None:
             self._load_state_dict(state)
-        if self._record is not None:
-            self._record.forget_after(step, self._last_row_step)
+        if self._recorder is not None:
+            rows = 0 if state is None else state.get("rows")
+            self._recorder.forget_after(step, self._last_row_step, rows)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "since_row": self._since_row.sums,
             "since_validation": self.since_validation.sums,
+            "latest": self.latest,
             "skips": self._skips,
+            "learning_rates": {name: float(rate) for name, rate in self.learning_rates.items()},
             "last_row_step": self._last_row_step,
+            "rows": self._recorder.rows if self._recorder is not None else None,
         }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         self._since_row.sums, self.since_validation.sums = state["since_row"], state["since_validation"]
         self._skips = state.get("skips", self._skips)
+        self.latest = state.get("latest", {})
+        self.learning_rates = state.get("learning_rates", {})
         self._last_row_step = state.get("last_row_step", self._last_row_step)
 
     def close(self) -> None:
-        if self._record is not None:
-            self._record.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _take_busy(self, step: int) -> float:
+        busy = self._busy_seconds / max(step - self._last_gathered_step, 1)
+        self._busy_seconds, self._last_gathered_step = 0.0, step
+        return busy
+
+    def _exchange(self, step: int, reading: Reading, busy: float) -> None:
+        with self._group.activity.within("reading the metrics"):
+            found = reading.read()
+            apart = [[each.step, each.epoch, each.meter.read().sums] for each in self._apart]
+        self._apart = []
+        message: Any = {"sums": found.sums, "bad": found.bad, "busy": busy, "apart": apart}
+        messages = self._group.gather(message, f"metrics of step {step}")
+        bad = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
+        if bad:
+            raise NonFiniteLoss(*min(bad))
+        for each in messages:
+            self._since_row.add(each["sums"])
+            self.since_validation.add(each["sums"])
+        if self._recorder is not None:
+            self._recorder.lags = [each["busy"] for each in messages]
+        self._write_apart([each["apart"] for each in messages])
+
+    def _write_apart(self, noted: list[list[Any]]) -> None:
+        places = {(step, epoch): Totals() for rank in noted for step, epoch, _ in rank}
+        for rank in noted:
+            for step, epoch, sums in rank:
+                places[step, epoch].add(sums)
+        for (step, epoch), totals in sorted(places.items()):
+            self._write({"step": step, "epoch": epoch, **totals.means()}, time.perf_counter())
+
+    def _write(self, row: dict[str, Any], at: float) -> None:
+        told = ("step", "epoch", "examples")
+        self.latest.update({name: value for name, value in row.items() if name not in told})
+        if self._recorder is not None:
+            self._recorder.write(dict(row), at)
+        if self.listener is not None:
+            self.listener(row)

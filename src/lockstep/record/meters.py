@@ -3,52 +3,109 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
 
 # name -> (weighted sum, weight)
 Sums = dict[str, list[float]]
 
 
+class Bad(NamedTuple):
+    """The first loss that is not finite."""
+
+    step: int
+    value: float
+
+
+class Entry(NamedTuple):
+    """One value as it was noted. A mean counts for so many examples; a total comes with what it is a sum over."""
+
+    name: str
+    step: int
+    value: Any
+    count: Any
+    is_total: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Numbers on their way to the host: whether they are there, and how to wait for them."""
+
+    arrived: Callable[[], bool]
+    read: Callable[[], Found]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was read: sums of everything that was noted, and the first loss that is no number."""
+
+    sums: Sums
+    bad: Bad | None
+
+
 class Meter:
     """Values of this rank since the last reading, kept where they were computed until somebody reads them."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, list[tuple[int, int, Any]]] = {}
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self._runtime = runtime
+        self._entries: list[Entry] = []
+        self._losses: list[tuple[int, torch.Tensor]] = []
+        self._last: tuple[Any, Any] = (lambda: None, None)  # the tensor that was noted last, and what is kept of it
 
     def add(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
         """Note values that are means over so many examples."""
         for name, value in values.items():
-            kept = value.detach() if isinstance(value, torch.Tensor) else value
-            if isinstance(kept, torch.Tensor) and kept.numel() != 1:
-                raise ConfigError(
-                    f"{name!r}: only single numbers can be logged, got shape {list(kept.shape)}; log a mean"
-                )
-            self._values.setdefault(name, []).append((step, examples, kept))
+            self._entries.append(Entry(name, step, self._kept(name, value), examples, False))
 
-    def read(self, leave_out_bad: bool = False) -> tuple[Sums, tuple[int, float] | None]:
-        """Weighted sums, with one wait for the device per name, and the first step whose loss is not finite.
+    def add_total(self, step: int, name: str, total: Any, count: Any) -> None:
+        """Note a sum, and what it is a sum over."""
+        self._entries.append(Entry(name, step, self._kept(name, total), self._kept(name, count), True))
+
+    def add_loss(self, step: int, loss: torch.Tensor) -> None:
+        """Note a loss that gradients were computed of: it has to be finite, whatever is logged and under which name."""
+        self._losses.append((step, self._kept("loss", loss)))
+
+    def read(self, leave_out_bad: bool = False) -> Found:
+        """The sums, with one wait for the device where it can be, and the first step whose loss is not finite.
 
         With `leave_out_bad`, values that are not finite are left out of the sums, and nothing is called bad.
         """
-        values, self._values = self._values, {}
-        sums: Sums = {}
-        first_bad: tuple[int, float] | None = None
-        for name, entries in values.items():
-            found = numbers([value for _, _, value in entries])
-            counted = [(number, n) for number, (_, n, _) in zip(found, entries, strict=True) if n]
-            if leave_out_bad:
-                counted = [(number, n) for number, n in counted if math.isfinite(number)]
-            sums[name] = [math.fsum(number * n for number, n in counted), float(sum(n for _, n in counted))]
-            if name == "loss" and not leave_out_bad:
-                bad = [(step, number) for number, (step, _, _) in zip(found, entries, strict=True)
-                       if not math.isfinite(number)]  # fmt: skip
-                first_bad = bad[0] if bad else None
-        return sums, first_bad
+        return self.begin_reading(leave_out_bad).read()
+
+    def begin_reading(self, leave_out_bad: bool = False) -> Reading:
+        """Begin to bring everything noted so far to the host, and start anew; what is returned waits for it."""
+        entries, losses = self._entries, self._losses
+        self._entries, self._losses = [], []
+        wanted = [each.value for each in entries] + [each.count for each in entries] + [loss for _, loss in losses]
+        coming = Numbers(wanted, self._runtime)
+
+        def finish() -> Found:
+            numbers = coming.read()
+            values, counts = numbers[: len(entries)], numbers[len(entries) : 2 * len(entries)]
+            found = list(zip((step for step, _ in losses), numbers[2 * len(entries) :], strict=True))
+            bad = [] if leave_out_bad else [Bad(*each) for each in found if not math.isfinite(each[1])]
+            return Found(_summed(entries, values, counts, leave_out_bad), bad[0] if bad else None)
+
+        return Reading(coming.arrived, finish)
+
+    def _kept(self, name: str, value: Any) -> Any:
+        """A value without its graph. A loss is usually both logged and trained on: the same tensor is kept once."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self._last[0]() is value:
+            return self._last[1]
+        if value.numel() != 1:
+            raise ConfigError(f"{name!r}: only single numbers can be logged, got shape {list(value.shape)}; log a mean")
+        kept = value.detach()
+        self._last = (weakref.ref(value), kept)
+        return kept
 
 
 class Totals:
@@ -74,8 +131,41 @@ class Totals:
 
 def numbers(values: list[Any]) -> list[float]:
     """Single values as numbers, with one wait for the device where it can be."""
-    tensors = [each for each in values if isinstance(each, torch.Tensor)]
+    return Numbers(values).read()
+
+
+class Numbers:
+    """Single values on their way to the host: copies from the device are under way from now on, where they can be."""
+
+    def __init__(self, values: list[Any], runtime: Runtime | None = None) -> None:
+        self._values = values
+        self._tensors = list({id(each): each for each in values if isinstance(each, torch.Tensor)}.values())
+        self._coming = runtime.copy_to_host(self._tensors) if runtime is not None and self._tensors else None
+
+    def arrived(self) -> bool:
+        return self._coming is None or self._coming.arrived()
+
+    def read(self) -> list[float]:
+        found = self._coming.read() if self._coming is not None else _read_now(self._tensors)
+        known = dict(zip(map(id, self._tensors), found, strict=True))
+        return [known[id(each)] if isinstance(each, torch.Tensor) else float(each) for each in self._values]
+
+
+def _read_now(tensors: list[torch.Tensor]) -> list[float]:
+    kinds = {(each.device, each.dtype) for each in tensors}
     # Putting them together on an XLA device would be one more program to compile, for every number of values.
-    if len(tensors) < len(values) or any(each.device.type == "xla" for each in tensors):
-        return [float(value) for value in values]
-    return [float(number) for number in torch.stack([v.reshape(()) for v in tensors]).double().cpu().tolist()]
+    if len(kinds) != 1 or any(each.device.type == "xla" for each in tensors):
+        return [float(each) for each in tensors]
+    return [float(each) for each in torch.stack([each.reshape(()) for each in tensors]).double().cpu().tolist()]
+
+
+def _summed(entries: list[Entry], values: list[float], counts: list[float], leave_out_bad: bool) -> Sums:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for entry, value, count in zip(entries, values, counts, strict=True):
+        kept = found.setdefault(entry.name, [])
+        if count and not (leave_out_bad and not math.isfinite(value)):
+            kept.append((value if entry.is_total else value * count, count))
+    return {
+        name: [math.fsum(total for total, _ in kept), math.fsum(count for _, count in kept)]
+        for name, kept in found.items()
+    }

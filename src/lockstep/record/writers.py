@@ -67,18 +67,21 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int, training_step: int | None = None) -> None:
-    """Forget rows that a resumed run will write again, replacing the file in one move.
+def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:
+    """Forget rows that a resumed run will write again, replacing the file in one move; how many are left.
 
-    Those of training may be further back than the rest: the row that a run ends with comes after its last checkpoint.
+    Where it is not known how many rows to keep, those of later steps go. Those of training may be further back than
+    the rest: the row that a run ends with comes after its last checkpoint.
     """
     if not path.exists():
-        return
+        return 0
+    rows = read_rows(path)
     last = {True: step if training_step is None else training_step, False: step}
-    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row.get("step", 0) <= last[SPEED in row]]
+    left = rows[:keep] if keep is not None else [row for row in rows if row.get("step", 0) <= last[SPEED in row]]
     replacement = path.with_suffix(".partial")
-    replacement.write_text("".join(kept), encoding="utf-8")
+    replacement.write_text("".join(json.dumps(row) + "\n" for row in left), encoding="utf-8")
     replacement.replace(path)
+    return len(left)
 
 
 def write_json(path: Path, value: Any) -> None:

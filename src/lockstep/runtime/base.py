@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+
+from lockstep.runtime.moving import moved
+
+
+class Copy(Protocol):
+    """Single values on their way from the device to the host."""
+
+    def arrived(self) -> bool: ...
+
+    def read(self) -> list[float]:
+        """The values, once they have arrived."""
+        ...
 
 
 class Runtime(abc.ABC):
@@ -20,6 +31,12 @@ class Runtime(abc.ABC):
 
     # Whether every new shape costs a compilation, so that short batches are better filled up.
     fixed_shapes: bool = False
+    # Whether everything is compiled anyway, so that torch.compile has nothing to add.
+    compiles_everything: bool = False
+    # Whether reading a value at once would hold up what the device is doing, so that it is better read later.
+    reads_later: bool = False
+    # What examples or tokens are counted in: exact for any number that a batch can have.
+    count_dtype: torch.dtype = torch.float64
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,6 +77,14 @@ class Runtime(abc.ABC):
         """The same tensors in the memory of the host."""
         return [each.cpu() for each in tensors]
 
+    def fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors that a copy can be made of without compiling a program for each; most can as they are."""
+        return tensors
+
+    def copy_to_host(self, values: list[torch.Tensor]) -> Copy | None:
+        """Begin to copy single values to the host without waiting for them; None where there is nothing to gain."""
+        return None
+
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Sum a tensor over all ranks, in place, by the data plane; what is returned can be waited for."""
         return dist.all_reduce(tensor, async_op=True)
@@ -79,7 +104,7 @@ class Runtime(abc.ABC):
 
     def move(self, batch: Any) -> Any:
         """A batch with all its tensors on the device, in the same nesting."""
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        return moved(batch, self.device)
 
     def identity(self) -> str:
         """The physical device, by a name that no other device on any host has."""
@@ -92,16 +117,3 @@ class Runtime(abc.ABC):
     def memory(self) -> dict[str, int]:
         """Bytes in use on the device, by kind; empty where the device does not say."""
         return {}
-
-
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """A batch with every tensor in it changed, in the same nesting of mappings, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(change, value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(change, value) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(change, value) for value in batch)
-    return batch

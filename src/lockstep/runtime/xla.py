@@ -22,6 +22,8 @@ class XlaRuntime(Runtime):
     name: ClassVar[str] = "xla"
     backend = "gloo"  # for what ranks exchange through their hosts
     fixed_shapes = True  # every new shape is a new program to compile
+    compiles_everything = True
+    count_dtype = torch.float32  # TPUs have no other; exact up to 16 million
 
     def __init__(self, local_rank: int, local_world_size: int, settings: RunSettings) -> None:
         self.family = pjrt.device_family(settings, os.environ)
@@ -106,6 +108,9 @@ class XlaRuntime(Runtime):
         # In one program and one wait, where `.cpu()` would be one of each per tensor.
         fetched = iter(self._xla._XLAC._xla_get_cpu_tensors([each.detach() for each in here]) if here else [])
         return [next(fetched) if each.device.type == "xla" else each for each in tensors]
+
+    def fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.to_host(tensors)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         if self.spans_processes:

@@ -17,7 +17,7 @@ def create(settings: StrategySettings, runtime: Runtime, world_size: int) -> Str
         return _on_xla(settings, runtime, world_size)
     if world_size == 1:
         return SingleStrategy(runtime)
-    return DdpStrategy(runtime, settings)
+    return DdpStrategy(runtime, settings, world_size)
 
 
 def _on_xla(settings: StrategySettings, runtime: Runtime, world_size: int) -> Strategy:

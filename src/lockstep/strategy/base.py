@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,18 +13,34 @@ from torch.optim import Optimizer
 from lockstep.config.schema import ShardRule
 from lockstep.runtime.base import Runtime
 
+Modules = Mapping[str, nn.Module]
+Parameters = Sequence[nn.Parameter]
+
 
 class Strategy(abc.ABC):
-    """Places a model, and says when gradients travel. The bare module stays reachable for saving and evaluating."""
+    """Places models, and owns what depends on that: gradients, state, and what ranks compare.
+
+    Nothing outside of a strategy may assume that a rank has whole tensors. The bare modules stay reachable, for
+    evaluating and saving.
+    """
 
     name: ClassVar[str]
+    # Whether reading the state off the devices takes all ranks: where tensors are spread over hosts.
+    gathers_state: ClassVar[bool] = False
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, world_size: int = 1) -> None:
+        self.runtime, self.world_size = runtime, world_size
+
+    # Where things are
 
     @property
-    def parts(self) -> int:
-        """Devices of this process that take a part of its batch each, one after the other."""
+    def micro_batches(self) -> int:
+        """Devices of this process that take a micro-batch each, one after the other."""
+        return 1
+
+    @property
+    def batch_multiple(self) -> int:
+        """What the examples of a micro-batch must be a multiple of, to be spread over devices evenly."""
         return 1
 
     @property
@@ -39,37 +55,116 @@ class Strategy(abc.ABC):
     def place(self, model: nn.Module) -> nn.Module:
         """The module to train with; its parameters are on the device and equal on all ranks."""
 
-    def move(self, batch: Any) -> Any:
-        """A batch on the device that is to work on it."""
+    def place_optimizer(self, optimizer: Optimizer) -> None:
+        """Bring state that an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
+                    state[name] = value.to(parameter.device)
+
+    def move(self, batch: Any, number: int = 0) -> Any:
+        """A batch on the device that is to work on it; `number` says which micro-batch of its global batch it is."""
         return self.runtime.move(batch)
 
+    # Gradients
+
+    def sync_gradients(self, wanted: bool) -> None:  # noqa: B027
+        """Whether the next forward and backward pass exchanges gradients (only the last micro-batch of a batch's)."""
+
     def computed(self, last: bool) -> None:
-        """The gradients of a part of the batch are there; with `last`, those of all of it."""
-        if not last:  # what follows is a program of its own, the same for every part
+        """The gradients of a micro-batch are there; with `last`, those of the whole batch."""
+        if not last:  # what follows is a program of its own, the same for every micro-batch
             self.runtime.end_of_program()
 
-    def reduce_gradients(self, model: nn.Module) -> None:  # noqa: B027
+    def reduce_gradients(self, parameters: Parameters) -> None:  # noqa: B027
         """Make the gradients those of the whole batch, where the backward pass has not done so."""
 
-    def stepped(self, model: nn.Module) -> None:
-        """The optimizer has changed the parameters: here the step ends."""
+    def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
+        """Make gradients of a sum those of the mean over all that was counted, on this rank and on the others."""
+        total = self.total_count(counts)
+        factor = torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
+        for gradient in gradients_of(parameters):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+    @property
+    def _replicas_averaged(self) -> int:
+        """Over how many ranks reduced gradients were averaged."""
+        return 1
+
+    def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
+        """What all ranks counted together."""
+        device = self.runtime.device
+        on_device = [torch.as_tensor(each, dtype=self.runtime.count_dtype, device=device) for each in counts]
+        return torch.stack([each.detach().reshape(()) for each in on_device]).sum()
+
+    def gradients_are_finite(self, parameters: Parameters) -> bool:
+        finite = [_values(each).isfinite().all() for each in gradients_of(parameters)]
+        return not finite or bool(torch.stack(finite).all())
+
+    def clip_gradients(self, parameters: Parameters, norm: float) -> None:
+        if any(each.is_sparse for each in gradients_of(parameters)):
+            _clip_with_sparse(gradients_of(parameters), norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+    def stepped(self) -> None:
+        """An optimizer has changed the parameters: here the step ends."""
         self.runtime.end_of_program()
 
-    def restored(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    # State
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """A module's state as it is saved: whole tensors, under names that do not depend on the strategy."""
+        return module.state_dict()
+
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Raises RuntimeError where the state does not fit."""
+        module.load_state_dict(state)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        optimizer.load_state_dict(dict(state))
+
+    def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors in a form that a copy to the host can be made of; where it takes a program, one for all of them."""
+        return self.runtime.fetch(tensors)
+
+    def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
         """Weights and optimizer state were read back."""
         self.runtime.end_of_program()
 
-    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        """What must be equal on all ranks between two steps."""
-        return {}
+    # Comparing
 
-    @abc.abstractmethod
-    def sync_gradients(self, wanted: bool) -> None:
-        """Whether the next forward and backward pass exchanges gradients (not for all but the last part of a batch)."""
+    @property
+    def has_replicas(self) -> bool:
+        """Whether parameters must be equal on all ranks between two steps."""
+        return False
 
-    @abc.abstractmethod
-    def equalize_buffers(self, model: nn.Module) -> None:
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        """The parameters by name, where they can be read without compiling a program for it."""
+        return named_parameters(modules)
+
+    def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
         """Give every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
+
+
+def named_parameters(modules: Modules) -> dict[str, Tensor]:
+    """`fc.weight`, or `generator.fc.weight` where there is more than one model."""
+    return {
+        prefixed(modules, name, parameter_name): parameter
+        for name, module in modules.items()
+        for parameter_name, parameter in module.named_parameters()
+    }
+
+
+def prefixed(modules: Modules, module: str, name: str) -> str:
+    return name if len(modules) == 1 else f"{module}.{name}"
+
+
+def gradients_of(parameters: Parameters) -> list[Tensor]:
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -85,3 +180,15 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
         return model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _clip_with_sparse(gradients: Sequence[Tensor], norm: float) -> None:
+    """What torch's clip_grad_norm_ does; it knows no norm of a sparse gradient."""
+    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(_values(each)) for each in gradients]))
+    factor = torch.clamp(norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from typing import Any, ClassVar
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.base import Strategy
+from lockstep.strategy.base import Modules, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +31,21 @@ _NO_BROADCAST: dict[str, Any] = {_BROADCAST_OPTION: False}
 
 
 class Replica(DistributedDataParallel):
-    """Torch's wrapper, which without gradients is the module that it wraps: a rank may then evaluate alone."""
+    """Torch's wrapper, which without gradients is the module that it wraps: a rank may then evaluate alone.
+
+    Methods and attributes of the module can be used on the wrapper as well.
+    """
 
     _warned = False
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        if torch.is_grad_enabled():
-            return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
-        if not self._warned:
+        # A model that is frozen for a while (the discriminator, while the generator learns) has nothing to exchange.
+        if torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters()):
+            try:
+                return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise _naming_unused(error, self.module) from None
+        if not torch.is_grad_enabled() and not self._warned:
             self._warned = True
             logger.warning(
                 "the model was called through its DDP wrapper without gradients; it was passed by, so that no rank "
@@ -42,21 +53,48 @@ class Replica(DistributedDataParallel):
             )
         return self.module(*inputs, **keywords)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = cast(nn.Module, super().__getattr__("module"))
+            found = getattr(module, name)
+        return functools.partial(self._through_forward, name) if _is_method_of(module, found) else found
+
+    def _through_forward(self, method: str, *inputs: Any, **keywords: Any) -> Any:
+        """Call another method of the module by way of DDP's forward, without which no gradient would be exchanged."""
+        module = self.module
+        if not torch.is_grad_enabled():
+            return getattr(module, method)(*inputs, **keywords)
+        forward = module.forward
+
+        def instead(*inner: Any, **named: Any) -> Any:
+            module.forward = forward  # the method may call the module itself
+            return getattr(module, method)(*inner, **named)
+
+        own = "forward" in vars(module)
+        module.forward = instead
+        try:
+            return self(*inputs, **keywords)
+        finally:
+            if own:
+                module.forward = forward
+            else:
+                vars(module).pop("forward", None)
+
 
 class DdpStrategy(Strategy):
     name: ClassVar[str] = "ddp"
 
-    def __init__(self, runtime: Runtime, settings: StrategySettings) -> None:
-        super().__init__(runtime)
+    def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
+        super().__init__(runtime, world_size)
         self._settings = settings
-        self._wrapped: DistributedDataParallel | None = None
+        self._replicas: list[Replica] = []
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError("task: the model has no parameter that requires a gradient, so there is nothing to train")
         on_gpu = self.runtime.device.type == "cuda"
-        self._wrapped = Replica(
+        replica = Replica(
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
             output_device=self._settings.output_device if on_gpu else None,
@@ -65,20 +103,32 @@ class DdpStrategy(Strategy):
             **_NO_BROADCAST,
         )
         if not self._settings.find_unused_parameters:
-            _fix_bucket_layout(self._wrapped)
-        return self._wrapped
-
-    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        return dict(model.named_parameters())
+            _fix_bucket_layout(replica)
+        self._replicas.append(replica)
+        return replica
 
     def sync_gradients(self, wanted: bool) -> None:
-        if self._wrapped is not None:
+        for replica in self._replicas:
             # What DDP's own no_sync() sets; a context manager cannot span the caller's forward and backward.
-            self._wrapped.require_backward_grad_sync = wanted
+            replica.require_backward_grad_sync = wanted
 
-    def equalize_buffers(self, model: nn.Module) -> None:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+    @property
+    def _replicas_averaged(self) -> int:
+        return self.world_size
+
+    def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
+        total = super().total_count(counts)
+        dist.all_reduce(total)
+        return total
+
+    @property
+    def has_replicas(self) -> bool:
+        return True
+
+    def equalize_buffers(self, modules: Modules) -> None:
+        for module in modules.values():
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
 
 
 def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
@@ -90,10 +140,45 @@ def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
     regroup here in both cases. Left to the first forward pass, ranks would wait for each other in the midst of it.
     """
     parameters = [p for p in wrapped.module.parameters() if p.requires_grad]
+    sparse = _with_sparse_gradients(wrapped.module)
     wrapped.reducer.prepare_for_backward([])
     with torch.enable_grad():
         # Gradients become ready in the reverse of this order, as they do in a network that is used front to back.
-        torch.stack([(parameter * 0).sum().float() for parameter in parameters]).sum().backward()  # type: ignore[no-untyped-call]
+        zeros = [_zero_of(parameter, id(parameter) in sparse) for parameter in parameters]
+        torch.stack(zeros).sum().backward()  # type: ignore[no-untyped-call]
     wrapped.reducer._rebuild_buckets()
     for parameter in parameters:
         parameter.grad = None
+
+
+def _with_sparse_gradients(module: nn.Module) -> set[int]:
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return {id(each.weight) for each in module.modules() if isinstance(each, tables) and each.sparse}
+
+
+def _zero_of(parameter: Tensor, sparse: bool) -> Tensor:
+    """A zero that depends on a parameter, and gives it the kind of gradient that DDP expects of it."""
+    if not sparse:
+        return (parameter * 0).sum().float()
+    first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
+    return (F.embedding(first, parameter, sparse=True) * 0).sum().float()
+
+
+def _is_method_of(module: nn.Module, found: Any) -> bool:
+    """Whether it is a method that computes; those that every module has are called on the module itself."""
+    return inspect.ismethod(found) and found.__self__ is module and not hasattr(nn.Module, found.__name__)
+
+
+def _naming_unused(error: RuntimeError, module: nn.Module) -> Exception:
+    """DDP's complaint about parameters that got no gradient, with their names in place of their numbers."""
+    text = str(error)
+    found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", text)
+    if "Expected to have finished reduction" not in text or found is None:
+        return error
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    unused = [names[int(number)] for number in found[2].split() if int(number) < len(names)]
+    return ConfigError(
+        f"{', '.join(unused)}: no gradient on rank {found[1]} in the step before, so that the ranks cannot average it. "
+        "Use these parameters in the loss, take them out of training with requires_grad_(False) before run.setup, or "
+        "set strategy.find_unused_parameters: true, which looks for them in every step"
+    )

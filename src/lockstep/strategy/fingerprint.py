@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -26,6 +27,14 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
     with torch.no_grad():
         sums = [_bits(each.detach()).sum(dtype=torch.int64) for each in tensors.values()]
         return [int(each) for each in torch.stack(sums).tolist()]
+
+
+def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The first tensor with a value that is no number, or infinite; in the usual case one wait for the device."""
+    floating = {name: each.detach() for name, each in tensors.items() if each.is_floating_point() and each.numel()}
+    if not floating or torch.isfinite(torch.nn.utils.get_total_norm(list(floating.values()), math.inf)):
+        return None
+    return next((name for name, each in floating.items() if not each.isfinite().all()), None)
 
 
 def compare(group: Group, names: list[str], mine: list[int], messages: list[int], step: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep.strategy.base import Strategy, to_device
+from lockstep.strategy.base import Modules, Strategy, named_parameters, to_device
 
 
 class SingleStrategy(Strategy):
@@ -15,8 +15,6 @@ class SingleStrategy(Strategy):
     def place(self, model: nn.Module) -> nn.Module:
         return to_device(model, self.runtime.device)
 
-    def sync_gradients(self, wanted: bool) -> None:
-        pass
-
-    def equalize_buffers(self, model: nn.Module) -> None:
-        pass
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        named = named_parameters(modules)
+        return dict(zip(named, self.runtime.fetch(list(named.values())), strict=True))

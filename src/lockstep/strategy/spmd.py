@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -14,22 +15,23 @@ from torch.optim import Optimizer
 from lockstep.config.schema import ShardRule
 from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import map_tensors
+from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import Strategy, to_device
+from lockstep.strategy.base import Modules, Strategy, named_parameters, to_device
 
 logger = logging.getLogger(__name__)
 
 
 class SpmdStrategy(Strategy):
     name: ClassVar[str] = "spmd"
+    gathers_state: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
-        super().__init__(runtime)
+        super().__init__(runtime, world_size)
         import torch_xla.distributed.spmd as xs
 
-        self._xs, self._settings, self._world_size = xs, settings, world_size
+        self._xs, self._settings = xs, settings
         devices = runtime.global_device_count()
         self._shapes = meshing.resolve_meshes(settings, devices)
         self._meshes = {
@@ -38,7 +40,7 @@ class SpmdStrategy(Strategy):
         }
         xs.set_global_mesh(self._meshes[meshing.MAIN])
         self._rules = dict(settings.shard)
-        self._shardings: dict[str, meshing.Sharding] = {}
+        self._shardings: dict[int, meshing.Sharding] = {}  # by the identity of the parameter
         if world_size > 1 and self._data_size != devices:
             raise ConfigError(
                 f"strategy.mesh: {self._shapes[meshing.MAIN]} on {world_size} hosts: every host loads its own part of "
@@ -61,17 +63,22 @@ class SpmdStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        self._shardings = meshing.shardings(shapes, self._shapes, self._settings, self._rules)
+        found = meshing.shardings(shapes, self._shapes, self._settings, self._rules)
         model = to_device(model, self.runtime.device)  # first: what is not on the device cannot be split over it
         for name, parameter in model.named_parameters():
-            if name in self._shardings:
-                self._mark(parameter, self._shardings[name])
+            if name in found:
+                self._shardings[id(parameter)] = found[name]
+                self._mark(parameter, found[name])
         self.runtime.end_of_program()
         text = " x ".join(f"{axis} {size}" for axis, size in self._shapes[meshing.MAIN].items())
-        logger.info("mesh %s; %d of %d parameters are split", text, len(self._shardings), len(shapes))
+        logger.info("mesh %s; %d of %d parameters are split", text, len(found), len(shapes))
         return model
 
-    def move(self, batch: Any) -> Any:
+    @property
+    def batch_multiple(self) -> int:
+        return self._data_size // math.gcd(self._data_size, self.world_size)
+
+    def move(self, batch: Any, number: int = 0) -> Any:
         return map_tensors(self._sent, batch)
 
     def _sent(self, tensor: Tensor) -> Tensor:
@@ -79,39 +86,41 @@ class SpmdStrategy(Strategy):
 
         if tensor.dim() == 0:
             return tensor.to(self.runtime.device)
-        if len(tensor) * self._world_size % self._data_size:
+        if len(tensor) * self.world_size % self._data_size:
             raise ConfigError(
-                f"train.batch_size: {len(tensor) * self._world_size} examples cannot be spread evenly over the "
+                f"train.batch_size: {len(tensor) * self.world_size} examples cannot be spread evenly over the "
                 f"{self._data_size} devices of the data axis"
             )
         spec = meshing.batch_spec(tensor.dim(), self._shapes[meshing.MAIN])
         mesh = self._meshes[meshing.MAIN]
-        if self._world_size == 1:
+        if self.world_size == 1:
             sent = tensor.to(self.runtime.device)
             self._xs.mark_sharding(sent, mesh, spec)
             return sent
         sharding = self._xs.ShardingSpec(mesh, spec, minibatch=True)
         sent = cast(Tensor, xm.send_cpu_data_to_device([tensor], self.runtime.device, input_sharding=sharding)[0])
         # Without `minibatch` XLA takes what the first host loaded for the whole batch, and says nothing.
-        if len(sent) != len(tensor) * self._world_size:
+        if len(sent) != len(tensor) * self.world_size:
             raise AssertionError(
-                f"{self._world_size} hosts loaded {len(tensor)} examples each, but {len(sent)} are trained on"
+                f"{self.world_size} hosts loaded {len(tensor)} examples each, but {len(sent)} are trained on"
             )
         return sent
 
-    def sync_gradients(self, wanted: bool) -> None:
-        pass  # the program reduces them
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        named = named_parameters(modules)
+        return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
 
-    def equalize_buffers(self, model: nn.Module) -> None:
-        pass  # there is one model
-
-    def restored(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
         """State that was read back is whole on every device; mark what belongs to a split parameter like it."""
-        if optimizer is not None:
-            for name, parameter in model.named_parameters():
-                for value in optimizer.state.get(parameter, {}).values():
-                    if name in self._shardings and isinstance(value, Tensor) and value.shape == parameter.shape:
-                        self._mark(value, self._shardings[name])
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                for value in state.values():
+                    if (
+                        id(parameter) in self._shardings
+                        and isinstance(value, Tensor)
+                        and value.shape == parameter.shape
+                    ):
+                        self._mark(value, self._shardings[id(parameter)])
         self.runtime.end_of_program()
 
     def _mark(self, tensor: Tensor, sharding: meshing.Sharding) -> None:

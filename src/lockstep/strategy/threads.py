@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import map_tensors
+from lockstep.runtime.moving import moved, tensors_of
 from lockstep.runtime.xla import XlaRuntime
-from lockstep.strategy.base import Strategy, to_device
+from lockstep.strategy.base import Modules, Parameters, Strategy, named_parameters, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Replicas(nn.Module):
         self.each = [module, *others]  # a plain list: the others are no part of the model's state
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        tensor = next(_tensors((inputs, keywords)), None)
+        tensor = next((each for _, each in tensors_of((inputs, keywords))), None)
         index = 0 if tensor is None or tensor.device.type != "xla" else tensor.device.index or 0
         return self.each[index](*inputs, **keywords)
 
@@ -55,12 +56,12 @@ class ThreadsStrategy(Strategy):
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"xla:{index}") for index in range(len(self._devices))
         ]
-        self._replicas: list[nn.Module] = []
-        self._next = 0  # the device that gets the next part
+        self._placed: list[list[nn.Module]] = []  # the replicas of every model, one per device
+        self._at_work = 0  # the device of the micro-batch at hand
         self._under_way: dict[int, Future[None]] = {}
 
     @property
-    def parts(self) -> int:
+    def micro_batches(self) -> int:
         return len(self._devices)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -72,87 +73,101 @@ class ThreadsStrategy(Strategy):
             ) from None
         model = to_device(model, self._devices[0])
         others = [to_device(each, device) for each, device in zip(copies, self._devices[1:], strict=True)]
-        self._replicas = [model, *others]
+        self._placed.append([model, *others])
         for device in self._devices:
             self.runtime.end_of_program(device)
-        logger.info("one replica and one thread on each of %d devices; gradients are added up on the host", self.parts)
+        logger.info(
+            "one replica and one thread on each of %d devices; gradients are added up on the host", len(self._devices)
+        )
         return Replicas(model, others)
 
-    def move(self, batch: Any) -> Any:
-        device = self._devices[self._next]
-        return map_tensors(lambda tensor: tensor.to(device), batch)
-
-    def sync_gradients(self, wanted: bool) -> None:
-        pass  # devices exchange nothing before the batch is complete
+    def move(self, batch: Any, number: int = 0) -> Any:
+        self._at_work = number % len(self._devices)
+        return moved(batch, self._devices[self._at_work])
 
     def computed(self, last: bool) -> None:
-        index = self._next
-        self._next = 0 if last else (index + 1) % self.parts
-        # A device may have more than one part, so that its thread may still be at work on the one before.
+        index = self._at_work
+        # A device may have more than one micro-batch, so that its thread may still be at work on the one before.
         self._wait_for(index)
         self._under_way[index] = self._threads[index].submit(self.runtime.end_of_program, self._devices[index])
 
-    def reduce_gradients(self, model: nn.Module) -> None:
-        for index in list(self._under_way):
-            self._wait_for(index)
+    def reduce_gradients(self, parameters: Parameters) -> None:
+        self._wait_for_all()
+        wanted = {id(each) for each in parameters}
+        for replicas in self._placed:
+            positions = [index for index, each in enumerate(replicas[0].parameters()) if id(each) in wanted]
+            if positions:
+                self._reduce(replicas, positions)
+
+    def _reduce(self, replicas: list[nn.Module], positions: list[int]) -> None:
+        """Add up the gradients of some parameters over all replicas, into the first; the others' are cleared."""
+        mine = list(replicas[0].parameters())
         fetched = [
-            thread.submit(self._gradients, each) for thread, each in zip(self._threads, self._replicas, strict=True)
+            thread.submit(self._gradients, [list(each.parameters())[index] for index in positions])
+            for thread, each in zip(self._threads, replicas, strict=True)
         ]
         found = [future.result() for future in fetched]
-        for position, parameter in enumerate(self._replicas[0].parameters()):
-            parts = [gradients[position] for gradients in found]
-            known = [part for part in parts if part is not None]
+        for place, index in enumerate(positions):
+            known = [part for part in (gradients[place] for gradients in found) if part is not None]
             if known:
                 total = known[0]
                 for part in known[1:]:
                     total = total + part
-                parameter.grad = total.to(self._devices[0])
-        for replica in self._replicas[1:]:
-            replica.zero_grad(set_to_none=True)
+                mine[index].grad = total.to(self._devices[0])
+        for replica in replicas[1:]:
+            theirs = list(replica.parameters())
+            for index in positions:
+                theirs[index].grad = None
 
-    def stepped(self, model: nn.Module) -> None:
+    def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
+        self._wait_for_all()
+        tensors = [each for each in counts if isinstance(each, Tensor)]
+        known = math.fsum(float(each) for each in self.runtime.to_host(tensors))
+        known += math.fsum(float(each) for each in counts if not isinstance(each, Tensor))
+        return torch.tensor(known, dtype=self.runtime.count_dtype).to(self._devices[0])
+
+    def stepped(self) -> None:
         self.runtime.end_of_program(self._devices[0])
-        self._hand_out([each.detach() for each in self._replicas[0].parameters()], "parameters")
+        for replicas in self._placed:
+            self._hand_out(replicas, [each.detach() for each in replicas[0].parameters()], "parameters")
 
-    def equalize_buffers(self, model: nn.Module) -> None:
-        self._hand_out(list(self._replicas[0].buffers()), "buffers")
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        named = named_parameters(modules)
+        return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
 
-    def restored(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.stepped(model)
-        self.equalize_buffers(model)
+    def equalize_buffers(self, modules: Modules) -> None:
+        for replicas in self._placed:
+            self._hand_out(replicas, list(replicas[0].buffers()), "buffers")
 
-    def _hand_out(self, tensors: list[Tensor], kind: str) -> None:
+    def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
+        self.stepped()
+        self.equalize_buffers(modules)
+
+    def _hand_out(self, replicas: list[nn.Module], tensors: list[Tensor], kind: str) -> None:
         """Give the other replicas what the first one has."""
         on_host = self.runtime.to_host(tensors)
 
         def receive(index: int) -> None:
             with torch.no_grad():
-                theirs = getattr(self._replicas[index], kind)()
+                theirs = getattr(replicas[index], kind)()
                 for target, value in zip(theirs, on_host, strict=True):
                     target.data.copy_(value)
             self.runtime.end_of_program(self._devices[index])
 
-        for each in [self._threads[index].submit(receive, index) for index in range(1, self.parts)]:
+        for each in [self._threads[index].submit(receive, index) for index in range(1, len(self._devices))]:
             each.result()
 
-    def _gradients(self, replica: nn.Module) -> list[Tensor | None]:
-        """A replica's gradients on the host; none for parameters that took no part."""
-        gradients = [each.grad for each in replica.parameters()]
+    def _gradients(self, parameters: Parameters) -> list[Tensor | None]:
+        """Gradients on the host; none for parameters that took no part."""
+        gradients = [each.grad for each in parameters]
         fetched = iter(self.runtime.to_host([each for each in gradients if each is not None]))
         return [None if each is None else next(fetched) for each in gradients]
+
+    def _wait_for_all(self) -> None:
+        for index in list(self._under_way):
+            self._wait_for(index)
 
     def _wait_for(self, index: int) -> None:
         future = self._under_way.pop(index, None)
         if future is not None:
             future.result()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

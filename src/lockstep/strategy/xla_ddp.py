@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.runtime.xla import XlaRuntime
-from lockstep.strategy.base import Strategy, to_device
+from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,9 @@ class XlaDdpStrategy(Strategy):
     name: ClassVar[str] = "ddp"
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
-        super().__init__(runtime)
-        self._xla, self._world_size, self._shape = runtime, world_size, settings.mesh
+        super().__init__(runtime, world_size)
+        self._xla, self._shape = runtime, settings.mesh
         self._bucket_bytes = settings.bucket_mb * 2**20
-        self._wanted = True
 
     @functools.cached_property
     def meshes(self) -> Mapping[str, Any]:
@@ -46,7 +45,7 @@ class XlaDdpStrategy(Strategy):
         with torch.no_grad():
             self.runtime.broadcast([*model.parameters(), *model.buffers()])
         if self._xla.spans_processes:
-            logger.info("gradients are reduced in the graph, over %d processes", self._world_size)
+            logger.info("gradients are reduced in the graph, over %d processes", self.world_size)
         else:
             logger.info(
                 "gradients are reduced through the hosts' group: on PJRT %s every process is a world of its own",
@@ -54,21 +53,29 @@ class XlaDdpStrategy(Strategy):
             )
         return model
 
-    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        named = dict(model.named_parameters())
+    @property
+    def has_replicas(self) -> bool:
+        return True
+
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        named = named_parameters(modules)
         return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
 
-    def sync_gradients(self, wanted: bool) -> None:
-        self._wanted = wanted
+    @property
+    def _replicas_averaged(self) -> int:
+        return self.world_size
 
-    def reduce_gradients(self, model: nn.Module) -> None:
-        if not self._wanted:
-            return
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
+        total = super().total_count(counts)
+        self.runtime.all_reduce(total)
+        return total
+
+    def reduce_gradients(self, parameters: Parameters) -> None:
+        gradients = gradients_of(parameters)
         if self._xla.spans_processes:
             import torch_xla.core.xla_model as xm
 
-            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / self._world_size)
+            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / self.world_size)
             return
         buckets = in_buckets(gradients, self._bucket_bytes)
         # Joined on the device, so that one program computes all of it and a few long copies bring it here.
@@ -77,12 +84,12 @@ class XlaDdpStrategy(Strategy):
         works: list[Any] = [dist.all_reduce(each, async_op=True) for each in on_host]
         for bucket, summed, work in zip(buckets, on_host, works, strict=True):
             work.wait()
-            back = (summed / self._world_size).to(self.runtime.device)
+            back = (summed / self.world_size).to(self.runtime.device)
             for gradient, part in zip(bucket, torch.split(back, [each.numel() for each in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def equalize_buffers(self, model: nn.Module) -> None:
-        self.runtime.broadcast(list(model.buffers()))
+    def equalize_buffers(self, modules: Modules) -> None:
+        self.runtime.broadcast([buffer for module in modules.values() for buffer in module.buffers()])
 
 
 def in_buckets(gradients: list[Tensor], limit: int) -> list[list[Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from lockstep.distributed.activity import Activity
 from lockstep.errors import Recompiled
 from lockstep.runtime.base import Runtime
+from lockstep.runtime.moving import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,12 @@ class CompileGuard:
         return not self._active or self._seen.get(self._phase, 0) >= WARM_UP_STEPS
 
     def begin(self, phase: str, batch: Any) -> None:
-        """A step begins, or goes on with another part of its batch."""
+        """A step begins, or goes on with another micro-batch."""
         if not self._active:
             return
         self._phase = phase
         self._before = self._runtime.compilations() or 0
-        self._given = dict(_described(batch, "batch"))
+        self._given = {path: _described(each) for path, each in tensors_of(batch)}
 
     def computed(self, loss: Tensor) -> None:
         """The loss is written down, and not yet computed: the moment to see what it is made of."""
@@ -58,14 +58,16 @@ class CompileGuard:
             program, before = self._runtime.program_text(loss), self._program
             self._program, self._changed = program, _difference(before, program) if before else None
 
-    def end(self, step: int) -> None:
-        """The step is done; raises where it compiled something new once too often."""
+    def end(self, step: int, again: bool = False) -> None:
+        """An optimizer has stepped, or (`again`) another one of the same step; raises where that compiled something
+        new once too often."""
         if not self._active:
             return
         phase, given = self._phase, self._given
-        new = (self._runtime.compilations() or 0) - self._before
+        compiled = self._runtime.compilations() or 0
+        new, self._before = compiled - self._before, compiled
         settled, before = self.settled, self._inputs.get(phase)
-        self._seen[phase] = self._seen.get(phase, 0) + 1
+        self._seen[phase] = self._seen.get(phase, 0) + (not again)
         self._inputs[phase] = given
         self.compilations[phase] = self.compilations.get(phase, 0) + new
         if not new or not settled:
@@ -107,16 +109,8 @@ def be_patient_while_compiling(activity: Activity) -> None:
         activity.be_patient()
 
 
-def _described(batch: Any, path: str) -> Iterator[tuple[str, str]]:
-    """`batch[0]` -> `float32[32, 64]` for every tensor in a batch."""
-    if isinstance(batch, Tensor):
-        yield path, f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    elif isinstance(batch, dict):
-        for key, value in batch.items():
-            yield from _described(value, f"{path}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for index, value in enumerate(batch):
-            yield from _described(value, f"{path}[{index}]")
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _difference(before: str, after: str) -> list[str]:

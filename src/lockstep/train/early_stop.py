@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.config.schema import Criterion, EarlyStop
@@ -11,11 +12,24 @@ from lockstep.errors import ConfigError
 
 
 def metric_value(metrics: Mapping[str, float], name: str, path: str) -> float:
-    """A metric by name; without validation data, `val/x` means the training metric `x`."""
-    for candidate in (name, name.removeprefix("val/")):
-        if candidate in metrics:
-            return metrics[candidate]
-    raise ConfigError(f"{path}: there is no metric {name!r}; this run has {', '.join(sorted(metrics)) or 'none'}")
+    """A metric by name; without validation data, `val/x` means the training metric `train/x`."""
+    found = known_as(name, metrics)
+    if found is None:
+        raise ConfigError(unknown_metric(path, name, metrics))
+    return metrics[found]
+
+
+def known_as(name: str, metrics: Iterable[str]) -> str | None:
+    """The name that a metric really has among others, where it is there."""
+    there = set(metrics)
+    return next((each for each in (name, f"train/{name.removeprefix('val/')}") if each in there), None)
+
+
+def unknown_metric(path: str, name: str, metrics: Iterable[str]) -> str:
+    there = sorted(metrics)
+    near = difflib.get_close_matches(name, there, 1)
+    hint = f", did you mean {near[0]}?" if near else ";"
+    return f"{path}: there is no metric {name!r}{hint} This run has {', '.join(there) or 'none'}"
 
 
 class EarlyStopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +14,23 @@ from torch import Tensor, nn
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 from lockstep.record.meters import Sums, numbers
+from lockstep.train.mean import Mean
 
-Measure = Callable[[Any], Mapping[str, Tensor]]
+Measure = Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class BatchMean:
+    """A value that is known to be the mean over the examples of a batch: the loss of a Task."""
+
+    value: Tensor
 
 
 def measure_sums(
     measure: Measure, loader: Loader, move: Callable[[Any], Any], measured: Callable[[], None] = lambda: None
 ) -> tuple[Sums, int]:
     """This rank's sums over its part of the data, in double precision, and how many examples it saw."""
-    batches = ((part.examples, len(part.indices), batch) for part, batch in loader.epoch(0))
+    batches = ((micro.examples, len(micro.indices), batch) for micro, batch in loader.epoch(0))
     return sums_of(measure, batches, move, measured)
 
 
@@ -33,20 +42,20 @@ def sums_of(
 ) -> tuple[Sums, int]:
     """The same over batches of any source, each with how many examples a mean over it counts for, and its length.
 
-    Means are kept where they were computed, and read once at the end: no batch waits for the one before.
+    Values are kept where they were computed, and read once at the end: no batch waits for the one before.
     """
-    means: dict[str, list[Tensor]] = {}
+    totals: dict[str, list[tuple[float, Any, Any]]] = {}
     counts: list[int] = []
     with torch.no_grad():
         for examples, length, batch in batches:
             if examples == 0:
                 continue
             for name, value in measure(move(batch)).items():
-                means.setdefault(name, []).append(_mean(name, value, length))
+                # Filler counts for less than it is long, or takes back what other filler added.
+                totals.setdefault(name, []).append((examples / length, *_total(name, value, length)))
             counts.append(examples)
             measured()
-    seen = sum(counts)
-    return {name: [_total(name, each, counts), float(seen)] for name, each in means.items()}, seen
+    return {name: _summed(name, each, len(counts)) for name, each in totals.items()}, sum(counts)
 
 
 def combine(parts: list[tuple[Sums, int]], expected: int, name: str) -> dict[str, float]:
@@ -54,18 +63,21 @@ def combine(parts: list[tuple[Sums, int]], expected: int, name: str) -> dict[str
     seen = sum(count for _, count in parts)
     if seen != expected:
         raise AssertionError(f"{name}: {seen} examples were measured, the dataset has {expected}")
-    totals: dict[str, float] = {}
+    found: Sums = {}
     for sums, _ in parts:
-        for metric, (total, _) in sums.items():
-            totals[metric] = totals.get(metric, 0.0) + total
-    return {metric: total / expected for metric, total in totals.items()}
+        for metric, (total, count) in sums.items():
+            have = found.setdefault(metric, [0.0, 0.0])
+            have[0], have[1] = have[0] + total, have[1] + count
+    return {metric: total / count if count else math.nan for metric, (total, count) in found.items()}
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
     """Evaluation mode, and afterwards every submodule back in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    modules = list(models)
+    training = [each for model in modules for each in model.modules() if each.training]
+    for model in modules:
+        model.eval()
     try:
         yield
     finally:
@@ -73,20 +85,35 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _total(name: str, means: list[Tensor], counts: list[int]) -> float:
-    if len(means) != len(counts):
-        raise ConfigError(f"metric {name!r} is there for {len(means)} of {len(counts)} batches: return it for each")
-    return math.fsum(mean * count for mean, count in zip(numbers(means), counts, strict=True))
+def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[float]:
+    if len(totals) != batches:
+        raise ConfigError(f"metric {name!r} is there for {len(totals)} of {batches} batches: return it for each")
+    found = numbers([total for _, total, _ in totals] + [count for _, _, count in totals])
+    shares = [share for share, _, _ in totals]
+    return [
+        math.fsum(share * total for share, total in zip(shares, found[:batches], strict=True)),
+        math.fsum(share * count for share, count in zip(shares, found[batches:], strict=True)),
+    ]
 
 
-def _mean(name: str, value: Tensor, length: int) -> Tensor:
+def _total(name: str, value: Any, length: int) -> tuple[Any, Any]:
+    """A value of a batch as a total and a count."""
+    if isinstance(value, BatchMean):
+        return value.value.detach().double() * length, length
+    if isinstance(value, Mean):
+        return value.total.detach().double(), value.count
     if not isinstance(value, Tensor):
         raise ConfigError(f"metric {name!r} is a {type(value).__name__}: return a tensor with one value per example")
     if value.dim() == 0:
-        return value.detach().double()  # a mean over the batch
+        raise ConfigError(
+            f"metric {name!r} is a single number for a batch of {length} examples: a mean of such numbers depends on "
+            "how the data falls into batches and on ranks. Return one value per example, shape [B]; or "
+            "lockstep.Mean(total, count) for a mean over something else (tokens, pixels); what is no mean at all (AUC, "
+            "F1) has to be computed from the whole set: gather what it needs with run.gather after the evaluation"
+        )
     if value.shape != (length,):
         raise ConfigError(
             f"metric {name!r} has shape {list(value.shape)} for a batch of {length} examples: "
             "return one value per example, shape [B]"
         )
-    return value.detach().double().mean()
+    return value.detach().double().mean() * length, length

@@ -7,7 +7,7 @@ reason to stop training, if there is one. Reasons are agreed: no rank stops on s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -17,7 +17,7 @@ from lockstep.config.schema import Checkpoint, Validate
 from lockstep.config.values import Interval
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due
-from lockstep.train.early_stop import EarlyStopping, metric_value
+from lockstep.train.early_stop import EarlyStopping, known_as, metric_value
 from lockstep.train.evaluation import Measure
 from lockstep.train.run import Run
 
@@ -60,8 +60,8 @@ class Validation:
         """Train metrics, validation, one decision on rank 0, and the same answer on every rank."""
         if self._last_step == run.progress.step:
             return None
-        run.write_due_row()
-        run.journal.bring_together(run.progress.step)
+        run.journal.write_due_row(run.progress, run.seconds_since_start)
+        run.journal.bring_together(run.progress)
         metrics = run.journal.since_validation.take()
         if self._dataset is not None:
             found = run.evaluate(
@@ -72,15 +72,14 @@ class Validation:
         run.barrier("the end of validation")
         decision = run.agree(lambda: self._decide(run, metrics), "whether to stop early")
         self.load_state_dict(decision["state"])
-        rename = {"loss": "train/loss"}
-        run.journal.write(run.progress, {rename.get(name, name): value for name, value in metrics.items()})
+        run.journal.write(run.progress, metrics)
         stop: str | None = decision["stop"]
         return stop
 
     def _decide(self, run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
         stop = self._early_stopping.update(metrics) if self._early_stopping is not None else None
         stop = self._should_stop(dict(metrics)) or stop
-        self.history.append({"step": run.progress.step, "epoch": run.progress.epoch, **metrics})
+        self.history.append({"step": run.progress.step, "epoch": run.progress.epochs_done, **metrics})
         return {"stop": stop, "state": self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,18 +93,22 @@ class Validation:
 
 
 class Schedule:
-    """Steps the learning-rate scheduler; one that watches a metric is given the newest."""
+    """Steps the learning-rate schedulers; one that watches a metric is given the newest."""
 
-    def __init__(self, scheduler: Any, every: Interval, monitor: str | None, validation: Validation) -> None:
-        self._scheduler, self._due, self._validation = scheduler, Due(every), validation
-        self._monitor = monitor or ("val/loss" if isinstance(scheduler, ReduceLROnPlateau) else None)
+    def __init__(
+        self, schedulers: Sequence[Any], every: Interval, monitor: str | None, validation: Validation
+    ) -> None:
+        self._schedulers, self._due, self._validation = schedulers, Due(every), validation
+        watches = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
+        self.monitor = monitor or ("val/loss" if watches else None)
 
     def after_step(self, run: Run) -> str | None:
         if self._due.now(run.progress, run.seconds_since_start):
-            if self._monitor is None:
-                self._scheduler.step()
-            else:
-                self._scheduler.step(metric_value(self._validation.latest, self._monitor, "scheduler.monitor"))
+            for scheduler in self._schedulers:
+                if self.monitor is None:
+                    scheduler.step()
+                else:
+                    scheduler.step(metric_value(self._validation.latest, self.monitor, "scheduler.monitor"))
         return None
 
 
@@ -123,5 +126,9 @@ class Checkpointing:
     def save(self, run: Run) -> None:
         latest = self._validation.latest
         measured = bool(latest) and self._validation.history[-1]["step"] == run.progress.step
-        value = metric_value(latest, self._keep.metric, "checkpoint.keep.metric") if measured else None
+        name = known_as(self._keep.metric, latest) if measured else None
+        value = latest[name] if name is not None else None
+        last = run.checkpointer.last
+        if last is not None and (last.step, last.value) == (run.progress.step, value):
+            return  # of this very state, or restored from there
         run.checkpoint(value=value, metrics=latest if measured else {})

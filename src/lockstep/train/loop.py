@@ -9,16 +9,18 @@ from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
+from lockstep.errors import ConfigError
 from lockstep.train.hooks import Hook
 from lockstep.train.run import Run
-from lockstep.train.task import Task
+from lockstep.train.task import Task, has_training_step
 
 
 def train(
     run: Run, task: Task, data: Dataset[Any], collate: Collate | None, config: RunConfig, hooks: Sequence[Hook]
 ) -> str | None:
     """Train until a limit is reached; returns why it stopped before that, if it did."""
-    limits, model = config.train, run.model
+    limits = config.train
+    training_step = _own_step if has_training_step(task) else _usual_step
     for _ in run.epochs(limits.epoch_limit):
         batches = run.batches(
             data,
@@ -31,14 +33,32 @@ def train(
         for batch in batches:
             if limits.steps is not None and run.progress.step >= limits.steps:
                 return None
-            with run.autocast():
-                loss = task.loss(model, batch)
-            run.log(loss=loss)
-            run.backward(loss)
-            if not run.step():
+            if not training_step(run, task, batch):
                 continue
             reasons = [hook.after_step(run) for hook in hooks]
             stop = next((reason for reason in reasons if reason), None)
             if stop or run.progress.step == limits.steps:
                 return stop
     return run.stopped
+
+
+def _usual_step(run: Run, task: Task, batch: Any) -> bool:
+    """Forward, backward, step; whether the batch is complete."""
+    with run.autocast():
+        loss = task.loss(run.model, batch)
+    run.backward(loss)
+    run.log(**{"train/loss": loss})
+    return run.step()
+
+
+def _own_step(run: Run, task: Task, batch: Any) -> bool:
+    """The task's own training step, with what it returns logged; whether the batch is complete."""
+    before, complete = run.progress.step, run.completes_batch
+    values = task.training_step(run, batch) or {}
+    if complete and run.progress.step == before:
+        raise ConfigError(
+            f"task: {type(task).__name__}.training_step did not step any optimizer: call run.backward(loss) and "
+            "run.step(optimizer) in it"
+        )
+    run.log(**{name if "/" in name else f"train/{name}": value for name, value in values.items()})
+    return complete

@@ -91,6 +91,7 @@ class Pulse:
         self._last_step = 0
         self._next_step = 0
         self._every = 1
+        self.exchanged = False  # whether the last beat was one at which ranks told each other
         self.clock = 0.0  # seconds of training, as all ranks know it
         self._clock_at_start = 0.0
 
@@ -112,10 +113,11 @@ class Pulse:
     def beat(self, step: int) -> Asked:
         """What all ranks are to do at this step, if any of them was asked for something."""
         now = time.monotonic()
+        self.exchanged = self._group.world_size == 1 or step >= self._next_step
         if self._group.world_size == 1:
             self.clock = now - self._start
             return _asked([self._take()]) if self._requests.any else NOTHING
-        if step < self._next_step:
+        if not self.exchanged:
             return NOTHING
         message = {
             **self._take(),

@@ -1,46 +1,56 @@
-"""One rank's view of a run: everything that a training loop needs, and all of it in step with the other ranks."""
+"""One rank's view of a run: everything that a training loop needs, and all of it in step with the other ranks.
+
+A facade: each section below is the home of its methods in one part of the run (group, devices, models, feed, journal,
+checkpointer), which has the rest.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from lockstep import profiler
 from lockstep import strategy as strategies
+from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
-from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunSettings
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.loaders import Loaders
-from lockstep.data.order import MicroBatch
-from lockstep.data.progress import Due
-from lockstep.data.stream import counted, streamed
+from lockstep.data.progress import Due, Progress
+from lockstep.data.stream import counted
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import in_region
 from lockstep.record.display import Display
-from lockstep.record.recorder import Record
+from lockstep.record.journal import Journal
+from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import seed_generators
+from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
 from lockstep.strategy.rules import shard_rules
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
+from lockstep.train.devices import Devices
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
-from lockstep.train.keeping import Keeping
-from lockstep.train.requests import Preempted, Requests
+from lockstep.train.feed import Feed
+from lockstep.train.mean import Mean
+from lockstep.train.models import Entry, Models
+from lockstep.train.requests import Preempted, Pulse, Requests
+from lockstep.train.step import Step
 
 logger = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
 
-class Run(Keeping):
+
+class Run:
     """What `main(run)` is given on every rank. Batch sizes are global; every decision is made once and shared."""
 
     def __init__(
@@ -53,38 +63,67 @@ class Run(Keeping):
         display: Display,
         requests: Requests,
     ) -> None:
-        strategy = strategies.create(settings.strategy, runtime, group.world_size)
-        record = Record(folder, settings.log, display) if group.rank == 0 else None
-        super().__init__(topology, group, runtime, strategy, settings, folder, requests, record)
-        self._model: nn.Module | None = None
-        self._loaders = Loaders(self.rank, self.world_size, settings.seed, settings.data, runtime)
-        self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
-        self._part: MicroBatch | None = (
-            None  # the batch at hand, from when it is handed out until the step it belongs to
+        self.topology, self.runtime, self.group = topology, runtime, group
+        self.settings, self.folder = settings, folder
+        self._activity, self._requests, self._pulse = group.activity, requests, Pulse(group, requests)
+        self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
+        self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
+        self._devices = Devices(group, runtime, self._strategy)
+        self._models = Models(self._strategy)
+        recorder = Recorder(folder, settings.log, display) if group.rank == 0 else None
+        self.journal = Journal(group, recorder, settings.log.every, runtime)
+        self.checkpointer = Checkpointer(
+            group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed
         )
-        self._handed_out: MicroBatch | None = None  # the same, until the next one
-        self._precision = "float32"
-        self._clip_norm: float | None = None
-        self._requests = requests
+        self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
+        self._feed = Feed(
+            group, runtime, self._strategy, settings, self.profiler, self._guard,
+            self._safe_point, self._models.clear_gradients,
+        )  # fmt: skip
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
-        self._skip_nan = False
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
-        self._busy_since = 0.0
+        self._restored = False
         seed_generators(runtime, settings.seed)
 
-    # Who and where
+    # Who takes part, and deciding together: the group. Every call must be made by all ranks, in the same order.
 
     @property
-    def model(self) -> nn.Module:
-        """What to call in training."""
-        return self._set_up(self._model)
+    def rank(self) -> int:
+        return self.group.rank
 
     @property
-    def compilations(self) -> dict[str, int]:
-        """Programs that training steps compiled, by kind of step; nothing where nothing is compiled."""
-        return dict(self._guard.compilations)
+    def world_size(self) -> int:
+        return self.group.world_size
 
-    # Deciding together; what needs no more than the group is inherited
+    @property
+    def is_main(self) -> bool:
+        return self.group.rank == 0
+
+    @overload
+    def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
+
+    @overload
+    def agree(self, value: Value, name: str = ...) -> Value: ...
+
+    def agree(self, value: Any, name: str = "a decision") -> Any:
+        """Rank 0's value on every rank; a callable runs on rank 0 only, and its exception is raised on every rank."""
+        return self.group.agree(value, name)
+
+    def any(self, value: bool, name: str = "whether any rank wants to") -> bool:
+        return self.group.any(value, name)
+
+    def all(self, value: bool, name: str = "whether all ranks want to") -> bool:
+        return self.group.all(value, name)
+
+    def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
+        return self.group.gather(value, name)
+
+    def barrier(self, name: str = "a barrier") -> None:
+        self.group.barrier(name)
+
+    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Exchange bytes among all ranks; asking for some of them only is refused."""
+        return self.group.rendezvous(tag, payload, ranks)
 
     def stop(self, reason: str) -> None:
         """End training on all ranks at the same step, whichever of them asks: `batches` and `epochs` then end there.
@@ -97,11 +136,80 @@ class Run(Keeping):
         """For something of one's own that may take longer than `watch.stall_after`: up to so many seconds."""
         return self._activity.within(name, limit=limit)
 
-    def region(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """A part of the step that is to have a name of its own in the profile, where one is being taken."""
-        return self.profiler.region(name)
+    # The devices
 
-    # Training
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    @property
+    def strategy(self) -> str:
+        return self._strategy.name
+
+    @property
+    def process_index(self) -> int:
+        return self.rank
+
+    @property
+    def process_count(self) -> int:
+        return self.world_size
+
+    @property
+    def addressable_device_count(self) -> int:
+        """Devices that this process drives."""
+        return self._devices.addressable
+
+    @property
+    def global_device_count(self) -> int:
+        """Devices of all processes together."""
+        return self._devices.everywhere
+
+    @property
+    def meshes(self) -> Mapping[str, Any]:
+        """The device meshes of SPMD by name; `mesh` is the one that batches are spread over."""
+        return self._devices.meshes
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh that batches are spread over: of torch_xla under SPMD, else of torch, where one was asked for."""
+        return self._devices.meshes.get("mesh")
+
+    def broadcast_parameters(self, model: nn.Module) -> None:
+        """Give every rank rank 0's parameters and buffers: replicas then start equal, whatever each of them drew."""
+        self._devices.broadcast_parameters(model)
+
+    # The models
+
+    @property
+    def model(self) -> nn.Module:
+        """What to call in training, where there is one model; with several, `models` has them by name."""
+        return self._models.only().model
+
+    @property
+    def module(self) -> nn.Module:
+        """The model without its wrapper: what to evaluate and save; with several, `modules` has them by name."""
+        return self._models.only().module
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._models.only().optimizer if self._models.entries else None
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        return {name: each.model for name, each in self._models.entries.items()}
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return self._models.modules
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        return self._models.optimizers
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """Programs that training steps compiled, by kind of step; nothing where nothing is compiled."""
+        return dict(self._guard.compilations)
 
     def setup(
         self,
@@ -109,44 +217,70 @@ class Run(Keeping):
         optimizer: Optimizer | None = None,
         scheduler: Stateful | None = None,
         *,
+        name: str | None = None,
         precision: str = "float32",
         clip_norm: float | None = None,
         compile: bool = False,
         on_nan: str = "stop",
         shard: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Place the model on the device, equal on all ranks. Returns what was given, in the same order.
+        """Place a model on the device, equal on all ranks. Returns what was given, in the same order.
 
-        With `on_nan="skip"`, a step whose gradients are not finite leaves the weights as they are, on all ranks.
-        `shard` has sharding rules for SPMD, as `strategy.shard` in the config, which comes before it.
+        Called once for every model that is trained; with several, each has a `name`. With `on_nan="skip"`, a step whose
+        gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
+        `strategy.shard` in the config, which comes before it.
         """
-        if self._model is not None:
-            raise ConfigError("run.setup was called twice: a run trains one model")
+        chosen, first = self._models.free_name(name), not self._models.entries
+        if self._restored:
+            raise ConfigError(f"run.setup of {chosen!r} comes after run.restore: set up every model before restoring")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
-        self._precision, self._clip_norm, self._skip_nan = precision, clip_norm, on_nan == "skip"
-        self.journal.forgive_nan = self._skip_nan
-        if compile and self.runtime.name == "xla":
-            logger.info("compile: everything is compiled on XLA devices; nothing more to do")
+        self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
+        if compile and self.runtime.compiles_everything:
+            logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile:
             model.compile()
             be_patient_while_compiling(self._activity)
-        self._kept.module, self._kept.optimizer = model, optimizer
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
-        self._model = self._strategy.place(model)
+        placed = self._strategy.place(model)
+        if optimizer is not None:
+            self._strategy.place_optimizer(optimizer)
         self._activity.enter("getting ready")
+        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, on_nan == "skip"))
         if scheduler is not None:
-            self.attach("scheduler", scheduler)
-        # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
-        seed_generators(self.runtime, self.settings.seed, self.rank)
-        given = [self._model, *(each for each in (optimizer, scheduler) if each is not None)]
+            self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
+        if first:
+            # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
+            seed_generators(self.runtime, self.settings.seed, self.rank)
+        given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 
+    @contextlib.contextmanager
+    def frozen(self, model: nn.Module) -> Iterator[None]:
+        """A model that gets no gradients while the block runs: the discriminator, while the generator learns."""
+        trained = [each for each in model.parameters() if each.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    # The data
+
+    @property
+    def progress(self) -> Progress:
+        return self._feed.progress
+
     def epochs(self, count: int | None) -> Iterator[int]:
-        """Epochs still to do: from where the run was restored, up to `count` (without end where there is none)."""
-        while self.stopped is None and (count is None or self.progress.epoch < count):
-            yield self.progress.epoch
+        """Epochs still to do: from where the run was restored, up to `count` (without end where there is none).
+
+        An epoch is done when the loop comes back for the next one, so that what follows its last batch belongs to it: a
+        run that is interrupted there does it after it was resumed.
+        """
+        return self._feed.epochs(count, lambda: self.stopped is None)
 
     def batches(
         self,
@@ -157,24 +291,18 @@ class Run(Keeping):
         drop_last: bool = False,
         accumulate: int = 1,
         collate: Collate | None = None,
+        name: str | None = None,
     ) -> Iterator[Any]:
-        """This rank's share of every global batch of the current epoch, on the device.
+        """This rank's share of every global batch of a pass over the data, on the device.
 
-        With `accumulate`, a share comes in so many parts; `step` acts on the last. Between two batches is where a run
-        that was asked to stop saves itself and leaves, on all ranks at once. Leaving the loop early leaves the epoch
-        where it is: the next call goes on from there.
+        With `accumulate`, a share comes in so many micro-batches; `step` acts on the last. Between two batches is where
+        a run that was asked to stop saves itself and leaves, on all ranks at once. Leaving the loop early leaves the
+        pass where it is: the next call goes on from there. Every dataset has a position of its own; `name` tells two
+        uses of one dataset apart.
         """
-        accumulate *= self._strategy.parts
-        check_batch_size(batch_size, self.world_size, accumulate, "batch_size")
-        loader = self._loaders.get(
-            dataset, batch_size, collate, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate
+        return self._feed.batches(
+            dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate
         )
-        if loader.walk.batches == 0:
-            raise ConfigError(
-                f"the training data has {loader.walk.count} examples, fewer than one batch of {batch_size}, and "
-                "drop_last leaves out what does not fill a batch: lower batch_size or set drop_last to false"
-            )
-        yield from self._hand_out(loader.epoch(self.progress.epoch, self.progress.batch), accumulate)
 
     def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str = "train") -> Iterator[Any]:
         """Batches from a source that every rank has a share of, of whatever sizes, until no rank has any left.
@@ -182,103 +310,102 @@ class Run(Keeping):
         For data that cannot be asked for by index. Gradients are those of the mean over all examples that the ranks
         have at hand, and every example counts once. An epoch that was interrupted starts again from its beginning.
         """
-        if self.progress.batch:
-            logger.warning(
-                "epoch %d was interrupted after %d batches; %r cannot be entered in the middle, so that these are "
-                "trained on again", self.progress.epoch, self.progress.batch, name,
-            )  # fmt: skip
-            self.progress.batch = 0
-        yield from self._hand_out(streamed(self.group, batches, count, name), accumulate=1)
+        return self._feed.stream(batches, count, name)
 
-    def _hand_out(self, parts: Iterator[tuple[MicroBatch, Any]], accumulate: int) -> Iterator[Any]:
-        """The parts of the current epoch one by one, each on the device and with a safe point before its batch."""
-        self._part = None
-        epoch = self.progress.epoch
-        while True:
-            if self._part is None:
-                self._safe_point()
-                if self.stopped is not None:
-                    return
-                self.profiler.next_step(self.progress.step + 1)
-            self._activity.enter("data", self.progress.step + 1)
-            self.profiler.enter("data")
-            self._busy_since = time.perf_counter()
-            following = next(parts, None)
-            if following is None:
-                break
-            continues = self._part is not None
-            self._part, batch = following
-            self._handed_out = self._part
-            if accumulate > 1 or self.runtime.fixed_shapes:
-                self._strategy.sync_gradients(self._part.completes_batch)
-            batch = self._strategy.move(batch)
-            self._guard.begin("a batch that was filled up" if continues and accumulate == 1 else "a step", batch)
-            self._activity.enter("loss")
-            self.profiler.enter("forward")
-            yield batch
-        if self.progress.epoch == epoch:  # a loop that does not step still gets on
-            self.progress.epoch, self.progress.batch = epoch + 1, 0
-        self.profiler.enter(None)
-        self._activity.enter("what follows an epoch", limit=self._activity.patience)
+    # The step
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """The precision that setup was given, for the forward pass and the loss."""
-        return self.runtime.autocast(self._precision)
+        entries = self._models.entries
+        chosen = entries[name] if name is not None else next(iter(entries.values()), None)
+        return self.runtime.autocast(chosen.precision if chosen is not None else "float32")
 
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of the mean loss over the global batch, however it is spread over ranks and parts."""
-        if loss.dim() != 0:
-            raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
-        self.journal.note_busy(time.perf_counter() - self._busy_since)
-        weight = 1.0 if self._part is None else self._part.weight
-        exchanges = self.world_size > 1 and (self._part is None or self._part.completes_batch)
-        doing = "gradient reduction" if exchanges else "backward"
-        self._guard.computed(loss)
-        self._activity.enter(doing, self.progress.step + 1, waits=exchanges)
-        if not self._guard.settled:
-            self._activity.be_patient()
-        complete = self._part is None or self._part.completes_batch
+    def region(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A part of the step that is to have a name of its own in the profile, where one is being taken."""
+        return self.profiler.region(name)
+
+    def backward(self, loss: Tensor | Mean, count: Tensor | float | None = None) -> None:
+        """Gradients of the mean loss over the global batch, however it is spread over ranks and micro-batches.
+
+        The loss is a mean over the examples of the batch at hand; or, with a `count` (or as a Mean), a sum over so much
+        of it: tokens, pixels. The mean is then taken over all that the ranks counted.
+        """
+        total, count = loss_and_count(loss, count)
+        self.journal.note_busy(time.perf_counter() - self._feed.busy_since)
+        step = self._current_step()
+        complete = step.completes_batch
+        factor = step.weight if count is None else step.scale
+        exchanges = self.world_size > 1 and complete
+        self._guard.computed(total)
+        self.journal.note_loss(self._step_number, total)
+        self._activity.enter("gradient reduction" if exchanges else "backward", self._step_number, waits=exchanges)
+        self._be_patient_while_compiling()
         self.profiler.enter("backward")
         try:
-            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            (total if factor == 1.0 else total * factor).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
-            if complete:
-                self._strategy.reduce_gradients(self.module)
         except RuntimeError as error:
-            raise self.group.explain(error, f"the gradients of step {self.progress.step + 1}") from error
+            raise self.group.explain(error, f"the gradients of step {self._step_number}") from error
+        step.computed(None if count is None else count * factor)
         self._activity.enter("the optimizer")
         self.profiler.enter(None)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
-        """Step the optimizer and clear the gradients; False, doing nothing, while parts of the batch are missing."""
-        part, optimizer = self._part, optimizer or self.optimizer
-        if part is not None and not part.completes_batch:
-            self._busy_since = time.perf_counter()
+        """Step an optimizer and clear its gradients; False, doing nothing, while micro-batches are missing.
+
+        With several optimizers each is stepped on its own; together they are one step of the run.
+        """
+        entry, optimizer, parameters = self._models.stepped_by(optimizer)
+        step = self._current_step()
+        counts = step.claim(optimizer)
+        if not step.completes_batch:
+            self._feed.busy_since = time.perf_counter()
             return False
-        if optimizer is None:
-            raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
         self.profiler.enter("optimizer")
+        self._reduce(parameters, counts)
         # Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
-        if not self._skip_nan or self._gradients_are_finite():
-            if self._clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
+        if entry.skip_nan and not self._strategy.gradients_are_finite(parameters):
+            self.journal.skipped(self._step_number)
+        else:
+            if entry.clip_norm is not None:
+                self._strategy.clip_gradients(parameters, entry.clip_norm)
             optimizer.step()
+        self._note_learning_rate(entry, optimizer)
         optimizer.zero_grad(set_to_none=True)
-        if not self._guard.settled:
-            self._activity.be_patient()
-        self._strategy.stepped(self.module)
-        self._advance(part)
-        self._guard.end(self.progress.step)
+        self._be_patient_while_compiling()
+        self._strategy.stepped()
+        first = self._feed.count_step()
+        step.pending = False
+        self._guard.end(self.progress.step, again=not first)
         self._activity.enter("the end", self.progress.step)
         self.profiler.enter(None)
         return True
 
-    def log(self, **values: Tensor | float) -> None:
-        """Note values of the batch at hand; means over all ranks are written every `log.every`."""
+    def log(self, **values: Tensor | Mean | float) -> None:
+        """Note values of the batch at hand; means over all ranks are written every `log.every`.
+
+        Outside of a batch they are written as a row of their own, with the step at which they were noted.
+        """
         self._activity.progress()
-        examples = 1 if self._handed_out is None else self._handed_out.examples
-        # Before step() the batch at hand belongs to the step that is under way.
-        self.journal.note(self.progress.step + (0 if self._part is None else 1), examples, values)
+        step = self._feed.step
+        totals = {name: value for name, value in values.items() if isinstance(value, Mean)}
+        means = {name: value for name, value in values.items() if name not in totals}
+        if step is None:
+            meter = self.journal.note_apart(self.progress)
+            meter.add(self.progress.step, 1, means)
+            for name, value in totals.items():
+                meter.add_total(self.progress.step, name, value.total, value.count)
+            return
+        self.journal.note(self._step_number, step.examples, means)
+        for name, value in totals.items():
+            self.journal.note_total(self._step_number, name, value.total * step.scale, value.count * step.scale)
+
+    @property
+    def completes_batch(self) -> bool:
+        """Whether the micro-batch at hand is the last of its global batch: `step` acts on it."""
+        return self._feed.step is None or self._feed.step.completes_batch
+
+    # Evaluating
 
     @in_region("validate")
     def evaluate(
@@ -291,22 +418,34 @@ class Run(Keeping):
         collate: Collate | None = None,
         name: str = "validation",
     ) -> dict[str, float]:
-        """Exact means over a dataset of what `measure(batch)` returns, one value per example; equal on all ranks.
+        """Exact means over a dataset of what `measure(batch)` returns: one value per example, or a lockstep.Mean.
 
-        Runs on all ranks or on rank 0 alone. Use run.module inside, never the wrapper: nothing then waits for others.
+        Equal on all ranks. Runs on all of them or on rank 0 alone. Use run.module inside, never the wrapper: nothing
+        then waits for others.
         """
         count = check_dataset(dataset, name)
-        if self._kept.module is not None:
-            self._equalize_buffers()
+        self.checkpointer.equalize_buffers()
         alone = on == "rank0"
-        loader = self._loaders.get(dataset, batch_size, collate, alone=alone)
+        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
 
         def here() -> Any:
-            with evaluating(self._kept.module) if self._kept.module is not None else contextlib.nullcontext():
+            with evaluating(self.modules.values()):
                 return measure_sums(measure, loader, self._next_of(name), self.runtime.end_of_program)
 
         parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
         return combine(parts, count, name)
+
+    def names_of(
+        self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
+    ) -> list[str]:
+        """The names of what `measure` returns, found on one batch that leaves no trace: no generator moves on."""
+        states = generator_states(self.runtime)
+        micro, batch = self._feed.for_evaluation(dataset, batch_size, collate, alone=self.world_size == 1).first()
+        with evaluating(self.modules.values()):
+            found, _ = sums_of(measure, [(micro.examples or 1, len(micro.indices), batch)], self._strategy.move)
+        self.runtime.end_of_program()
+        set_generator_states(self.runtime, states)
+        return list(found)
 
     def evaluate_stream(
         self,
@@ -317,53 +456,139 @@ class Run(Keeping):
         name: str = "validation",
     ) -> dict[str, float]:
         """Like evaluate, over batches that every rank has a share of; `expected` is how many examples they have."""
-        if self._kept.module is not None:
-            self._equalize_buffers()
-        with evaluating(self._kept.module) if self._kept.module is not None else contextlib.nullcontext():
+        self.checkpointer.equalize_buffers()
+        with evaluating(self.modules.values()):
             mine = sums_of(measure, counted(batches, count), self._next_of(name), self.runtime.end_of_program)
         parts = self.gather(mine, name)
         return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
 
+    # Saving and coming back: the checkpointer
+
+    def attach(self, name: str, part: Stateful) -> None:
+        """Save and restore something else along with the models, now or after a restore."""
+        self.checkpointer.attach(name, part)
+
+    @in_region("checkpoint")
+    def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """Save everything needed to go on bit for bit; `value` is what the best checkpoints are kept by.
+
+        After the inner loop of an epoch, the epoch is saved as done: call it last.
+        """
+        self._save(value, metrics, explicit=True)
+
+    def restore(self) -> bool:
+        """Go on from the newest good checkpoint of this run's folder; False where there is none."""
+        self._models.require_any()
+        state = self.checkpointer.restore()
+        self._restored = True
+        if state is None:
+            self._pulse.start(0, 0.0)
+            self.journal.start_at(0)
+            return False
+        self._feed.load_position(state)
+        self.journal.start_at(self.progress.step, state["journal"])
+        self._pulse.start(self.progress.step, state["seconds"])
+        self.checkpointer.restored_to(self._feed.position(explicit=False))
+        return True
+
+    def newest_saved(self) -> tuple[int, Path] | None:
+        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
+        return self.checkpointer.newest()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, restarts included, as all ranks know them."""
+        return self._pulse.clock
+
+    @property
+    def seconds_since_start(self) -> float:
+        """Seconds since the run was started or restored, as all ranks know them: what intervals are measured by."""
+        return self._pulse.since_start
+
+    def elapsed(self) -> float:
+        """Seconds of training by this rank's own clock."""
+        return self._pulse.elapsed()
+
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
-        self.journal.write_last_row(self.progress, self._learning_rate())
-        self._writer.finish()
+        self.journal.write_last_row(self.progress)
+        self.journal.write_rest()
+        self.checkpointer.finish()
         self.profiler.close()
-        self._loaders.close()
+        self._feed.close()
         self.journal.close()
 
     def give_up(self) -> None:
         """What a run that failed still does: the save under way may come to its end."""
         self.profiler.give_up()
-        self._writer.give_up()
+        self.checkpointer.give_up()
 
     # Inside
 
-    def _safe_point(self) -> None:
+    @property
+    def _step_number(self) -> int:
+        """The step that the batch at hand belongs to: under way until an optimizer has stepped."""
+        step = self._feed.step
+        return self.progress.step + (0 if step is None or step.counted else 1)
+
+    def _current_step(self) -> Step:
+        """The step under way; a loop that brings its own data has one from its first backward pass on."""
+        feed = self._feed
+        if feed.step is None or (feed.step.counted and feed.step.is_bare):
+            feed.step = Step()
+        return feed.step
+
+    def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
+        """Make gradients those of the whole batch, where the backward pass left something to do."""
+        try:
+            self._strategy.reduce_gradients(parameters)
+            if counts:
+                self._strategy.divide_gradients(parameters, counts)
+        except RuntimeError as error:
+            raise self.group.explain(error, f"the gradients of step {self._step_number}") from error
+
+    def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
+        """The rate of this step: a scheduler may change it before the row is written."""
+        rate = optimizer.param_groups[0].get("lr")
+        if rate is not None:
+            name = "lr" if len(self._models.optimizers) == 1 else f"lr/{entry.name}"
+            self.journal.learning_rates[name] = rate.clone() if isinstance(rate, Tensor) else rate
+
+    def _be_patient_while_compiling(self) -> None:
+        if not self._guard.settled:
+            self._activity.be_patient()
+
+    def _save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
+        # A row that is due belongs to what was before the checkpoint, not to what is resumed.
+        self.journal.write_due_row(self.progress, self.seconds_since_start)
+        self.journal.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved
+        position = self._feed.position(explicit)
+        state = {"journal": self.journal.state_dict(), "seconds": self.seconds}
+        about = {"epoch": position["progress"]["epoch"], "world_size": self.world_size}
+        self.checkpointer.save(self.progress.step, position, state, about, value, metrics, automatic=not explicit)
+
+    def _safe_point(self) -> bool:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
         progress = self.progress
         asked = self._pulse.beat(progress.step)
-        self.write_due_row()
-        self._writer.check()
+        if self._pulse.exchanged:
+            self.journal.write_pending_row(wait=self.world_size > 1)
+        self.journal.write_due_row(progress, self.seconds_since_start, wait=False)
+        self.checkpointer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
-            self._compared({}, f"the fingerprint of step {progress.step}")
+            self.checkpointer.compared({}, f"the fingerprint of step {progress.step}", progress.step)
         if asked.leave or asked.save:
-            self.checkpoint()
+            with self.profiler.region("checkpoint"):
+                self._save(None, None, explicit=False)
         if asked.leave:
             # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
-            self.agree(self._writer.finish, "the last save")
+            self.agree(self.checkpointer.finish, "the last save")
             self.profiler.close()
             raise Preempted(asked.leave)
         if asked.save:
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
-
-    def _gradients_are_finite(self) -> bool:
-        norms = [each.grad.isfinite().all() for each in self.module.parameters() if each.grad is not None]
-        if not norms or bool(torch.stack(norms).all()):
-            return True
-        self.journal.skipped(self.progress.step + 1)
-        return False
+        return self.stopped is None
 
     def _next_of(self, name: str) -> Callable[[Any], Any]:
         """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
@@ -374,13 +599,16 @@ class Run(Keeping):
 
         return move
 
-    def _advance(self, part: MicroBatch | None) -> None:
-        progress = self.progress
-        progress.step += 1
-        progress.epoch_ended = False
-        if part is not None:
-            progress.batch = part.batch + 1
-            progress.examples += part.whole
-            if part.completes_epoch:
-                progress.epoch, progress.batch, progress.epoch_ended = progress.epoch + 1, 0, True
-        self._part = None
+
+def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
+    """A loss as a scalar and, where it is a sum, what it is a sum over."""
+    if isinstance(loss, Mean):
+        return loss.total, loss.count
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss must be a scalar tensor, the mean over the batch, or a lockstep.Mean; got a "
+            f"{type(loss).__name__}: return the one value to train on, and give the others to run.log or metrics()"
+        )
+    if loss.dim() != 0:
+        raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
+    return loss, count

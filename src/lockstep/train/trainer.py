@@ -7,21 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.retention import Saved, best_first
-from lockstep.config.schema import Component, RunConfig
+from lockstep.config.schema import EVERY_EPOCH, Component, Keep, RunConfig
+from lockstep.config.values import Interval
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import split_dataset
 from lockstep.errors import ConfigError
-from lockstep.train.early_stop import EarlyStopping
-from lockstep.train.evaluation import Measure
+from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
+from lockstep.train.evaluation import BatchMean, Measure
 from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
 from lockstep.train.loop import train
-from lockstep.train.run import Run
-from lockstep.train.task import Task, construct, create_task, import_object
+from lockstep.train.mean import Mean
+from lockstep.train.models import DEFAULT
+from lockstep.train.run import Run, loss_and_count
+from lockstep.train.task import Task, construct, create_task, has_loss, has_training_step, import_object
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +36,9 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     task = create_task(config.task)
     datasets = _datasets(task, config)
     collate: Collate | None = getattr(task, "collate", None)
-    model = task.model()
-    optimizer = _optimizer(task, model, config)
-    scheduler, every = _scheduler(task, optimizer, config)
-    limits = config.train
-    run.setup(
-        model,
-        optimizer,
-        scheduler,
-        precision=limits.precision,
-        clip_norm=limits.clip_norm,
-        compile=limits.compile,
-        on_nan=limits.on_nan,
-        shard=task.shard_rules(),
-    )
-
+    schedulers, every = _set_up(run, task, config)
     measure = _measure(run, task)
-    batch_size = config.validation.batch_size or limits.batch_size
+    batch_size = config.validation.batch_size or config.train.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
     validation = Validation(
         datasets.get("val"), measure, batch_size, config.validation, stopping, collate, task.should_stop
@@ -57,11 +46,18 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     checkpointing = Checkpointing(config.checkpoint, validation)
     run.attach("validation", validation)
     hooks: list[Hook] = [validation, checkpointing]
-    if scheduler is not None:
-        monitor = config.scheduler.monitor if config.scheduler else None
-        hooks.insert(1, Schedule(scheduler, every, monitor, validation))
+    monitor = None
+    if schedulers:
+        schedule = Schedule(schedulers, every, config.scheduler.monitor if config.scheduler else None, validation)
+        hooks.insert(1, schedule)
+        monitor = schedule.monitor
 
     run.restore()
+    if "val" in datasets:
+        names = run.names_of(measure, datasets["val"], batch_size, collate)
+        check_metrics(config, monitor, [f"val/{name}" for name in names], has_training_step(task))
+    else:
+        check_metrics(config, monitor, [], has_training_step(task))
     run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
     stopped = train(run, task, datasets["train"], collate, config, hooks)
     if stopped:
@@ -82,6 +78,46 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
         "metrics": metrics,
         "best": _best(validation.history, config),
     }
+
+
+def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[list[Any], Interval]:
+    """Every model of the task with its optimizer and scheduler; the schedulers, and how often they are stepped."""
+    limits = config.train
+    made = task.model()
+    models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
+    optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
+    schedulers, every = _schedulers(task, made, optimizers, config)
+    for name, model in models.items():
+        run.setup(
+            model,
+            optimizers.get(name),
+            schedulers.get(name),
+            name=name,
+            precision=limits.precision,
+            clip_norm=limits.clip_norm,
+            compile=limits.compile,
+            on_nan=limits.on_nan,
+            shard=task.shard_rules(),
+        )
+    return [each for each in schedulers.values() if each is not None], every
+
+
+def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], open_ended: bool) -> None:
+    """Refuse a metric that will never be there before the first step, not after the first epoch.
+
+    What a task logs in a training step of its own is not known before (`open_ended`).
+    """
+    keep, stopping = config.checkpoint.keep, config.early_stop
+    asked = [("checkpoint.keep.metric", keep.metric)] if keep.best else []
+    asked += [(f"early_stop.criteria[{index}].metric", each.metric)
+              for index, each in enumerate(stopping.criteria if stopping else ())]  # fmt: skip
+    asked += [("scheduler.monitor", monitor)] if monitor else []
+    there = ["train/loss", *validated]
+    for path, name in asked:
+        known = known_as(name, there) is not None
+        default = path == "checkpoint.keep.metric" and name == Keep().metric
+        if not known and not default and not (open_ended and not name.startswith("val/")):
+            raise ConfigError(unknown_metric(path, name, there))
 
 
 def _datasets(task: Task, config: RunConfig) -> Datasets:
@@ -109,20 +145,42 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
     return {**parts, **own}
 
 
-def _optimizer(task: Task, model: nn.Module, config: RunConfig) -> Optimizer:
+def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
+    """One optimizer, or one for every model: of the config, else of the task, else AdamW."""
     if config.optimizer is None:
-        return task.optimizer(model) or torch.optim.AdamW(model.parameters())
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    optimizer: Optimizer = _made(config.optimizer, "optimizer", Optimizer, parameters)
-    return optimizer
+        own = task.optimizer(made)
+        return own if own is not None else {name: torch.optim.AdamW(each.parameters()) for name, each in models.items()}
+    return {
+        name: _made(config.optimizer, "optimizer", Optimizer, [p for p in each.parameters() if p.requires_grad])
+        for name, each in models.items()
+    }
 
 
-def _scheduler(task: Task, optimizer: Optimizer, config: RunConfig) -> tuple[Any, Any]:
-    from lockstep.config.schema import EVERY_EPOCH
-
+def _schedulers(
+    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig
+) -> tuple[dict[str, Any], Interval]:
+    given: Any = dict(optimizers) if isinstance(made, Mapping) else next(iter(optimizers.values()))
     if config.scheduler is None:
-        return task.scheduler(optimizer), EVERY_EPOCH
-    return _made(config.scheduler, "scheduler", object, optimizer), config.scheduler.every
+        return _per_model(optimizers, task.scheduler(given), "scheduler"), EVERY_EPOCH
+    scheduler = config.scheduler
+    return {
+        name: _made(scheduler, "scheduler", object, each) for name, each in optimizers.items()
+    }, scheduler.every
+
+
+def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:
+    """What a task returned for its models, by the name of the model."""
+    if not isinstance(given, Mapping):
+        if given is not None and len(models) > 1:
+            raise ConfigError(
+                f"task: model() returned {len(models)} models ({', '.join(models)}), but {what}() one "
+                f"{type(given).__name__}: return a mapping with one for each of them"
+            )
+        return {} if given is None else {next(iter(models)): given}
+    unknown = [name for name in given if name not in models]
+    if unknown:
+        raise ConfigError(f"task: {what}() names {unknown[0]!r}, but the models are {', '.join(models)}")
+    return dict(given)
 
 
 def _made(component: Component, path: str, kind: type, *positional: Any) -> Any:
@@ -133,14 +191,22 @@ def _made(component: Component, path: str, kind: type, *positional: Any) -> Any:
 
 
 def _measure(run: Run, task: Task) -> Measure:
-    """The task's loss and metrics through the bare module, so that a rank may measure alone."""
+    """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
 
-    def measure(batch: Any) -> Mapping[str, Tensor]:
-        module = run.module
+    def measure(batch: Any) -> Mapping[str, Any]:
+        model: Any = run.module if len(run.modules) == 1 else run.modules
         with run.autocast():
-            return {"loss": task.loss(module, batch), **task.metrics(module, batch)}
+            return {**_loss_of(task, model, batch), **task.metrics(model, batch)}
 
     return measure
+
+
+def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
+    if not has_loss(task):
+        return {}
+    loss = task.loss(model, batch)
+    value, _ = loss_and_count(loss)
+    return {"loss": loss if isinstance(loss, Mean) else BatchMean(value)}
 
 
 def _total_steps(config: RunConfig, examples: int) -> int | None:
@@ -154,9 +220,7 @@ def _total_steps(config: RunConfig, examples: int) -> int | None:
 
 def _best(history: list[dict[str, float]], config: RunConfig) -> dict[str, Any] | None:
     keep = config.checkpoint.keep
-    for metric in (keep.metric, keep.metric.removeprefix("val/")):
-        saved = [Saved(int(each["step"]), each[metric]) for each in history if metric in each]
-        if saved:
-            best = best_first(saved, keep.mode)
-            return {"metric": metric, "value": best[0].value, "step": best[0].step} if best else None
-    return None
+    metric = known_as(keep.metric, {name for each in history for name in each})
+    saved = [Saved(int(each["step"]), each[metric]) for each in history if metric in each] if metric else []
+    best = best_first(saved, keep.mode)
+    return {"metric": metric, "value": best[0].value, "step": best[0].step} if best else None

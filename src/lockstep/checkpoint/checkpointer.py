@@ -1,0 +1,205 @@
+"""Saves a run so that it can go on bit for bit, and brings it back: what is saved, when it is worth it, and by whom."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lockstep.checkpoint import codec
+from lockstep.checkpoint.retention import best_first
+from lockstep.checkpoint.stateful import Stateful
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.config.schema import Checkpoint
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import ranks_text
+from lockstep.errors import NonFiniteWeights
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.fingerprint import combined, compare, fingerprint, non_finite
+
+logger = logging.getLogger(__name__)
+
+
+class Weights(Protocol):
+    """The models of a run, as far as saving them is concerned."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]: ...
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+    def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None: ...
+
+    def hyperparameters(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Last:
+    """The newest save: its step, what it was judged by, and the state it had beside its tensors."""
+
+    step: int
+    value: float | None
+    metrics: Mapping[str, float]
+    key: str | None = None
+
+
+class Checkpointer:
+    """One rank's part in saving and restoring. Rank 0 writes, or the owners of shards; all ranks call it alike."""
+
+    def __init__(
+        self,
+        group: Group,
+        runtime: Runtime,
+        strategy: Strategy,
+        settings: Checkpoint,
+        folder: Path,
+        weights: Weights,
+        seed: int,
+    ) -> None:
+        self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
+        self.storage = CheckpointStorage(folder / "checkpoints")
+        self._writer = CheckpointWriter(self.storage, settings, group.activity, strategy.fetch)
+        self._attached: dict[str, Stateful] = {}
+        self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
+        self._mode, self._seed = settings.keep.mode, seed
+        self.last: Last | None = None
+
+    def attach(self, name: str, part: Stateful) -> None:
+        """Save and restore something else along with the models; restored at once where the run already is."""
+        self._attached[name] = part
+        if name in self._unclaimed:
+            part.load_state_dict(self._unclaimed.pop(name))
+
+    def save(
+        self,
+        step: int,
+        position: Mapping[str, Any],
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        value: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        automatic: bool = False,
+    ) -> None:
+        """Save what the run is made of; `position` is where it is in its data, `state` the rest that it knows itself.
+
+        A step that is saved already is saved again where something has changed since: the position, what is attached,
+        what it is judged by. An automatic save keeps what the one before was judged by.
+        """
+        if self.last is not None and self.last.step == step:
+            if automatic:
+                value, metrics = self.last.value, self.last.metrics
+            if self._group.agree(lambda: self._is_saved(position, value), f"whether step {step} is saved already"):
+                return
+        self._group.activity.enter("saving")
+        self.equalize_buffers()
+        states = self.compared({"generators": generator_states(self._runtime)}, "generator states", step)
+        if self._group.rank == 0 or self._strategy.gathers_state:
+            weights, models = self._weights.state()
+            whole = {
+                "progress": position["progress"],
+                "cursors": position["cursors"],
+                **models,
+                **state,
+                "attached": {name: part.state_dict() for name, part in self._attached.items()},
+                "generators": [each["generators"] for each in states],
+            }
+            if self._group.rank == 0:
+                told = {**about, "value": value, "metrics": dict(metrics or {})}
+                self._writer.save(step, weights, whole, told)
+            else:  # what is spread over hosts is fetched by all of them together
+                self._writer.fetch(weights, whole)
+        key = self._key(position) if self._group.rank == 0 else None
+        self.last = Last(step, value, dict(metrics or {}), key)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Go back to the newest good checkpoint; the state that the run itself has to take in, or None."""
+        if self._group.rank == 0:
+            self.storage.sweep()
+        step = self._group.agree(self.storage.newest_good, "the newest good checkpoint")
+        if step is None:
+            return None
+        loaded = self.storage.read(step)
+        state: dict[str, Any] = loaded.state
+        source = str(self.storage.path(step))
+        self._weights.load(loaded.model, state, source)
+        self._unclaimed = dict(state["attached"])
+        for name, part in self._attached.items():
+            if name in self._unclaimed:
+                part.load_state_dict(self._unclaimed.pop(name))
+        self._restore_generators(state["generators"], step)
+        about = loaded.about
+        self.last = Last(step, about.get("value"), about.get("metrics") or {})
+        logger.info("restored %s (epoch %d)", self.storage.path(step).name, state["progress"]["epoch"])
+        return state
+
+    def restored_to(self, position: Mapping[str, Any]) -> None:
+        """The run has taken in its part of the state: what it would save now is what is saved already."""
+        if self.last is not None and self._group.rank == 0:
+            self.last = replace(self.last, key=self._key(position))
+
+    def compared(self, message: dict[str, Any], name: str, step: int) -> list[dict[str, Any]]:
+        """Gather a message from all ranks, and with it make sure that weights are finite, and equal where they are to be."""
+        checked = self._strategy.parameters_to_check(self._weights.modules)
+        mine = fingerprint(checked) if self._strategy.has_replicas else []
+        told = {**message, "fingerprint": combined(mine), "bad": non_finite(checked)}
+        messages = self._group.gather(told, name)
+        bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
+        if bad:
+            ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))
+            raise NonFiniteWeights(step, next(iter(bad.values())), ranks)
+        compare(self._group, list(checked), mine, [each["fingerprint"] for each in messages], step)
+        return messages
+
+    def equalize_buffers(self) -> None:
+        with self._group.activity.within("the buffers", waits=True):
+            self._strategy.equalize_buffers(self._weights.modules)
+
+    def best(self) -> dict[str, Any] | None:
+        """For rank 0: the best of the checkpoints that were given a value."""
+        found = best_first(self.storage.saved(), self._mode)
+        return {"value": found[0].value, "step": found[0].step} if found else None
+
+    def check(self) -> None:
+        """Raise what a background write raised, as soon as it is known."""
+        self._writer.check()
+
+    def finish(self) -> None:
+        """Wait for the write under way; raises what it raised."""
+        self._writer.finish()
+
+    def give_up(self) -> None:
+        """Let a write under way come to its end, in a run that failed."""
+        self._writer.give_up()
+
+    def newest(self) -> tuple[int, Path] | None:
+        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
+        self._writer.finish()
+        steps = self.storage.steps()
+        return (steps[-1], self.storage.path(steps[-1])) if steps else None
+
+    def _restore_generators(self, states: Sequence[Mapping[str, Any]], step: int) -> None:
+        if len(states) == self._group.world_size:
+            set_generator_states(self._runtime, dict(states[self._group.rank]))
+        else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
+            seed_generators(self._runtime, self._seed + step, self._group.rank)
+
+    def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
+        """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""
+        assert self.last is not None
+        return self.last.key == self._key(position) and self.last.value == value and not self._holds_tensors()
+
+    def _key(self, position: Mapping[str, Any]) -> str:
+        """What can change between two steps, without its tensors, as text to compare."""
+        attached = {name: part.state_dict() for name, part in self._attached.items()}
+        return json.dumps(codec.pack([dict(position), self._weights.hyperparameters(), attached])[0], sort_keys=True)
+
+    def _holds_tensors(self) -> bool:
+        return any(codec.pack(part.state_dict())[1] for part in self._attached.values())

@@ -1,0 +1,132 @@
+"""Where training is in its data: a cursor for every source, saved with what its position depends on.
+
+A source is one dataset as the training loop walks it. It counts its own epochs: a loop that takes the next hundred
+batches of a source in every epoch of the run walks on where it was, and two sources in one epoch do not disturb each
+other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.data.order import MicroBatch
+from lockstep.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Facts = Mapping[str, Any]
+
+
+@dataclass
+class Cursor:
+    """The position in one source. It moves on when the step of a batch is done, not when the batch is handed out."""
+
+    name: str
+    facts: dict[str, Any] | None = None  # what the position depends on; None where an old checkpoint does not say
+    epoch: int = 0  # passes over the source: what its order is a function of
+    batch: int = 0  # global batches done in this pass
+    # Whether all of them are done. What follows the pass in the user's loop may not be: so the cursor stays at the end
+    # until the loop has been left, and a run that is resumed there finds the pass empty.
+    ended: bool = False
+    passes: int = 0  # how often the loop over it was left in this epoch of the run
+    dataset: Any = field(default=None, repr=False)
+    is_open: bool = False
+    opened: int = 0  # when it was opened last, in the order of all openings
+    to_skip: int = 0  # passes of the epoch under way that were done before the run was restored
+
+    def advance(self, micro: MicroBatch) -> None:
+        self.batch, self.ended = micro.batch + 1, micro.completes_epoch
+
+    def leave(self, finished: bool) -> None:
+        """The loop over the source was left, at its end or before."""
+        self.is_open = False
+        self.passes += 1
+        if finished:
+            self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes")}
+
+
+class Cursors:
+    """The cursors of a run, in the order in which their sources were first walked."""
+
+    def __init__(self) -> None:
+        self._cursors: list[Cursor] = []
+        self._openings = 0
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether a pass of this epoch was left and none is under way: here is what follows the inner loop."""
+        return any(each.passes for each in self._cursors) and not any(each.is_open for each in self._cursors)
+
+    def open(self, dataset: Any, facts: Facts, name: str | None = None) -> Cursor | None:
+        """The cursor of a source that is about to be walked; None where this pass was done before a restore."""
+        cursor = self._find(dataset, facts, name)
+        if cursor.is_open:
+            raise ConfigError(
+                f"run.batches: {cursor.name} is being walked already: its position would be counted twice. Leave the "
+                "first loop over it before, or give the second one a name of its own: run.batches(..., name='second')"
+            )
+        if cursor.to_skip:
+            cursor.to_skip -= 1
+            return None
+        self._check(cursor, facts)
+        self._openings += 1
+        cursor.dataset, cursor.facts, cursor.is_open, cursor.opened = dataset, dict(facts), True, self._openings
+        return cursor
+
+    def begin_epoch(self) -> None:
+        for cursor in self._cursors:
+            cursor.passes = cursor.to_skip = 0
+
+    def state_dict(self, epoch_is_done: bool = False) -> list[dict[str, Any]]:
+        states = [cursor.state_dict() for cursor in self._cursors]
+        return [{**each, "passes": 0} for each in states] if epoch_is_done else states
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        self._cursors = [Cursor(**state, to_skip=state["passes"]) for state in states]
+
+    def _find(self, dataset: Any, facts: Facts, name: str | None) -> Cursor:
+        if name is not None:
+            known = [each for each in self._cursors if each.name == name]
+            return known[0] if known else self._new(name)
+        for cursor in self._cursors:
+            if cursor.dataset is dataset:
+                return cursor
+        # A restored source has no dataset yet: sources come back in the order in which they were first walked.
+        for cursor in self._cursors:
+            if cursor.dataset is None:
+                return cursor
+        # A loop may make its dataset anew for every pass. What is as long, of the same kind and not being walked is
+        # the same source; of several, the one that was walked longest ago.
+        alike = [
+            each
+            for each in self._cursors
+            if not each.is_open
+            and type(each.dataset) is type(dataset)
+            and (each.facts or {})["count"] == facts["count"]
+        ]
+        return min(alike, key=lambda each: each.opened) if alike else self._new(f"source {len(self._cursors) + 1}")
+
+    def _new(self, name: str) -> Cursor:
+        self._cursors.append(Cursor(name))
+        return self._cursors[-1]
+
+    def _check(self, cursor: Cursor, facts: Facts) -> None:
+        """Refuse to go on in the midst of a pass with anything that its position depends on being different."""
+        before = cursor.facts or {}
+        changed = [f"{name} {before[name]!r} -> {value!r}" for name, value in facts.items()
+                   if name in before and before[name] != value]  # fmt: skip
+        if not changed:
+            return
+        if cursor.batch and not cursor.ended:
+            raise ConfigError(
+                f"run.batches: {cursor.batch} batches of this pass over {cursor.name} are done, and it cannot be gone "
+                f"on with {', '.join(changed)}: examples would be trained on twice, or never. Take the change back "
+                "until the pass is done, or go on from a checkpoint at the end of an epoch: run.restore(step=...)"
+            )
+        logger.info("%s is walked differently from here on: %s", cursor.name, ", ".join(changed))

@@ -1,0 +1,242 @@
+"""Hands out batches: epoch by epoch, source by source, with a safe point before every step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lockstep.config.load import check_batch_size
+from lockstep.config.schema import RunSettings
+from lockstep.data.cursors import Cursor, Cursors
+from lockstep.data.loader import Collate
+from lockstep.data.loaders import Loaders
+from lockstep.data.order import MicroBatch
+from lockstep.data.progress import Progress
+from lockstep.data.stream import streamed
+from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
+from lockstep.profiler.base import Profiler
+from lockstep.runtime.base import Runtime
+from lockstep.strategy.base import Strategy
+from lockstep.train.compile_guard import CompileGuard
+from lockstep.train.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class Feed:
+    """What one rank is given to train on, and where that leaves it: the progress, a cursor per source, the step."""
+
+    def __init__(
+        self,
+        group: Group,
+        runtime: Runtime,
+        strategy: Strategy,
+        settings: RunSettings,
+        profiler: Profiler,
+        guard: CompileGuard,
+        safe_point: Callable[[], bool],
+        abandon: Callable[[], None],
+    ) -> None:
+        """`safe_point` is called where nothing is half done, and says whether to go on; `abandon` forgets gradients."""
+        self._group, self._activity, self._strategy = group, group.activity, strategy
+        self._profiler, self._guard, self._safe_point, self._abandon = profiler, guard, safe_point, abandon
+        self._fixed_shapes = runtime.fixed_shapes
+        self._seed = settings.seed
+        self._loaders = Loaders(
+            group.rank, group.world_size, settings.seed, settings.data, runtime, strategy.batch_multiple
+        )
+        self.progress = Progress()
+        self.cursors = Cursors()
+        self.step: Step | None = None  # under way, or just done, until what follows it begins
+        self.busy_since = 0.0
+        self._in_epochs = False
+        self._saved_as_done: int | None = None  # the epoch that was saved as one with nothing left to do
+
+    def epochs(self, count: int | None, go_on: Callable[[], bool]) -> Iterator[int]:
+        """Epochs still to do. One is done when the loop comes back for the next: what follows its last batch counts."""
+        self._in_epochs = True
+        try:
+            while go_on() and (count is None or self.progress.epoch < count):
+                yield self.progress.epoch
+                if go_on() or self.progress.epoch_ended:
+                    self._leave_epoch()
+        finally:
+            self._in_epochs = False
+            self.cursors.begin_epoch()  # who comes back to an epoch that was left in its midst goes on with it
+
+    def position(self, explicit: bool) -> dict[str, Any]:
+        """Where training is, to be saved.
+
+        A save that the user's loop asks for after its inner loop is taken for the end of the epoch: what the loop did
+        since the last batch is in it. One that comes by itself leaves what follows the last batch to be done.
+        """
+        done = explicit and self._in_epochs and self.cursors.between_passes
+        if done:
+            self._saved_as_done = self.progress.epoch
+        return {
+            "progress": self.progress.state_dict(epoch_is_done=done),
+            "cursors": self.cursors.state_dict(epoch_is_done=done),
+        }
+
+    def load_position(self, state: dict[str, Any]) -> None:
+        progress = dict(state["progress"])
+        cursors = state.get("cursors")
+        if cursors is None:  # of a version that counted one position for all sources
+            cursors = [{"name": "source 1", "facts": None, "epoch": progress["epoch"], "batch": progress["batch"],
+                        "ended": False, "passes": 0}]  # fmt: skip
+            progress["epoch_ended"] = False
+        self.progress.load_state_dict(progress)
+        self.cursors.load_state_dict(cursors)
+
+    def batches(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        collate: Collate | None,
+        name: str | None,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        accumulate: int,
+    ) -> Iterator[Any]:
+        accumulate *= self._strategy.micro_batches
+        self._check_batch_size(batch_size, accumulate)
+        plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, shuffle=shuffle, drop_last=drop_last)
+        if plan.batches == 0:
+            raise ConfigError(
+                f"the training data has {plan.count} examples, fewer than one batch of {batch_size}, and "
+                "drop_last leaves out what does not fill a batch: lower batch_size or set drop_last to false"
+            )
+        facts = {
+            "count": plan.count,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "seed": self._seed,
+        }
+        cursor = self._open(dataset, facts, name)
+        if cursor is None:
+            return
+        loader = self._loaders.for_training(cursor.name, dataset, plan, collate)
+        start = plan.batches if cursor.ended else cursor.batch
+        yield from self._hand_out(cursor, loader.epoch(cursor.epoch, start), accumulate)
+
+    def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str) -> Iterator[Any]:
+        cursor = self._open(batches, {}, name)
+        if cursor is None:
+            return
+        if cursor.ended:
+            cursor.leave(finished=True)
+            return
+        if cursor.batch:
+            logger.warning(
+                "epoch %d was interrupted after %d batches; %r cannot be entered in the middle, so that these are "
+                "trained on again", self.progress.epoch, cursor.batch, name,
+            )  # fmt: skip
+            cursor.batch = 0
+        yield from self._hand_out(cursor, streamed(self._group, batches, count, name), 1)
+
+    def for_evaluation(self, *args: Any, **how: Any) -> Any:
+        """The loader of a dataset that is evaluated."""
+        return self._loaders.for_evaluation(*args, **how)
+
+    def count_step(self) -> bool:
+        """An optimizer has stepped. The first one of a step moves progress on; whether this was it."""
+        step = self.step
+        if step is None:  # a loop that brings its own data: every step of an optimizer is one
+            examples, ended = 0, False
+        elif step.counted:
+            return False
+        else:
+            examples, ended = step.count()
+        self.progress.step += 1
+        self.progress.examples += examples
+        self.progress.epoch_ended = ended
+        return True
+
+    def close(self) -> None:
+        self._loaders.close()
+
+    # Inside
+
+    def _open(self, dataset: Any, facts: dict[str, Any], name: str | None) -> Cursor | None:
+        cursor = self.cursors.open(dataset, facts, name)
+        if cursor is not None and self._in_epochs and self._saved_as_done == self.progress.epoch:
+            self._saved_as_done = None
+            logger.warning(
+                "run.checkpoint was called in epoch %d before the pass over %s: a run that is resumed from there takes "
+                "the epoch for done, and leaves this pass out. Call run.checkpoint after the last pass of an epoch",
+                self.progress.epoch, cursor.name,
+            )  # fmt: skip
+        return cursor
+
+    def _hand_out(self, cursor: Cursor, micros: Iterator[tuple[MicroBatch, Any]], accumulate: int) -> Iterator[Any]:
+        """One micro-batch after the other, on the device, with a safe point before every step."""
+        self._forget_what_was_left()
+        finished = False
+        try:
+            while True:
+                if not self._joins_step(cursor):
+                    self.step = None
+                    if not self._safe_point():
+                        return
+                    self._profiler.next_step(self.progress.step + 1)
+                self._activity.enter("data", self.progress.step + 1)
+                self._profiler.enter("data")
+                self.busy_since = time.perf_counter()
+                following = next(micros, None)
+                if following is None:
+                    finished = True
+                    break
+                micro, batch = following
+                continues = self.step is not None and self.step.has_taken(cursor)
+                self.step = self.step or Step()
+                self.step.take(cursor, micro)
+                self._strategy.sync_gradients(self.step.completes_batch)
+                batch = self._strategy.move(batch, micro.number)
+                filled = continues and accumulate == 1 and self._fixed_shapes
+                self._guard.begin("a batch that was filled up" if filled else "a step", batch)
+                self._activity.enter("loss")
+                self._profiler.enter("forward")
+                yield batch
+        finally:
+            self._leave(cursor, finished)
+
+    def _joins_step(self, cursor: Cursor) -> bool:
+        """Whether the next micro-batch of a source belongs to the step under way."""
+        step = self.step
+        if step is None or step.counted:
+            return False
+        # Another source is at hand; or this one, with the batch not complete, or with gradients that wait for a step.
+        return not step.has_taken(cursor) or not step.completes_batch or step.pending
+
+    def _leave(self, cursor: Cursor, finished: bool) -> None:
+        cursor.leave(finished)
+        self._strategy.sync_gradients(True)
+        if self.step is not None and (self.step.counted or not self.step.pending):
+            self.step = None
+        if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
+            if finished:
+                self.progress.next_epoch()
+            self.cursors.begin_epoch()
+        self._profiler.enter(None)
+        self._activity.enter("what follows an epoch", limit=self._activity.patience)
+
+    def _leave_epoch(self) -> None:
+        self.progress.next_epoch()
+        self.cursors.begin_epoch()
+
+    def _forget_what_was_left(self) -> None:
+        """Gradients of a batch that was left half way are not the next one's: it will be handed out again, whole."""
+        if self.step is not None and (self.step.was_left or self.step.is_bare):
+            if self.step.was_left and self.step.pending:
+                self._abandon()
+            self.step = None
+
+    def _check_batch_size(self, batch_size: int, accumulate: int) -> None:
+        check_batch_size(batch_size, self._group.world_size, accumulate, "batch_size")

@@ -1,0 +1,155 @@
+"""The models of a run and their optimizers: as they are trained, and as they are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.strategy.base import Strategy
+
+DEFAULT = "model"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model that went through setup."""
+
+    name: str
+    module: nn.Module  # bare: what is evaluated and saved
+    model: nn.Module  # what to call in training
+    optimizer: Optimizer | None
+    precision: str
+    clip_norm: float | None
+    skip_nan: bool
+
+
+class Models:
+    """All of them by name, in the order of their setup."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.entries: dict[str, Entry] = {}
+        self._known: set[int] = set()  # the parameters of all modules, by identity
+        self._checked: set[int] = set()  # optimizers whose parameters are all known
+
+    def add(self, entry: Entry) -> None:
+        self.entries[entry.name] = entry
+        self._known.update(id(each) for each in entry.module.parameters())
+
+    def free_name(self, name: str | None) -> str:
+        """The name that a model is set up under: as asked for, else `model`, `model2` and so on."""
+        chosen = name or (DEFAULT if not self.entries else f"{DEFAULT}{len(self.entries) + 1}")
+        if chosen in self.entries:
+            raise ConfigError(
+                f"run.setup: there is a model named {chosen!r} already: give each a name of its own (name=...)"
+            )
+        return chosen
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: each.module for name, each in self.entries.items()}
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        return {name: each.optimizer for name, each in self.entries.items() if each.optimizer is not None}
+
+    def require_any(self) -> None:
+        if not self.entries:
+            raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
+
+    def only(self) -> Entry:
+        self.require_any()
+        if len(self.entries) > 1:
+            raise ConfigError(
+                f"this run trains several models ({', '.join(self.entries)}): name the one that is meant, as in "
+                "run.models[name], run.modules[name] or run.step(optimizer)"
+            )
+        return next(iter(self.entries.values()))
+
+    def stepped_by(self, optimizer: Optimizer | None) -> tuple[Entry, Optimizer, list[nn.Parameter]]:
+        """The model that an optimizer was set up with, and all parameters that it steps."""
+        entry = self.only() if optimizer is None else self._of(optimizer)
+        found = optimizer or entry.optimizer
+        if found is None:
+            raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
+        parameters = [parameter for group in found.param_groups for parameter in group["params"]]
+        if id(found) not in self._checked:
+            strange = sum(id(each) not in self._known for each in parameters)
+            if strange:
+                raise ConfigError(
+                    f"run.step: {strange} of the {len(parameters)} parameters of this optimizer belong to no model "
+                    "that went through run.setup: replicas would drift apart, and nothing of them would be saved. "
+                    "Call run.setup for every model"
+                )
+            self._checked.add(id(found))
+        return entry, found, parameters
+
+    def _of(self, optimizer: Optimizer) -> Entry:
+        for entry in self.entries.values():
+            if entry.optimizer is optimizer:
+                return entry
+        raise ConfigError(
+            "run.step was given an optimizer that run.setup does not know: its model may differ from rank to rank, and "
+            "nothing of it would be saved. Give run.setup(model, optimizer) both"
+        )
+
+    def clear_gradients(self) -> None:
+        for entry in self.entries.values():
+            for parameter in entry.module.parameters():
+                parameter.grad = None
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What can be changed of the optimizers between two steps."""
+        return {
+            name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
+            for name, each in self.optimizers.items()
+        }
+
+    # What a checkpoint holds of them. One model is saved under the bare names of its parameters.
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The weights, which are most of it, and all the rest."""
+        self.require_any()
+        states = {name: self._strategy.state_dict(each) for name, each in self.modules.items()}
+        named = {self._saved_name(model, key): value for model, each in states.items() for key, value in each.items()}
+        weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+        optimizers = {name: self._strategy.optimizer_state_dict(each) for name, each in self.optimizers.items()}
+        return weights, {
+            "model_extra": {key: value for key, value in named.items() if key not in weights},
+            "models": list(self.entries),
+            "optimizers": optimizers,
+        }
+
+    def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
+        saved = list(state.get("models", self.entries))  # an old checkpoint has one, and does not name it
+        if saved != list(self.entries):
+            raise ConfigError(
+                f"{source}: holds the models {', '.join(saved)}, but run.setup was called for "
+                f"{', '.join(self.entries)}. Set up the same models under the same names, all of them before "
+                "run.restore"
+            )
+        named = {**weights, **state["model_extra"]}
+        for name, module in self.modules.items():
+            prefix = self._saved_name(name, "")
+            try:
+                self._strategy.load_state_dict(
+                    module, {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
+                )
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"{source}: the saved weights do not fit this model: {error}. "
+                    "Resume with the task that the run was started with, or start a new run"
+                ) from None
+        optimizers = state.get("optimizers") or {DEFAULT: state.get("optimizer")}
+        for name, optimizer in self.optimizers.items():
+            if optimizers.get(name) is not None:
+                self._strategy.load_optimizer_state_dict(optimizer, optimizers[name])
+        self._strategy.restored(self.modules, list(self.optimizers.values()))
+
+    def _saved_name(self, model: str, key: str) -> str:
+        return key if len(self.entries) == 1 else f"{model}.{key}"
