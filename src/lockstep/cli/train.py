@@ -38,19 +38,16 @@ def train(
     if sweep is not None:
         _sweep(loaded, sweep, out, dry_run)
         return
-    if launched(os.environ):
+    if launched(os.environ) and not dry_run:
         sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
+    if dry_run:
+        _dry_run(loaded, "RUN_DIR")
+        return
     if loaded.launch.type == "ray":
-        if dry_run:
-            _print(loaded, cluster.described(loaded))
-            return
         ended = cluster.train(loaded, folders.on_ray(loaded, out, make_parent=True))
         conclude(ended.folder, ended.result, ended.config)
     loaded = local.resolved(loaded, say)
-    plan = local.plan(loaded, "RUN_DIR" if dry_run else "")
-    if dry_run:
-        _print(loaded, plan.render())
-        return
+    plan = local.plan(loaded, "")
     local.warm_up(plan)
     folder = folders.new(out, "--out", loaded)
     conclude(folder, local.train(folder, loaded, say), loaded)
@@ -71,33 +68,48 @@ def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bo
     before = run_folder.read_plain_config(run_dir)
     loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
 
+    refuse_wrong_changes(changes(before, loaded.plain()))
+
     def changed(resolved: RunConfig) -> Path:
-        found = changes(before, resolved.plain())
-        refuse_wrong_changes(found)
-        if not dry_run:
-            with run_folder.locked(run_dir):
-                run_folder.write_config(run_dir, resolved)
-            for change in found:
-                say(f"changed: {change}")
+        with run_folder.locked(run_dir):
+            run_folder.write_config(run_dir, resolved)
+        for change in changes(before, resolved.plain()):
+            say(f"changed: {change}")
         return run_dir
 
-    if launched(os.environ):
-        refuse_wrong_changes(changes(before, loaded.plain()))
+    if launched(os.environ) and not dry_run:
         sys.exit(local.train_as_rank(loaded, lambda: run_dir))
+    if dry_run:
+        _dry_run(loaded, str(run_dir))
+        return
     if loaded.launch.type == "ray":
-        if dry_run:
-            _print(loaded, cluster.described(loaded))
-            return
         ended = cluster.train(loaded, changed)
         conclude(ended.folder, ended.result, ended.config)
     loaded = local.resolved(loaded, say)
     plan = local.plan(loaded, str(run_dir))
     changed(loaded)
-    if dry_run:
-        _print(loaded, plan.render())
-        return
     local.warm_up(plan)
     conclude(run_dir, local.train(run_dir, loaded, say), loaded)
+
+
+def _dry_run(config: RunConfig, folder: str) -> None:
+    """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
+    from lockstep.distributed.topology import Topology, launched
+    from lockstep.train.parts import check_parts
+
+    if launched(os.environ):
+        topology = Topology.from_env(os.environ)
+        config = config.model_copy(update={"processes": topology.local_world_size})
+        plan = f"under the launcher that started this process: {topology.world_size} ranks"
+        if topology.place.rank != 0:
+            return
+    elif config.launch.type == "ray":
+        plan = cluster.described(config)
+    else:
+        config = local.resolved(config, say)
+        plan = local.plan(config, folder).render()
+    check_parts(config, trained_here=not (config.launch.type == "ray" and cluster.is_elsewhere(config)))
+    _print(config, plan)
 
 
 def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
@@ -109,6 +121,9 @@ def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
 
     sweep = load_sweep(file, config)
     if dry_run:
+        from lockstep.train.parts import check_parts
+
+        check_parts(config, trained_here=not cluster.is_elsewhere(config))
         _print(config, to_yaml(sweep.model_dump(mode="json")))
         return
     require_train_v2()

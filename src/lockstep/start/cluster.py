@@ -23,6 +23,13 @@ def train(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
     return launch(config, make_folder)
 
 
+def is_elsewhere(config: RunConfig) -> bool:
+    """Whether the ranks will be on other machines than this one, with what is installed there."""
+    from lockstep.ray.address import address_of
+
+    return address_of(config.launch.ray) is not None
+
+
 def described(config: RunConfig) -> str:
     """What would be asked of Ray."""
     from lockstep.ray.installed import require_train_v2

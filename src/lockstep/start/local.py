@@ -26,7 +26,8 @@ def resolved(config: RunConfig, tell: Tell) -> RunConfig:
         tell(idle)
     check_strategy(config.strategy.type, processes)
     check_profile_ranks(config.profile, processes)
-    check_batch_size(config.train.batch_size, processes, config.train.accumulate)
+    if uneven := check_batch_size(config.train.batch_size, processes, config.train.accumulate):
+        tell(uneven)
     return config.model_copy(update={"runtime": family, "processes": processes})
 
 
@@ -65,10 +66,16 @@ def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
         )
 
 
-def train_as_rank(config: RunConfig, make_folder: Callable[[], Path]) -> int:
-    """Train as the rank that the environment says; the exit code of an orderly end."""
+def train_as_rank(
+    config: RunConfig, make_folder: Callable[[], Path], opened: Callable[[Path], None] = lambda folder: None
+) -> int:
+    """Train as the rank that the environment says; the exit code of an orderly end.
+
+    `opened` is told the run's folder, which rank 0 made for all.
+    """
     from lockstep import worker
     from lockstep.distributed.topology import Topology
 
     topology = Topology.from_env(os.environ)
-    return worker.train(config.model_copy(update={"processes": topology.local_world_size}), topology, make_folder)
+    here = config.model_copy(update={"processes": topology.local_world_size})
+    return worker.train(here, topology, make_folder, opened)
