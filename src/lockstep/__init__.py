@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import importlib
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.errors import ConfigError, LockstepError, WorkerFailed
     from lockstep.launcher.function import launch
+    from lockstep.start.function import train
+    from lockstep.train.mean import Mean
     from lockstep.train.run import Run
     from lockstep.train.task import Task
 
-__version__ = "0.1.0"
+    __version__: str
 
-__all__ = ["ConfigError", "LockstepError", "Run", "Task", "WorkerFailed", "__version__", "launch"]
+__all__ = [
+    "ConfigError",
+    "LockstepError",
+    "Mean",
+    "Run",
+    "Task",
+    "WorkerFailed",
+    "__version__",
+    "launch",
+    "train",
+]
 
 # Loaded when first used: importing the package must not import torch.
 _HOMES = {
     "ConfigError": "lockstep.errors",
     "LockstepError": "lockstep.errors",
+    "Mean": "lockstep.train.mean",
     "Run": "lockstep.train.run",
     "Task": "lockstep.train.task",
     "WorkerFailed": "lockstep.errors",
@@ -26,9 +40,43 @@ _HOMES = {
 }
 
 
+class _Train(types.ModuleType):
+    """The package `lockstep.train`, which is the function of the same name as well.
+
+    Importing any module of a package binds the package's name here, over whatever else has that name: a function
+    `train` would be there until something imports lockstep.train.run, and be gone then. So the package is what
+    is called. docs/decisions/014-a-package-that-is-called.md
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        from lockstep.start.function import train
+
+        return train(*args, **kwargs)
+
+
+importlib.import_module("lockstep.train").__class__ = _Train  # which imports no more than a docstring
+
+
 def __getattr__(name: str) -> Any:
     if name == "ray":
         return importlib.import_module("lockstep.ray")
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    special = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, "ray", *special})
+
+
+def _version() -> str:
+    """That of the installation, which has it from pyproject.toml; a copy that was not installed has none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("lockstep-train")
+    except metadata.PackageNotFoundError:
+        return "unknown"

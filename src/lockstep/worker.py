@@ -43,14 +43,20 @@ from lockstep.train.trainer import fit
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
 
-def train(config: RunConfig, topology: Topology, make_folder: Callable[[], Path]) -> int:
-    """Train as one rank; the exit code of an orderly end."""
+def train(
+    config: RunConfig,
+    topology: Topology,
+    make_folder: Callable[[], Path],
+    opened: Callable[[Path], None] = lambda folder: None,
+) -> int:
+    """Train as one rank; the exit code of an orderly end. `opened` is told the run's folder, on every rank."""
     check_batch_size(config.train.batch_size, topology.world_size, config.train.accumulate)
 
     def load_task() -> Any:
         return import_object(config.task.type, "task")
 
     with joined(config, topology, make_folder, load_task, redirect=True) as run:
+        opened(run.folder)
         try:
             outcome = fit(run, config)
         except Preempted as preempted:

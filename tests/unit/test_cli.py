@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,28 @@ from conftest import ROOT
 from lockstep.cli import main
 from lockstep.config.load import load, parse_yaml
 from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.record import run_folder
+
+TASK = """
+import lockstep
+
+class Mine(lockstep.Task):
+    def __init__(self, hidden: int = 3): pass
+    def model(self): pass
+    def train_data(self): pass
+    def loss(self, model, batch): pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def imports_as_before() -> Iterator[None]:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if not name.startswith(("torch", "lockstep", "numpy")):
+            sys.modules.pop(name, None)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +50,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "task.py").write_text("class Mine: pass\n")
+    (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "config.yaml").write_text("task: task.py:Mine\nprocesses: 2\ntrain: {batch_size: 8}\n")
 
 
@@ -61,8 +85,9 @@ def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> N
         (["train", "--help"], 0),
         (["train", "wrong.yaml"], 2),
         (["train", "nowhere.yaml"], 2),
-        (["train", "config.yaml", "--set", "train.batch_size=3"], 2),
-        (["train", "config.yaml", "--dry-run"], 0),
+        (["train", "config.yaml", "--set", "train.batch_size=1"], 2),
+        (["train", "config.yaml", "--set", "task.hiden=1"], 2),
+        (["train", "config.yaml", "--dry-run", "--set", "train.batchsize=3"], 2),
         (["resume", "nowhere"], 2),
         (["schema"], 0),
         (["run", "nowhere.py"], 2),
@@ -85,10 +110,29 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
+VERSION = "__version__"
+
+
+def test_the_version_has_one_source(tmp_path: Path) -> None:
+    """That of pyproject.toml, which is what an installation knows it by."""
+    import lockstep as package
+
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (package.__version__, lockstep("--version").stdout.split()[-1]) == (said, said)
+    assert not re.search(r"__version__ *= *[\"']", Path(package.__file__).read_text())
+    # A copy of the source that nobody installed has none to tell, and works.
+    (tmp_path / "lockstep").symlink_to(Path(package.__file__).parent)
+    code = "import lockstep; print(lockstep.__version__)"
+    alone = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert alone.stdout.strip() == "unknown"
+
+
 def test_every_public_name_is_there_and_no_other() -> None:
     import lockstep as package
 
     assert all(getattr(package, name) is not None for name in package.__all__)
+    assert {"Mean", "Run", "Task", "launch", "train"} <= set(package.__all__)
+    assert [name for name in dir(package) if not name.startswith("_")] == sorted({*package.__all__, "ray"} - {VERSION})
     with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
         package.Trainer  # noqa: B018
 
@@ -105,8 +149,8 @@ def test_every_public_name_is_there_and_no_other() -> None:
             "lockstep: --set train.batchsize=3: train.batchsize: ",
         ),
         (
-            ["train", "config.yaml", "--set", "train.batch_size=7"],
-            "lockstep: train.batch_size: 7 cannot be divided by 2",
+            ["train", "config.yaml", "--set", "train.batch_size=1"],
+            "lockstep: train.batch_size: 1 is less than 2 processes",
         ),
         (["train", "config.yaml", "--set", "strategy=single"], "lockstep: strategy: single trains on one process"),
         (["train", "config.yaml", "--set", "runtime=cuda"], "lockstep: runtime: cuda was asked for but torch"),
@@ -164,6 +208,70 @@ def test_a_dry_run_prints_the_resolved_config_and_the_plan_and_starts_nothing(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "task.py"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (["optimizer.type=torch.optim.AdamX"], ["optimizer: torch.optim has no 'AdamX', did you mean Adam?"]),
+        (["optimizer.type=torch.optm.AdamW"], ["optimizer: there is no module 'torch.optm'"]),
+        (["optimizer.type=collections.OrderedDict"], ["optimizer: collections.OrderedDict is not an optimizer"]),
+        (
+            ["optimizer={type: torch.optim.AdamW, learning_rate: 0.1}"],
+            ["optimizer.learning_rate: AdamW has no such argument, did you mean lr? (value 0.1)"],
+        ),
+        (["scheduler.type=torch.optim.lr_scheduler.StepLR"], ["scheduler: StepLR cannot be made from {}: missing a"]),
+        (["task=task:Mine", "task.hiden=5"], ["task.hiden: Mine has no such argument"]),
+        (["task=collections:OrderedDict"], ["task: collections:OrderedDict is not a class derived from lockstep.Task"]),
+        (["task=broken.py:Mine"], ["task: ", "ZeroDivisionError: division by zero (", "broken.py:2)"]),
+        (
+            ["task=collate.py:Odd", "optimizer.type=torch.optim.AdamX"],
+            ["task: Odd defines collate_fn, which Lockstep does not call: its name here is collate", "has no 'AdamX'"],
+        ),
+    ],
+)
+def test_a_dry_run_tells_what_an_import_can_tell(tmp_path: Path, changes: list[str], messages: list[str]) -> None:
+    (tmp_path / "broken.py").write_text("class Mine: pass\n1 / 0\n")
+    (tmp_path / "collate.py").write_text(
+        "from task import Mine\nclass Odd(Mine):\n    def collate_fn(self, examples): pass\n"
+    )
+    result = lockstep("train", "config.yaml", "--dry-run", *(f"--set={each}" for each in changes))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert all(message in result.stderr for message in messages), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "messages"),
+    [
+        (
+            "class Mine:\n    def __init__(self, hidden, *, rate=0.1): pass\n",
+            {"hiden": 3},
+            [
+                "config.yaml:3: task.hiden: Mine has no such argument ({file}:2), did you mean hidden? (value 3)",
+                "config.yaml:2: task.hidden: missing: Mine needs it ({file}:2)",
+            ],
+        ),
+        ("class Mine:\n    def __init__(self): pass\n", {"a": 1}, ["config.yaml:3: task.a: Mine has no such argument"]),
+        ("class Mine:\n    def __init__(self, **rest): pass\n", {"a": 1}, []),
+        ("class Mine(Base):\n    pass\n", {"a": 1}, []),
+        ("@made\nclass Mine:\n    def __init__(self): pass\n", {"a": 1}, []),
+        ("class Mine:\n    @wrapped\n    def __init__(self): pass\n", {"a": 1}, []),
+        ("class Mine:\n    def __init__(self): pass\n    def __new__(cls, *a, **k): pass\n", {"a": 1}, []),
+    ],
+)
+def test_arguments_of_a_plain_constructor_are_checked_without_importing_it(
+    tmp_path: Path, source: str, arguments: dict[str, int], messages: list[str]
+) -> None:
+    (tmp_path / "plain.py").write_text(source)
+    lines = "".join(f"  {name}: {value}\n" for name, value in arguments.items())
+    (tmp_path / "config.yaml").write_text(f"task:\n  type: plain.py:Mine\n{lines}")
+    told = ""
+    try:
+        load(Path("config.yaml"))
+    except ConfigError as error:
+        told = str(error)
+    assert len(told.splitlines()) == len(messages), told
+    assert all(message.format(file=tmp_path / "plain.py") in told for message in messages), told
+
+
 @pytest.mark.parametrize("name", ["my config.yaml", "café (2).yaml", "1e3.yaml", ".hidden.yaml", "a+b.yaml"])
 def test_a_config_may_have_any_file_name(tmp_path: Path, name: str) -> None:
     """The run is named after it, and the ranks read that name back."""
@@ -219,7 +327,7 @@ def test_init_writes_a_config_and_a_task_that_fit_each_other(tmp_path: Path) -> 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
     assert lockstep("init", ".").exit_code == 2
-    assert (tmp_path / "task.py").read_text() == "class Mine: pass\n"
+    assert (tmp_path / "task.py").read_text() == TASK
 
 
 def test_the_printed_schema_is_the_one_that_configs_are_checked_with() -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conftest import TASK_FILE
 from lockstep.config.load import load
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
-from lockstep.train.task import Task, construct, create_task, import_object
+from lockstep.train.near_names import check_names
+from lockstep.train.task import Task, check_arguments, construct, create_task, import_object
 
 WHOLE = """
 import lockstep
@@ -113,6 +115,82 @@ def test_an_error_inside_of_a_task_module_is_the_users_to_see(tmp_path: Path, mo
         create_task(component("module_importing_nothing:Mine"))
 
 
+# Methods that look like ours
+
+
+def defining(*methods: str, bases: tuple[type, ...] = ()) -> type[Task]:
+    """A class with these methods, beside all that a task has to have."""
+    needed = ("model", "train_data", "loss")
+    body = {name: lambda self, *args: None for name in (*needed, *methods)}
+    return type("Mine", (*bases, Task), body)
+
+
+@pytest.mark.parametrize(
+    ("method", "right"),
+    [
+        ("collate_fn", "collate"),
+        ("configure_optimizers", "optimizer"),
+        ("validation_data", "val_data"),
+        ("val_dataloader", "val_data"),
+        ("val_loss", "metrics"),
+        ("shard_rule", "shard_rules"),
+        ("train_step", "training_step"),
+    ],
+)
+def test_a_method_by_the_name_of_another_framework_is_refused_with_ours(method: str, right: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_names(defining(method), Task)
+    assert str(refused.value) == (
+        f"task: Mine defines {method}, which Lockstep does not call: its name here is {right}"
+    )
+    with pytest.raises(ConfigError, match=method):  # from another class that is not ours as well
+        check_names(defining(bases=(type("Base", (), {method: lambda self: None}),)), Task)
+    check_names(defining(method, right), Task)  # which may well call it
+
+
+def test_a_method_that_is_missing_is_told_with_the_one_in_its_place() -> None:
+    body = dict.fromkeys(("get_model", "training_data", "loss"), lambda self, *args: None)
+    sys.modules[__name__].Mislabeled = type("Mislabeled", (Task,), body)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError) as refused:
+        create_task(component(f"{__name__}:Mislabeled"))
+    assert "does not define model(self)" in str(refused.value)
+    assert str(refused.value).endswith(
+        "; it has get_model, whose name here is model; it has training_data, whose name here is train_data"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "right"),
+    [("metric", "metrics"), ("vall_data", "val_data"), ("shedule", "scheduler"), ("schedule_warm_up", None)],
+)
+def test_a_method_that_is_spelled_almost_like_ours_is_told_once(
+    method: str, right: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_names(defining(method), Task)
+    told = [f"task: Mine defines {method}, which Lockstep does not call; did you mean {right}?"] if right else []
+    assert [record.getMessage() for record in caplog.records] == told
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("training_step", "criterion", "compute_loss"),
+        ("loss_fn", "get_model", "train_dataset", "compute_loss"),  # of what there is: helpers
+        ("collate", "val_data", "test_data", "optimizer", "scheduler", "metrics", "should_stop", "shard_rules"),
+        ("tokenize", "encode", "prepare", "forward", "download", "augment", "_collate_fn", "predict", "generate"),
+    ],
+)
+def test_helpers_of_ones_own_are_left_alone(methods: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    check_names(defining(*methods), Task)
+    assert not caplog.records
+
+
+def test_an_attribute_that_is_no_method_is_left_alone() -> None:
+    cls = defining()
+    cls.val_dataset = "a folder"  # type: ignore[attr-defined]
+    check_names(cls, Task)
+
+
 def test_a_method_that_is_missing_is_told_with_its_signature() -> None:
     with pytest.raises(ConfigError) as refused:
         create_task(component(f"{TASK_FILE}:NoLoss"))
@@ -123,8 +201,9 @@ def test_a_method_that_is_missing_is_told_with_its_signature() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hiden": 3}, "got an unexpected keyword argument 'hiden'"),
-        ({"hidden": 3, "depth": 2}, "got an unexpected keyword argument 'depth'"),
+        ({"hiden": 3}, "task.hiden: Whole has no such argument, did you mean hidden? (value 3)"),
+        ({"hidden": 3, "depth": 2}, "task.depth: Whole has no such argument, valid are hidden, rate (value 2)"),
+        ({"self": 3}, "task.self: Whole has no such argument"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_told_with_those_that_do(
@@ -133,8 +212,16 @@ def test_an_argument_that_does_not_fit_is_told_with_those_that_do(
     (tmp_path / "fitting_task.py").write_text(WHOLE)
     with pytest.raises(ConfigError) as refused:
         create_task(component(f"{tmp_path}/fitting_task.py:Whole", **arguments))
-    assert str(refused.value).startswith(f"task: Whole cannot be made from {arguments!r}: {message}")
-    assert str(refused.value).endswith("Its arguments are hidden, rate")
+    assert str(refused.value).startswith(message)
+
+
+def test_an_abbreviation_and_what_it_stands_for_are_near() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(torch.optim.AdamW, {"learning_rate": 0.1, "wd": 0.0, "lr": 1.0}, "optimizer", [])
+    assert str(refused.value).splitlines() == [
+        "optimizer.learning_rate: AdamW has no such argument, did you mean lr? (value 0.1)",
+        "optimizer.wd: AdamW has no such argument, did you mean weight_decay? (value 0.0)",
+    ]
 
 
 class Takes:

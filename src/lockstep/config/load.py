@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Profile, RunConfig
+from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
-KeyPath = tuple[str | int, ...]
 
 # Where a bare value stands for a mapping with its `type` alone.
 SHORT_FORMS = ("task", "optimizer", "scheduler", "strategy", "launch")
+# Of these, those whose other keys are arguments of their type.
+COMPONENTS = ("task", "optimizer", "scheduler")
 
 
 class SafeLoader(yaml.SafeLoader):
@@ -74,10 +74,32 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         keys = _apply(raw, override)
         places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
         places.update({keys[:n]: f"--set {override}" for n in range(1, len(keys) + 1) if keys[:n] not in places})
-    config = validate(RunConfig, raw, places, str(path))
-    return _with_task_located(
-        config, path.resolve().parent, places.get(("task", "type"), places.get(("task",), str(path)))
-    )
+    return _loaded(raw, places, path.resolve().parent, str(path))
+
+
+def load_python(config: Path | Mapping[str, Any], values: Mapping[str, Any], caller: str) -> RunConfig:
+    """The same from a program: a file or its plain data, and values by dotted names.
+
+    A mapping is merged into what is there; that of a component (task, optimizer, scheduler) which names a `type` takes
+    its place, since arguments belong to their type. A task's file is relative to the config's, or to where we are.
+    """
+    if isinstance(config, Path):
+        raw, places = read(config)
+        folder, source = config.resolve().parent, str(config)
+    else:
+        raw, places, folder, source = dict(config), {}, Path.cwd(), caller
+    for keys, value in _by_path(values):
+        name = ".".join(keys)
+        place = f"{caller}: {name}={value!r}"
+        _put(raw, keys, value, place)
+        places = {key: at for key, at in places.items() if key[: len(keys)] != keys}
+        places.update({keys[:n]: place for n in range(1, len(keys) + 1) if keys[:n] not in places})
+    return _loaded(raw, places, folder, source)
+
+
+def _loaded(raw: Mapping[str, Any], places: Mapping[KeyPath, str], folder: Path, source: str) -> RunConfig:
+    config = validate(RunConfig, raw, places, source)
+    return with_task_located(config, folder, places, source)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -106,15 +128,22 @@ def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyP
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def check_batch_size(batch_size: int, world_size: int, accumulate: int = 1, name: str = "train.batch_size") -> None:
-    """Every process takes an equal share of a full batch, so the world size must divide the batch size."""
-    if batch_size % (world_size * accumulate) == 0:
-        return
-    unit = world_size * accumulate
-    below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
-    by = f"{world_size} processes" + (f" x {accumulate} accumulation parts" if accumulate > 1 else "")
-    fitting = f"{below} or {above}" if below else f"{above}"
-    raise ConfigError(f"{name}: {batch_size} cannot be divided by {by}; the nearest that fit are {fitting}")
+def check_batch_size(
+    batch_size: int, world_size: int, accumulate: int = 1, name: str = "train.batch_size"
+) -> str | None:
+    """Refuse a batch of which some process would never get an example; what to say once where shares are uneven."""
+    if batch_size < world_size:
+        raise ConfigError(
+            f"{name}: {batch_size} is less than {world_size} processes, some of which would never get an example: "
+            f"set it to {world_size} or more, or processes to {batch_size} or less"
+        )
+    few, more = divmod(batch_size, world_size)
+    if not more:
+        return None
+    return (
+        f"{name} {batch_size} on {world_size} processes: ranks get {few} or {few + 1} examples of every batch; "
+        f"the mean is still over all {batch_size}"
+    )
 
 
 def check_strategy(strategy: str, world_size: int) -> None:
@@ -214,6 +243,17 @@ def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> 
     node[keys[-1]] = value
 
 
+def _by_path(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value with the keys on its way; what is inside of a mapping has the mapping's keys before its own."""
+    for name, value in values.items():
+        keys = (*at, name) if at else tuple(name.split("."))  # further down a dot may belong to a name
+        whole = len(keys) == 1 and name in COMPONENTS and "type" in value if isinstance(value, Mapping) else True
+        if whole or not value:
+            yield keys, value
+        else:
+            yield from _by_path(value, keys)
+
+
 def _describe(
     problem: Any, raw: Mapping[str, Any], model: type[BaseModel], places: Mapping[KeyPath, str], source: str
 ) -> str:
@@ -226,8 +266,7 @@ def _describe(
         below = {each: None for key, each in places.items() if key[: len(keys)] == keys and each.startswith("--set ")}
         place = ", ".join([place, *(each for each in below if each != place)])
     if kind == "extra_forbidden":
-        nearest = difflib.get_close_matches(str(keys[-1]), _names_at(model, keys[:-1]), n=1, cutoff=0.5)
-        advice = f"did you mean {nearest[0]}?" if nearest else f"valid are {', '.join(_names_at(model, keys[:-1]))}"
+        advice = did_you_mean(str(keys[-1]), _names_at(model, keys[:-1]))
         return f"{place}: {name}: unknown key, {advice} (value {value!r})"
     if kind == "missing":
         return f"{place}: {name}: missing"
@@ -235,8 +274,8 @@ def _describe(
     message = message[:1].lower() + message[1:]
     if kind == "literal_error":
         expected = problem["ctx"]["expected"].replace("'", "")
-        nearest = difflib.get_close_matches(str(value), expected.replace(" or ", ", ").split(", "), n=1, cutoff=0.5)
-        message = f"must be one of {expected}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        near = nearest(str(value), expected.replace(" or ", ", ").split(", "))
+        message = f"must be one of {expected}" + (f"; did you mean {near}?" if near else "")
     shown = f", got {value!r}" if isinstance(value, (str, int, float, bool, list, type(None))) else ""
     return f"{place}: {name}: {message}{shown}"
 
@@ -270,58 +309,3 @@ def _dotted(keys: KeyPath) -> str:
     for key in keys:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
     return text
-
-
-def _with_task_located(config: RunConfig, folder: Path, place: str) -> RunConfig:
-    """Make a task's file absolute, and refuse one that cannot be there, without importing it."""
-    module, _, name = config.task.type.rpartition(":") if ":" in config.task.type else config.task.type.rpartition(".")
-    if not module.endswith(".py") and (folder / f"{module}.py").is_file():
-        module = f"{module}.py"  # next to the config, which is not where Python looks
-    if not module.endswith(".py"):
-        if not _module_exists(module, folder):
-            raise ConfigError(
-                f"{place}: task: there is no module {module!r} (looked in {folder} and on Python's path), "
-                f"got {config.task.type!r}"
-            )
-        return config
-    file = (folder / module).resolve()
-    if not file.is_file():
-        raise ConfigError(f"{place}: task: there is no file {file}, got {config.task.type!r}")
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except SyntaxError as error:
-        raise ConfigError(f"{place}: task: {file}:{error.lineno}: not valid Python: {error.msg}") from None
-    # A file may make its class by assignment or import; only a file that defines classes and not this one is refused.
-    classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
-    if classes and not {name, "*"} & _top_level_names(tree.body):
-        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
-        raise ConfigError(f"{place}: task: {file} defines no {name!r}, did you mean {nearest[0]}?")
-    task = config.task.model_copy(update={"type": f"{file}:{name}"})
-    return config.model_copy(update={"task": task})
-
-
-def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
-    """Names that a file may define, also under `if` and `try`; a star where it imports everything from another."""
-    names: set[str] = set()
-    for item in body:
-        if isinstance(item, (ast.ClassDef, ast.FunctionDef)):
-            names.add(item.name)
-        elif isinstance(item, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            names |= _top_level_names(ast.iter_child_nodes(item))
-        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            names.add(item.target.id)
-        elif isinstance(item, (ast.Import, ast.ImportFrom)):
-            names.update(alias.asname or alias.name for alias in item.names)
-        elif isinstance(item, ast.Assign):
-            names.update(target.id for target in item.targets if isinstance(target, ast.Name))
-    return names
-
-
-def _module_exists(module: str, folder: Path) -> bool:
-    top = module.split(".")[0]
-    if (folder / top).is_dir() or (folder / f"{top}.py").is_file():
-        return True
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):
-        return False

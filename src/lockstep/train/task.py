@@ -8,34 +8,55 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
+from lockstep.train.mean import Mean
+from lockstep.train.near_names import check_names, instead_of
+
+if TYPE_CHECKING:
+    from lockstep.train.run import Run
+
+# What is being imported for a config right now: a file that starts a run when it is imported would start it once more
+# in every rank, and is told so.
+loading: list[str] = []
 
 
 class Task(abc.ABC):
     """A model, its data and its loss. Every method runs on every rank; arguments of __init__ come from the config."""
 
     @abc.abstractmethod
-    def model(self) -> nn.Module:
-        """The module to train. It is made after seeding, so all ranks make the same one."""
+    def model(self) -> nn.Module | Mapping[str, nn.Module]:
+        """The module to train, or several by name. Made after seeding, so that all ranks make the same."""
 
     @abc.abstractmethod
     def train_data(self) -> Dataset[Any]:
         """A map-style dataset."""
 
     @abc.abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """A scalar: the mean over the batch."""
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean:
+        """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """One value per example, shape [B], so that a mean over a whole set counts every example exactly once."""
+        A task with a training_step of its own need not have one.
+        """
+
+    def training_step(self, run: Run, batch: Any) -> Mapping[str, Any] | None:
+        """One step of its own, in place of loss, backward and step: for several models, optimizers or losses.
+
+        Calls run.backward and run.step for each optimizer; what is returned is logged.
+        """
+        raise NotImplementedError
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor | Mean]:
+        """One value per example, shape [B], so that a mean over a whole set counts every example exactly once; or
+        lockstep.Mean(total, count), for a mean over something else."""
         return {}
 
     def val_data(self) -> Dataset[Any] | None:
@@ -44,12 +65,12 @@ class Task(abc.ABC):
     def test_data(self) -> Dataset[Any] | None:
         return None
 
-    def optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Used where the config names no optimizer."""
+    def optimizer(self, model: Any) -> Any:
+        """Used where the config names no optimizer; given several models, one for each, by the same names."""
         return None
 
-    def scheduler(self, optimizer: Optimizer) -> Any:
-        """Used where the config names no scheduler; stepped every epoch."""
+    def scheduler(self, optimizer: Any) -> Any:
+        """Used where the config names no scheduler; stepped every epoch. One for each, where there are several."""
         return None
 
     def shard_rules(self) -> dict[str, Any]:
@@ -64,50 +85,101 @@ class Task(abc.ABC):
     # A task may define collate(examples) to build batches in its own way.
 
 
+def has_training_step(task: Task | type[Task]) -> bool:
+    cls = task if inspect.isclass(task) else type(task)
+    return cls.training_step is not Task.training_step
+
+
+def has_loss(task: Task) -> bool:
+    return "loss" not in getattr(type(task), "__left_out__", ())
+
+
 def create_task(component: Component) -> Task:
     """Import the task's class and make one, saying precisely what is wrong with it where something is."""
+    task: Task = construct(task_class(component), component.arguments, "task")
+    return task
+
+
+def task_class(component: Component) -> type[Task]:
+    """The class that a config names, with everything that can be known of it without making one."""
     cls = import_object(component.type, "task")
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
         raise ConfigError(f"task: {component.type} is not a class derived from lockstep.Task")
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing == ["loss"] and has_training_step(cls):
+        return _without_loss(cls)
     if missing:
         lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
-        raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}")
-    task: Task = construct(cls, component.arguments, "task")
-    return task
+        has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
+        hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
+        raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
+    check_names(cls, Task)
+    return cls
+
+
+def _without_loss(cls: type[Task]) -> type[Task]:
+    """A task that steps by itself needs no loss; Python would not make one of a class that lacks a method."""
+    cls.__abstractmethods__ = frozenset()
+    cls.__left_out__ = ("loss",)  # type: ignore[attr-defined]
+    check_names(cls, Task)
+    return cls
 
 
 def construct(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> Any:
     """Call a constructor with arguments from the config; arguments that do not fit are named by their YAML path."""
+    check_arguments(cls, arguments, path, *positional)
+    return cls(*positional, **arguments)
+
+
+def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> None:
+    """Whether a constructor takes these arguments, as far as its signature says; nothing is made."""
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):
-        signature = None
-    if signature is not None:
-        try:
-            signature.bind(*positional, **arguments)
-        except TypeError as error:
-            valid = list(signature.parameters)[len(positional) :]
+        return
+    parameters = list(signature.parameters.values())[len(positional) :]
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    valid = ", ".join(named) or "none"
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        unknown = [name for name in arguments if name not in named]
+        if unknown:
             raise ConfigError(
-                f"{path}: {cls.__name__} cannot be made from {arguments!r}: {error}. Its arguments are "
-                f"{', '.join(valid) or 'none'}"
-            ) from None
-    return cls(*positional, **arguments)
+                "\n".join(
+                    f"{path}.{name}: {cls.__name__} has no such argument, {did_you_mean(name, named)} "
+                    f"(value {arguments[name]!r})"
+                    for name in unknown
+                )
+            )
+    try:
+        signature.bind(*positional, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{path}: {cls.__name__} cannot be made from {arguments!r}: {error}. Its arguments are {valid}"
+        ) from None
 
 
 def import_object(path: str, name: str) -> Any:
     """What `package.module:Name`, `package.module.Name` or `file.py:Name` stands for."""
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
-    module = (
-        _load_file(Path(module_name).resolve()) if module_name.endswith(".py") else _import(module_name, path, name)
-    )
+    loading.append(path)
+    try:
+        module = (
+            _load_file(Path(module_name).resolve()) if module_name.endswith(".py") else _import(module_name, path, name)
+        )
+    finally:
+        loading.pop()
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise ConfigError(f"{name}: {module_name} has no {attribute!r}, got {path!r}") from None
+        near = nearest(attribute, [each for each in dir(module) if inspect.isclass(getattr(module, each, None))])
+        hint = f", did you mean {near}?" if near else ""
+        raise ConfigError(f"{name}: {module_name} has no {attribute!r}{hint}, got {path!r}") from None
 
 
 def _import(module: str, path: str, name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # where `python -m` would look first, and whoever is in a project expects it
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -117,6 +189,8 @@ def _import(module: str, path: str, name: str) -> Any:
 
 
 def _load_file(file: Path) -> Any:
+    if _is_main(file):
+        return sys.modules["__main__"]  # not a second time, under another name
     # Registered under its stem, so that what the task's classes pickle (for data workers) can be found again.
     loaded = sys.modules.get(file.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
@@ -136,3 +210,9 @@ def _load_file(file: Path) -> Any:
             raise ConfigError(f"task: there is no file {file}") from None
         raise
     return module
+
+
+def _is_main(file: Path) -> bool:
+    """Whether this process is running that file as a script."""
+    running = getattr(sys.modules.get("__main__"), "__file__", None)
+    return running is not None and Path(running).resolve() == file

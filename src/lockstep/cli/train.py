@@ -1,0 +1,143 @@
+"""`lockstep train` and `lockstep resume`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.ending import conclude
+from lockstep.cli.messages import say
+from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
+from lockstep.start import cluster, local
+from lockstep.start import folder as folders
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@SET
+@OUT
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
+@PROFILE
+@DRY_RUN
+def train(
+    config: Path, overrides: tuple[str, ...], out: Path, sweep: Path | None, profile: bool, dry_run: bool
+) -> None:
+    """Train what CONFIG describes."""
+    from lockstep.config.load import load
+    from lockstep.distributed.topology import launched
+
+    loaded = load(config, with_profile(overrides, profile))
+    loaded = loaded.model_copy(update={"name": loaded.name or folders.named(config.stem)})
+    if sweep is not None:
+        _sweep(loaded, sweep, out, dry_run)
+        return
+    if launched(os.environ) and not dry_run:
+        sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
+    if dry_run:
+        _dry_run(loaded, "RUN_DIR")
+        return
+    if loaded.launch.type == "ray":
+        ended = cluster.train(loaded, folders.on_ray(loaded, out, make_parent=True))
+        conclude(ended.folder, ended.result, ended.config)
+    loaded = local.resolved(loaded, say)
+    plan = local.plan(loaded, "")
+    local.warm_up(plan)
+    folder = folders.new(out, "--out", loaded)
+    conclude(folder, local.train(folder, loaded, say), loaded)
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@SET
+@PROFILE
+@DRY_RUN
+def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bool) -> None:
+    """Go on with the run in RUN_DIR from its newest good checkpoint."""
+    from lockstep.config.changes import changes, refuse_wrong_changes
+    from lockstep.config.load import load
+    from lockstep.distributed.topology import launched
+    from lockstep.record import run_folder
+
+    before = run_folder.read_plain_config(run_dir)
+    loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
+
+    refuse_wrong_changes(changes(before, loaded.plain()))
+
+    def changed(resolved: RunConfig) -> Path:
+        with run_folder.locked(run_dir):
+            run_folder.write_config(run_dir, resolved)
+        for change in changes(before, resolved.plain()):
+            say(f"changed: {change}")
+        return run_dir
+
+    if launched(os.environ) and not dry_run:
+        sys.exit(local.train_as_rank(loaded, lambda: run_dir))
+    if dry_run:
+        _dry_run(loaded, str(run_dir))
+        return
+    if loaded.launch.type == "ray":
+        ended = cluster.train(loaded, changed)
+        conclude(ended.folder, ended.result, ended.config)
+    loaded = local.resolved(loaded, say)
+    plan = local.plan(loaded, str(run_dir))
+    changed(loaded)
+    local.warm_up(plan)
+    conclude(run_dir, local.train(run_dir, loaded, say), loaded)
+
+
+def _dry_run(config: RunConfig, folder: str) -> None:
+    """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
+    from lockstep.distributed.topology import Topology, launched
+    from lockstep.train.parts import check_parts
+
+    if launched(os.environ):
+        topology = Topology.from_env(os.environ)
+        config = config.model_copy(update={"processes": topology.local_world_size})
+        plan = f"under the launcher that started this process: {topology.world_size} ranks"
+        if topology.place.rank != 0:
+            return
+    elif config.launch.type == "ray":
+        plan = cluster.described(config)
+    else:
+        config = local.resolved(config, say)
+        plan = local.plan(config, folder).render()
+    check_parts(config, trained_here=not (config.launch.type == "ray" and cluster.is_elsewhere(config)))
+    _print(config, plan)
+
+
+def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
+    from lockstep.config.load import to_yaml
+    from lockstep.config.sweep import load_sweep
+    from lockstep.ray.address import require_answer
+    from lockstep.ray.installed import require_train_v2
+    from lockstep.record import run_folder
+
+    sweep = load_sweep(file, config)
+    if dry_run:
+        from lockstep.train.parts import check_parts
+
+        check_parts(config, trained_here=not cluster.is_elsewhere(config))
+        _print(config, to_yaml(sweep.model_dump(mode="json")))
+        return
+    require_train_v2()
+    require_answer(config.launch.ray)
+    from lockstep.ray.tune import sweep_over
+
+    storage = config.launch.ray.storage
+    folder = run_folder.create(Path(storage) if storage else out, f"{config.name}-sweep")
+    say(f"trials in {folder}")
+    sys.exit(sweep_over(config, sweep, folder))
+
+
+def _print(config: RunConfig, plan: str) -> None:
+    from lockstep.config.load import to_yaml
+
+    click.echo(to_yaml(config.plain()))
+    click.echo(plan)

@@ -1,0 +1,107 @@
+"""Where a task is, and what its source says of it: looked for without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.nearest import did_you_mean
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+
+def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str], source: str) -> RunConfig:
+    """Make a task's file absolute, and refuse one that cannot be there, without importing it."""
+    place = places.get(("task", "type"), places.get(("task",), source))
+    module, _, name = config.task.type.rpartition(":") if ":" in config.task.type else config.task.type.rpartition(".")
+    if not module.endswith(".py") and (folder / f"{module}.py").is_file():
+        module = f"{module}.py"  # next to the config, which is not where Python looks
+    if not module.endswith(".py"):
+        if not _module_exists(module, folder):
+            raise ConfigError(
+                f"{place}: task: there is no module {module!r} (looked in {folder} and on Python's path), "
+                f"got {config.task.type!r}"
+            )
+        return config
+    file = (folder / module).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{place}: task: there is no file {file}, got {config.task.type!r}")
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise ConfigError(f"{place}: task: {file}:{error.lineno}: not valid Python: {error.msg}") from None
+    # A file may make its class by assignment or import; only a file that defines classes and not this one is refused.
+    classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
+    if classes and not {name, "*"} & _top_level_names(tree.body):
+        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
+        raise ConfigError(f"{place}: task: {file} defines no {name!r}, did you mean {nearest[0]}?")
+    _check_arguments(tree, name, config.task.arguments, file, places, place)
+    task = config.task.model_copy(update={"type": f"{file}:{name}"})
+    return config.model_copy(update={"task": task})
+
+
+def _check_arguments(
+    tree: ast.Module, name: str, arguments: Mapping[str, Any], file: Path, places: Mapping[KeyPath, str], place: str
+) -> None:
+    """Refuse arguments that a plainly written constructor does not have; any other is left to whoever imports it."""
+    cls = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name), None)
+    made = _methods(cls, "__init__") if cls is not None and not (cls.decorator_list or cls.keywords) else []
+    if cls is None or len(made) != 1 or made[0].decorator_list or _methods(cls, "__new__"):
+        return
+    takes = made[0].args
+    if takes.kwarg is not None or takes.posonlyargs or not takes.args:
+        return
+    named = [each.arg for each in (*takes.args[1:], *takes.kwonlyargs)]
+    problems = [
+        f"{places.get(('task', key), place)}: task.{key}: {name} has no such argument ({file}:{made[0].lineno}), "
+        f"{did_you_mean(key, named)} (value {value!r})"
+        for key, value in arguments.items()
+        if key not in named
+    ]
+    required = takes.args[1 : len(takes.args) - len(takes.defaults)]
+    required += [each for each, usual in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if usual is None]
+    problems += [
+        f"{place}: task.{each.arg}: missing: {name} needs it ({file}:{made[0].lineno})"
+        for each in required
+        if each.arg not in arguments
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _methods(cls: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
+    """Also under `if`, where a class may choose between several."""
+    return [each for each in ast.walk(cls) if isinstance(each, ast.FunctionDef) and each.name == name]
+
+
+def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
+    """Names that a file may define, also under `if` and `try`; a star where it imports everything from another."""
+    names: set[str] = set()
+    for item in body:
+        if isinstance(item, (ast.ClassDef, ast.FunctionDef)):
+            names.add(item.name)
+        elif isinstance(item, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            names |= _top_level_names(ast.iter_child_nodes(item))
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            names.add(item.target.id)
+        elif isinstance(item, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in item.names)
+        elif isinstance(item, ast.Assign):
+            names.update(target.id for target in item.targets if isinstance(target, ast.Name))
+    return names
+
+
+def _module_exists(module: str, folder: Path) -> bool:
+    top = module.split(".")[0]
+    if (folder / top).is_dir() or (folder / f"{top}.py").is_file():
+        return True
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,36 @@
+"""The folder that a new run gets, and its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+
+
+def named(text: str) -> str:
+    """A run's name from a file's, a folder's or a class's, in the characters that names may have."""
+    return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "run"
+
+
+def new(out: Path, setting: str, config: RunConfig) -> Path:
+    """A new folder with its config in it; `setting` is what named `out`."""
+    from lockstep.record import run_folder
+
+    folder = run_folder.create(out, str(config.name), setting)
+    run_folder.write_config(folder, config)
+    return folder
+
+
+def on_ray(config: RunConfig, out: Path, make_parent: bool) -> Callable[[RunConfig], Path]:
+    """The same for a run on a cluster, whose nodes may share another folder than `out`."""
+    from lockstep.record import run_folder
+
+    storage = config.launch.ray.storage
+    where = (Path(storage), "launch.ray.storage") if storage else (out, "--out")
+    if make_parent:
+        run_folder.require_folder(*where)
+    return lambda resolved: new(*where, resolved)

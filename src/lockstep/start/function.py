@@ -1,0 +1,177 @@
+"""`lockstep.train(config)`: train a task from a program, a notebook or under torchrun, as `lockstep train` does."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.start import cluster, local
+from lockstep.start import folder as folders
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+    from lockstep.distributed.failure import Result
+
+_CALLER = "lockstep.train"
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None, *, out: str | Path = "runs", **values: Any
+) -> dict[str, Any]:
+    """Train what a config describes and return how it went: what summary.json holds, and the run's `folder`.
+
+    The config is a file, plain data or a RunConfig; values replace what it says, by name: `processes=1`,
+    `train={"epochs": 3}` (merged) or `**{"train.epochs": 3}`. `task` may be the class itself, if ranks can import it.
+
+    One process trains in this process, so that a debugger works; several are started as by `lockstep train`. Where a
+    launcher such as torchrun has already given this process a rank, nothing is started. A mistake or a failure is
+    raised as a LockstepError, what the task itself raises in this process as it is. A run that was asked to stop has
+    saved itself and raises SystemExit with code 75, as a script that does not go on should end.
+    """
+    _refuse_while_importing()
+    loaded = _loaded(config, values)
+    if _launched():
+        return _as_rank(loaded, Path(out))
+    if loaded.launch.type == "ray":
+        ended = cluster.train(loaded, folders.on_ray(loaded, Path(out), make_parent=True))
+        return _outcome(ended.folder, ended.result, int(ended.config.processes))
+    loaded = local.resolved(loaded, _tell)
+    if loaded.processes == 1:
+        return _here(loaded, folders.new(Path(out), "out:", loaded))
+    local.warm_up(local.plan(loaded, ""))
+    folder = folders.new(Path(out), "out:", loaded)
+    return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
+
+
+def _refuse_while_importing() -> None:
+    """Ranks import the script or the task's file; what they find there must not start a run once more."""
+    task_module = sys.modules.get("lockstep.train.task")
+    if getattr(multiprocessing.current_process(), "_inheriting", False) or getattr(task_module, "loading", None):
+        raise LaunchError(
+            "lockstep.train was called while a rank was importing the file that calls it. "
+            'Put the call under `if __name__ == "__main__":`'
+        )
+
+
+def _launched() -> bool:
+    from lockstep.distributed.topology import launched
+
+    return launched(os.environ)
+
+
+def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: Mapping[str, Any]) -> RunConfig:
+    from lockstep.config.load import load_python
+    from lockstep.config.schema import RunConfig
+
+    if isinstance(config, (str, Path)):
+        given: Path | Mapping[str, Any] = Path(config)
+    elif isinstance(config, RunConfig):
+        given = config.plain()
+    elif config is None or isinstance(config, Mapping):
+        given = _with_task_named(config or {})
+    else:
+        raise ConfigError(
+            f"{_CALLER}: the config must be a file, a mapping or a RunConfig, got {type(config).__name__}; "
+            "a task is given as task=MyTask"
+        )
+    loaded = load_python(given, _with_task_named(values), _CALLER)
+    name = given.stem if isinstance(given, Path) else loaded.task.type.rpartition(":")[2].rpartition(".")[2]
+    return loaded.model_copy(update={"name": loaded.name or folders.named(name)})
+
+
+def _with_task_named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With the import path in place of a task's class: what ranks, and whoever resumes the run, find it by."""
+    task = values.get("task")
+    if isinstance(task, Mapping) and not isinstance(task.get("type", ""), str):
+        return {**values, "task": {**task, "type": _import_path(task["type"])}}
+    if task is None or isinstance(task, (str, Mapping)):
+        return dict(values)
+    return {**values, "task": {"type": _import_path(task)}}
+
+
+def _import_path(given: Any) -> str:
+    if not inspect.isclass(given):
+        raise ConfigError(
+            f"{_CALLER}: task is {given!r}, an object that only this process has: every rank makes its own. Give the "
+            f'class and its arguments: task={{"type": {type(given).__name__}, "an_argument": 1}}'
+        )
+    task: type = given
+    module = sys.modules.get(task.__module__)
+    if "." in task.__qualname__ or getattr(module, task.__name__, None) is not task:
+        raise ConfigError(
+            f"{_CALLER}: task {task.__qualname__} is defined inside of something else, where ranks cannot import it "
+            "from: define it at the top level of a file"
+        )
+    file = getattr(module, "__file__", None) or ""
+    if "." in task.__module__ or (not file.endswith(".py") and task.__module__ != "__main__"):
+        return f"{task.__module__}:{task.__name__}"  # inside of a package, which may import by its own name
+    if not file.endswith(".py"):
+        raise ConfigError(
+            f"{_CALLER}: task {task.__name__} was typed into this session, where ranks cannot import it from: write it "
+            f'to a file, and give task="file.py:{task.__name__}"'
+        )
+    return f"{Path(file).resolve()}:{task.__name__}"
+
+
+def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """One process: this one."""
+    import torch
+
+    from lockstep import worker
+    from lockstep.distributed.topology import Topology
+    from lockstep.record import run_folder
+    from lockstep.train.requests import Preempted
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.launch.threads or threads)
+    try:
+        with run_folder.locked(folder):
+            code = worker.train(config, Topology(), lambda: folder)
+    except Exception as error:
+        run_folder.record(folder, "failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        torch.set_num_threads(threads)
+    if code:
+        raise Preempted(str(run_folder.read_summary(folder).get("reason")))
+    return {**run_folder.read_summary(folder), "folder": folder}
+
+
+def _as_rank(config: RunConfig, out: Path) -> dict[str, Any]:
+    """As the rank that a launcher made this process: every rank returns what rank 0 wrote down."""
+    from lockstep.record import run_folder
+    from lockstep.train.requests import Preempted
+
+    opened: list[Path] = []
+    code = local.train_as_rank(config, lambda: folders.new(out, "out:", config), opened.append)
+    (folder,) = opened
+    if code:
+        raise Preempted(str(run_folder.read_summary(folder).get("reason")))
+    return {**run_folder.read_summary(folder), "folder": folder}
+
+
+def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
+    """Of processes that our launcher started."""
+    from lockstep.record import run_folder
+    from lockstep.train.requests import Preempted
+
+    failure = result.failure
+    if failure is not None:
+        run_folder.record(folder, "failed", failure.cause)
+        raise WorkerFailed(failure.rank, failure.host, failure.render(processes), failure.exit_code)
+    if result.exit_code == INTERRUPTED_EXIT_CODE:
+        raise KeyboardInterrupt
+    if result.exit_code:
+        raise Preempted("asked to stop")
+    return {**run_folder.read_summary(folder), "folder": folder}
+
+
+def _tell(text: str) -> None:
+    for line in text.splitlines():
+        print(f"lockstep: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""Ranks on this host: by our own launcher, or this process itself where another launcher has made it one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+    from lockstep.distributed.failure import Result
+    from lockstep.launcher.plan import LaunchPlan
+
+Tell = Callable[[str], None]
+
+
+def resolved(config: RunConfig, tell: Tell) -> RunConfig:
+    """With runtime and processes as they are here, checked against the batch size and the strategy."""
+    from lockstep import runtime
+    from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
+
+    family, processes = runtime.resolve(config)
+    if idle := runtime.unused_devices(family, processes):
+        tell(idle)
+    check_strategy(config.strategy.type, processes)
+    check_profile_ranks(config.profile, processes)
+    if uneven := check_batch_size(config.train.batch_size, processes, config.train.accumulate):
+        tell(uneven)
+    return config.model_copy(update={"runtime": family, "processes": processes})
+
+
+def plan(config: RunConfig, folder: str) -> LaunchPlan:
+    """What would be started to train a resolved config."""
+    from lockstep.launcher.plan import local_plan
+
+    argv = [sys.executable, "-m", "lockstep.worker", folder]
+    limits = config.launch
+    return local_plan(argv, int(config.processes), threads=limits.threads, port=limits.port, watched=True)
+
+
+def warm_up(plan: LaunchPlan) -> None:
+    """Have torch loaded for the ranks while this process goes on."""
+    from lockstep.launcher import local
+
+    local.warm_up(plan.threads)
+
+
+def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
+    """Start all ranks of a resolved config and wait for them."""
+    from lockstep.distributed.watch.stall import Limits
+    from lockstep.launcher import local
+    from lockstep.record import run_folder
+
+    planned = plan(config, str(folder))
+    count = len(planned.processes)
+    threads = f", {planned.threads} thread{'s' if planned.threads > 1 else ''} each" if config.runtime != "xla" else ""
+    tell(f"{count} process{'es' if count > 1 else ''} on {config.runtime}{threads}; run folder {folder}")
+    with run_folder.locked(folder):
+        return local.launch(
+            planned,
+            max_restarts=config.launch.max_restarts,
+            grace=config.launch.grace,
+            watch=Limits.of(config.watch, config.runtime),
+        )
+
+
+def train_as_rank(
+    config: RunConfig, make_folder: Callable[[], Path], opened: Callable[[Path], None] = lambda folder: None
+) -> int:
+    """Train as the rank that the environment says; the exit code of an orderly end.
+
+    `opened` is told the run's folder, which rank 0 made for all.
+    """
+    from lockstep import worker
+    from lockstep.distributed.topology import Topology
+
+    topology = Topology.from_env(os.environ)
+    here = config.model_copy(update={"processes": topology.local_world_size})
+    return worker.train(here, topology, make_folder, opened)

@@ -1,0 +1,73 @@
+"""What an import can tell of the task, the optimizer and the scheduler that a config names: nothing is made of them."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lockstep.config.schema import Component, RunConfig
+from lockstep.errors import ConfigError
+from lockstep.train.task import check_arguments, import_object, task_class
+
+
+class CannotImport(ConfigError):
+    """What a config names is there, and fails while it is imported."""
+
+
+def check_parts(config: RunConfig, trained_here: bool = True) -> None:
+    """Everything that is wrong with them, at once. What cannot be imported here may well be on another machine."""
+    checks: list[tuple[Callable[[Any], None], Component | None]] = [
+        (_check_task, config.task),
+        (_check_optimizer, config.optimizer),
+        (_check_scheduler, config.scheduler),
+    ]
+    problems: list[str] = []
+    for check, component in checks:
+        try:
+            if component is not None:
+                check(component)
+        except CannotImport as error:
+            problems += [str(error)] if trained_here else []
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_task(component: Component) -> None:
+    check_arguments(_imported(component, "task", task_class), component.arguments, "task")
+
+
+def _check_optimizer(component: Component) -> None:
+    cls = _imported(component, "optimizer", _by_path("optimizer"))
+    if inspect.isclass(cls) and not issubclass(cls, Optimizer):
+        raise ConfigError(f"optimizer: {component.type} is not an optimizer of torch's kind (torch.optim.Optimizer)")
+    check_arguments(cls, component.arguments, "optimizer", [])
+
+
+def _check_scheduler(component: Component) -> None:
+    check_arguments(
+        _imported(component, "scheduler", _by_path("scheduler")), component.arguments, "scheduler", object()
+    )
+
+
+def _by_path(name: str) -> Callable[[Component], Any]:
+    return lambda component: import_object(component.type, name)
+
+
+def _imported(component: Component, name: str, find: Callable[[Component], Any]) -> Any:
+    """An error in the user's own file is told with its place there."""
+    try:
+        return find(component)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise CannotImport(
+            f"{name}: {component.type} cannot be imported: {type(error).__name__}: {error}{at}"
+        ) from None

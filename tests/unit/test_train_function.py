@@ -1,0 +1,153 @@
+"""What `lockstep.train` makes of its arguments, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.start.function import _loaded
+from lockstep.train import task as task_module
+
+BASE: dict[str, Any] = {
+    "task": {"type": "mine.py:Mine", "hidden": 3},
+    "train": {"epochs": 2, "batch_size": 8},
+    "optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+}
+SOURCE = "class Mine:\n    def __init__(self, hidden=1): pass\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def module(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(here)
+    yield __import__("mine")
+    del sys.modules["mine"]
+
+
+def test_the_package_is_the_function_whatever_was_imported_first() -> None:
+    import lockstep.train.run
+
+    assert callable(lockstep.train) and lockstep.train.run.Run is lockstep.Run
+    with pytest.raises(ConfigError, match=r"^lockstep\.train: task: missing"):
+        lockstep.train()
+
+
+@pytest.mark.parametrize("form", ["file", "text", "mapping", "config"])
+def test_a_config_may_be_a_file_plain_data_or_the_thing_itself(here: Path, form: str) -> None:
+    import yaml
+
+    (here / "some where").mkdir()
+    (here / "mine.py").rename(here / "some where" / "mine.py")
+    file = here / "some where" / "my config.yaml"
+    file.write_text(yaml.safe_dump(BASE))
+    located = {**BASE, "task": {**BASE["task"], "type": "some where/mine.py:Mine"}}
+    given: Any = {"file": file, "text": str(file), "mapping": located, "config": RunConfig.model_validate(located)}[
+        form
+    ]
+    config = _loaded(given, {"train": {"epochs": 5}, "seed": 3})
+    assert config.task.type == f"{here}/some where/mine.py:Mine"
+    assert (config.train.epochs, config.train.batch_size, config.seed) == (5, 8, 3)
+    assert config.name == ("my-config" if form in ("file", "text") else "Mine")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"train.epochs": 5}, {"train": {"epochs": 5, "batch_size": 8}}),
+        ({"optimizer": {"lr": 1}}, {"optimizer": {"type": "torch.optim.SGD", "lr": 1, "momentum": 0.9}}),
+        ({"optimizer": {"type": "torch.optim.Adam"}}, {"optimizer": {"type": "torch.optim.Adam"}}),
+        ({"optimizer": "torch.optim.Adam"}, {"optimizer": {"type": "torch.optim.Adam"}}),
+        ({"optimizer": None}, {"optimizer": None}),
+        ({"task": {"hidden": 4}}, {"task": {"hidden": 4}}),
+        ({"task.hidden": 4}, {"task": {"hidden": 4}}),
+        ({"data": {"split": {"train": 0.5, "val": 0.5}}}, {"data": {"split": {"train": 0.5, "val": 0.5}}}),
+        (
+            {"strategy": {"type": "spmd", "shard": {"a.*.weight": ["data"]}}},
+            {"strategy": {"shard": {"a.*.weight": {"spec": ["data"]}}}},
+        ),
+        ({"launch": {"grace": 5}, "launch.port": 4000}, {"launch": {"type": "local", "grace": 5.0, "port": 4000}}),
+    ],
+)
+def test_values_are_merged_and_those_of_another_type_take_its_place(
+    values: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    plain = _loaded(BASE, values).plain()
+    for section, said in expected.items():
+        if said is None or section == "optimizer":
+            assert plain[section] == said
+        else:
+            assert _part(plain[section], said) == said
+    assert BASE["train"] == {"epochs": 2, "batch_size": 8}, "the caller's own is not changed"
+
+
+def _part(found: Any, said: Any) -> Any:
+    return {name: _part(found[name], below) for name, below in said.items()} if isinstance(said, dict) else found
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"train.epoch": 3}, "lockstep.train: train.epoch=3: train.epoch: unknown key, did you mean epochs?"),
+        (
+            {"train": {"epochs": 0}},
+            "lockstep.train: train.epochs=0: train.epochs: input should be greater than 0, got 0",
+        ),
+        ({"task": {"hiden": 3}}, "lockstep.train: task.hiden=3: task.hiden: Mine has no such argument"),
+        ({"task": "other.py:Mine"}, "lockstep.train: task='other.py:Mine': task: there is no file"),
+        ({"seed.x": 3}, "lockstep.train: seed.x=3: seed is 0, which has no keys below"),
+    ],
+)
+def test_a_mistake_is_told_by_the_name_that_it_was_given_by(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _loaded({**BASE, "seed": 0}, values)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_class_stands_for_its_import_path(here: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert _loaded({}, {"task": module.Mine}).task.type == f"{here}/mine.py:Mine"
+    given = _loaded({"task": {"type": module.Mine, "hidden": 7}}, {})
+    assert (given.task.type, given.task.arguments) == (f"{here}/mine.py:Mine", {"hidden": 7})
+
+
+def test_what_ranks_cannot_import_is_refused(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inside:
+        pass
+
+    typed = type("Typed", (), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Typed", typed, raising=False)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    for task, why in [
+        (Inside, "is defined inside of something else"),
+        (module.Mine(), "every rank makes its own"),
+        (typed, "was typed into this session"),
+        (3, "every rank makes its own"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            lockstep.train(BASE, task=task)
+    with pytest.raises(ConfigError, match="the config must be a file, a mapping or a RunConfig, got type"):
+        lockstep.train(module.Mine)
+
+
+def test_a_file_that_trains_when_it_is_imported_is_told(here: Path) -> None:
+    (here / "unguarded.py").write_text("import lockstep\nclass Mine: pass\nlockstep.train({'task': 'mine.py:Mine'})\n")
+    with pytest.raises(LaunchError, match='Put the call under `if __name__ == "__main__":`'):
+        task_module.import_object(f"{here}/unguarded.py:Mine", "task")
+    assert not task_module.loading
+    del sys.modules["unguarded"]
+    sys.path.remove(str(here))
