@@ -178,7 +178,7 @@ def resume_check(tiny: bool, folder: Path) -> tuple[bool, str]:
 
 def losses(run: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return {row["step"]: row["train/loss"] for row in rows if "examples_per_second" in row}
 
 
 def digits_check(tiny: bool, folder: Path) -> tuple[bool, str]:

@@ -163,7 +163,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def losses(run: Path) -> dict[int, float]:
     """The training loss of every step."""
-    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+    trained = [row for row in rows(run) if "examples_per_second" in row]
+    return {row["step"]: row.get("train/loss", row.get("loss")) for row in trained}
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def conclude(run: Run, outcome: dict[str, Any]) -> None:
     summary = {
         "status": outcome["status"],
         "reason": outcome.get("reason"),
-        "epoch": run.progress.epoch,
+        "epoch": run.progress.epochs_done,
         "step": run.progress.step,
         "world_size": run.world_size,
         "runtime": run.runtime.name,

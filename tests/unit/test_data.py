@@ -20,7 +20,7 @@ from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
 from lockstep.data.order import GlobalBatches, MicroBatch, example_order, split, split_dataset
 from lockstep.errors import ConfigError
 
-# Each walk is quick to draw, but a busy machine is no reason to fail.
+# Each plan is quick to draw, but a busy machine is no reason to fail.
 quick = settings(deadline=None, max_examples=60)
 
 # The order
@@ -102,15 +102,15 @@ def test_a_split_dataset_leaves_out_empty_parts() -> None:
 # How ranks share the order
 
 
-def walks(world_size: int, **settings: Any) -> list[GlobalBatches]:
+def plans(world_size: int, **settings: Any) -> list[GlobalBatches]:
     return [GlobalBatches(rank=rank, world_size=world_size, **settings) for rank in range(world_size)]
 
 
-def seen(parts: list[MicroBatch]) -> list[int]:
-    return [index for part in parts if part.examples for index in part.indices.tolist()]
+def seen(micros: list[MicroBatch]) -> list[int]:
+    return [index for micro in micros if micro.examples for index in micro.indices.tolist()]
 
 
-any_walk = st.fixed_dictionaries(
+any_plan = st.fixed_dictionaries(
     {
         "count": st.integers(1, 120),
         "batch_size": st.integers(1, 40),
@@ -125,71 +125,73 @@ epochs = st.integers(0, 5)
 
 @pytest.mark.requirement("D10")
 @quick
-@given(settings=any_walk, world_size=world_sizes, epoch=epochs)
+@given(settings=any_plan, world_size=world_sizes, epoch=epochs)
 def test_every_example_is_seen_exactly_once_in_an_epoch(settings: Any, world_size: int, epoch: int) -> None:
-    ranks = [list(walk.parts(epoch)) for walk in walks(world_size, **settings)]
-    assert sorted(index for parts in ranks for index in seen(parts)) == list(range(settings["count"]))
+    ranks = [list(plan.micro_batches(epoch)) for plan in plans(world_size, **settings)]
+    assert sorted(index for micros in ranks for index in seen(micros)) == list(range(settings["count"]))
 
 
 @quick
-@given(settings=any_walk, world_size=world_sizes, epoch=epochs)
+@given(settings=any_plan, world_size=world_sizes, epoch=epochs)
 def test_every_rank_takes_part_in_every_batch(settings: Any, world_size: int, epoch: int) -> None:
-    for walk in walks(world_size, **settings):
-        parts = list(walk.parts(epoch))
-        assert [part.batch for part in parts if part.completes_batch] == list(range(walk.batches))
-        assert [part.batch for part in parts if part.completes_epoch] == [walk.batches - 1]
-        assert parts[-1].completes_epoch
-        assert all(len(part.indices) >= 1 for part in parts), "there is always something to compute a gradient of"
-        assert all(part.examples in (0, len(part.indices)) for part in parts)
+    for plan in plans(world_size, **settings):
+        micros = list(plan.micro_batches(epoch))
+        assert [micro.batch for micro in micros if micro.completes_batch] == list(range(plan.batches))
+        assert [micro.batch for micro in micros if micro.completes_epoch] == [plan.batches - 1]
+        assert micros[-1].completes_epoch
+        assert all(len(micro.indices) >= 1 for micro in micros), "there is always something to compute a gradient of"
+        assert all(micro.examples in (0, len(micro.indices)) for micro in micros)
 
 
 @quick
-@given(settings=any_walk, world_size=world_sizes, epoch=epochs, data=st.data())
+@given(settings=any_plan, world_size=world_sizes, epoch=epochs, data=st.data())
 def test_the_weighted_mean_over_ranks_and_parts_is_the_mean_over_the_batch(
     settings: Any, world_size: int, epoch: int, data: st.DataObject
 ) -> None:
     losses = np.array(data.draw(st.lists(st.floats(-100, 100), min_size=settings["count"], max_size=settings["count"])))
-    ranks = [list(walk.parts(epoch)) for walk in walks(world_size, **settings)]
+    ranks = [list(plan.micro_batches(epoch)) for plan in plans(world_size, **settings)]
     order = example_order(settings["count"], settings["seed"], epoch, settings["shuffle"])
     size = settings["batch_size"]
-    for batch in range(walks(world_size, **settings)[0].batches):
+    for batch in range(plans(world_size, **settings)[0].batches):
         combined = sum(
-            part.weight * losses[part.indices].mean() for parts in ranks for part in parts if part.batch == batch
+            micro.weight * losses[micro.indices].mean() for micros in ranks for micro in micros if micro.batch == batch
         )
         assert combined / world_size == pytest.approx(losses[order[batch * size : (batch + 1) * size]].mean(), abs=1e-9)
 
 
 @quick
-@given(settings=any_walk, world_size=world_sizes, epoch=epochs)
+@given(settings=any_plan, world_size=world_sizes, epoch=epochs)
 def test_a_batch_holds_the_same_examples_in_the_same_order_on_any_number_of_ranks(
     settings: Any, world_size: int, epoch: int
 ) -> None:
-    ranks = [list(walk.parts(epoch)) for walk in walks(world_size, **settings)]
+    ranks = [list(plan.micro_batches(epoch)) for plan in plans(world_size, **settings)]
     order = example_order(settings["count"], settings["seed"], epoch, settings["shuffle"]).tolist()
     size = settings["batch_size"]
-    for batch in range(walks(world_size, **settings)[0].batches):
-        together = [index for parts in ranks for index in seen([part for part in parts if part.batch == batch])]
+    for batch in range(plans(world_size, **settings)[0].batches):
+        together = [index for micros in ranks for index in seen([micro for micro in micros if micro.batch == batch])]
         assert together == order[batch * size : (batch + 1) * size]
 
 
 @quick
-@given(settings=any_walk, before=world_sizes, after=world_sizes, epoch=epochs, data=st.data())
+@given(settings=any_plan, before=world_sizes, after=world_sizes, epoch=epochs, data=st.data())
 def test_resumed_on_another_number_of_ranks_exactly_the_remaining_examples_are_seen(
     settings: Any, before: int, after: int, epoch: int, data: st.DataObject
 ) -> None:
     batches = GlobalBatches(**settings).batches
     done = data.draw(st.integers(0, batches))
-    first = [seen([part for part in walk.parts(epoch) if part.batch < done]) for walk in walks(before, **settings)]
-    rest = [seen(list(walk.parts(epoch, start=done))) for walk in walks(after, **settings)]
-    assert sorted(index for part in first + rest for index in part) == list(range(settings["count"]))
+    first = [
+        seen([micro for micro in plan.micro_batches(epoch) if micro.batch < done]) for plan in plans(before, **settings)
+    ]
+    rest = [seen(list(plan.micro_batches(epoch, start=done))) for plan in plans(after, **settings)]
+    assert sorted(index for micro in first + rest for index in micro) == list(range(settings["count"]))
 
 
 @quick
-@given(settings=any_walk, world_size=world_sizes)
+@given(settings=any_plan, world_size=world_sizes)
 def test_shares_of_a_batch_differ_by_one_example_at_most(settings: Any, world_size: int) -> None:
-    ranks = [list(walk.parts(0)) for walk in walks(world_size, **settings)]
-    for batch in range(walks(world_size, **settings)[0].batches):
-        shares = [sum(part.examples for part in parts if part.batch == batch) for parts in ranks]
+    ranks = [list(plan.micro_batches(0)) for plan in plans(world_size, **settings)]
+    for batch in range(plans(world_size, **settings)[0].batches):
+        shares = [sum(micro.examples for micro in micros if micro.batch == batch) for micros in ranks]
         assert max(shares) - min(shares) <= 1
 
 
@@ -201,15 +203,15 @@ def test_shares_of_a_batch_differ_by_one_example_at_most(settings: Any, world_si
 def test_the_last_batch_is_dropped_where_it_is_not_full_and_that_is_wanted(
     count: int, batch_size: int, drop_last: bool, batches: int
 ) -> None:
-    walk = GlobalBatches(count, batch_size, drop_last=drop_last)
-    assert walk.batches == batches
-    parts = list(walk.parts(0))
-    assert len(parts) == batches
-    assert sum(part.examples for part in parts) == min(count, batches * batch_size)
+    plan = GlobalBatches(count, batch_size, drop_last=drop_last)
+    assert plan.batches == batches
+    micros = list(plan.micro_batches(0))
+    assert len(micros) == batches
+    assert sum(micro.examples for micro in micros) == min(count, batches * batch_size)
 
 
 def test_a_rank_without_an_example_computes_one_that_counts_for_nothing() -> None:
-    last = list(GlobalBatches(count=5, batch_size=4, rank=0, world_size=4).parts(0))[-1]
+    last = list(GlobalBatches(count=5, batch_size=4, rank=0, world_size=4).micro_batches(0))[-1]
     assert (last.examples, last.weight, len(last.indices), last.completes_batch) == (0, 0.0, 1, True)
 
 
@@ -245,7 +247,7 @@ class Doubled(TensorDataset):
 
 
 class Changed(Subset[Any]):
-    """A part of a dataset with a change of its own, as people write them for augmentation."""
+    """A micro of a dataset with a change of its own, as people write them for augmentation."""
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(-each for each in super().__getitem__(index))
@@ -302,11 +304,11 @@ def test_a_loader_walks_the_order_from_any_batch_on() -> None:
     batches = [batch[0].tolist() for _, batch in loader.epoch(2)]
     assert [index for batch in batches for index in batch] == example_order(10, 5, 2).tolist()
     assert [batch[0].tolist() for _, batch in loader.epoch(2, start=1)] == batches[1:]
-    assert [part.batch for part, _ in loader.epoch(2, start=1)] == [1, 2]
+    assert [micro.batch for micro, _ in loader.epoch(2, start=1)] == [1, 2]
 
 
 def fetched(loader: Loader, epoch: int, start: int = 0) -> list[Any]:
-    return [(part.batch, part.indices.tolist(), batch) for part, batch in loader.epoch(epoch, start)]
+    return [(micro.batch, micro.indices.tolist(), batch) for micro, batch in loader.epoch(epoch, start)]
 
 
 class Noisy(OneByOne):
@@ -324,9 +326,9 @@ def wait_for_no_children() -> None:
 
 
 def test_workers_give_the_batches_that_are_given_here() -> None:
-    walk = GlobalBatches(20, 6, rank=1, world_size=2, accumulate=2)
-    here = Loader(DICTIONARIES, walk)
-    workers = Loader(DICTIONARIES, walk, loading=Loading(workers=2))
+    plan = GlobalBatches(20, 6, rank=1, world_size=2, accumulate=2)
+    here = Loader(DICTIONARIES, plan)
+    workers = Loader(DICTIONARIES, plan, loading=Loading(workers=2))
     for epoch, start in [(0, 0), (1, 0), (1, 2)]:  # the second epoch is fetched by the workers of the first
         assert same(fetched(workers, epoch, start), fetched(here, epoch, start))
     assert len(multiprocessing.active_children()) == 2
@@ -355,16 +357,16 @@ def test_the_parts_of_a_batch_and_the_ranks_each_get_noise_of_their_own() -> Non
         loader.close()
     wait_for_no_children()
     assert len(noise) == 4
-    assert len({number for part in noise for number in part}) == 8
+    assert len({number for micro in noise for number in micro}) == 8
 
 
 def test_an_epoch_left_half_way_can_be_gone_on_with_and_leaves_no_worker_when_closed() -> None:
-    walk = GlobalBatches(20, 2, seed=3)
-    loader = Loader(PLAIN, walk, loading=Loading(workers=1))
+    plan = GlobalBatches(20, 2, seed=3)
+    loader = Loader(PLAIN, plan, loading=Loading(workers=1))
     batches = loader.epoch(0)
     next(batches)
     del batches
-    assert same(fetched(loader, 0, start=1), fetched(Loader(PLAIN, walk), 0, start=1))
+    assert same(fetched(loader, 0, start=1), fetched(Loader(PLAIN, plan), 0, start=1))
     batches = loader.epoch(1)
     next(batches)
     del batches
@@ -404,7 +406,7 @@ def test_the_number_of_examples_is_told() -> None:
 def test_filled_parts_have_one_shape_and_the_mean_of_those_that_are_not(
     count: int, batch_size: int, ranks: int, accumulate: int
 ) -> None:
-    """Whatever is added to fill a part up is taken back: sums and weights over all parts are as if nothing was."""
+    """Whatever is added to fill a micro up is taken back: sums and weights over all micros are as if nothing was."""
     batch_size *= ranks * accumulate
     values = np.random.default_rng(0).normal(size=count)
     sums: dict[bool, dict[int, float]] = {False: {}, True: {}}
@@ -412,13 +414,13 @@ def test_filled_parts_have_one_shape_and_the_mean_of_those_that_are_not(
     lengths = set()
     for fill in (False, True):
         for rank in range(ranks):
-            walk = GlobalBatches(count, batch_size, rank, ranks, accumulate=accumulate, fill=fill)
-            for part in walk.parts(0):
-                mean = float(values[part.indices].mean())
-                sums[fill][part.batch] = sums[fill].get(part.batch, 0.0) + part.weight * mean / ranks
-                counts[fill][part.batch] = counts[fill].get(part.batch, 0) + part.examples
+            plan = GlobalBatches(count, batch_size, rank, ranks, accumulate=accumulate, fill=fill)
+            for micro in plan.micro_batches(0):
+                mean = float(values[micro.indices].mean())
+                sums[fill][micro.batch] = sums[fill].get(micro.batch, 0.0) + micro.weight * mean / ranks
+                counts[fill][micro.batch] = counts[fill].get(micro.batch, 0) + micro.examples
                 if fill:
-                    lengths.add(len(part.indices))
+                    lengths.add(len(micro.indices))
     assert lengths == {batch_size // (ranks * accumulate)}
     assert counts[True] == counts[False]
     assert sums[True] == pytest.approx(sums[False], rel=1e-9, abs=1e-9)

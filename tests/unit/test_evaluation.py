@@ -14,15 +14,15 @@ from torch.utils.data import TensorDataset
 from lockstep.data.loader import Loader
 from lockstep.data.order import GlobalBatches
 from lockstep.errors import ConfigError
-from lockstep.train.evaluation import combine, evaluating, measure_sums
+from lockstep.train.evaluation import BatchMean, combine, evaluating, measure_sums
 
 
 def measured(values: Tensor, batch_size: int, world_size: int, measure: Any) -> dict[str, float]:
     """The means as all ranks together compute them."""
     parts = []
     for rank in range(world_size):
-        walk = GlobalBatches(len(values), batch_size, rank, world_size, shuffle=False)
-        parts.append(measure_sums(measure, Loader(TensorDataset(values), walk), lambda batch: batch))
+        plan = GlobalBatches(len(values), batch_size, rank, world_size, shuffle=False)
+        parts.append(measure_sums(measure, Loader(TensorDataset(values), plan), lambda batch: batch))
     return combine(parts, len(values), "validation")
 
 
@@ -36,7 +36,10 @@ def measured(values: Tensor, batch_size: int, world_size: int, measure: Any) -> 
 def test_a_mean_does_not_depend_on_ranks_or_batches(values: list[int], batch_size: int, world_size: int) -> None:
     data = torch.tensor(values, dtype=torch.float32)
     means = measured(
-        data, batch_size, world_size, lambda batch: {"each": batch[0], "loss": batch[0].mean(), "right": batch[0] > 0}
+        data,
+        batch_size,
+        world_size,
+        lambda batch: {"each": batch[0], "loss": BatchMean(batch[0].mean()), "right": batch[0] > 0},
     )
     assert means["each"] == sum(values) / len(values), "whole numbers add up exactly"
     assert means["loss"] == pytest.approx(sum(values) / len(values), rel=1e-5, abs=1e-4)
@@ -51,8 +54,8 @@ def test_sums_are_taken_in_double_precision() -> None:
 
 def test_a_rank_without_examples_measures_nothing() -> None:
     calls: list[int] = []
-    walk = GlobalBatches(1, 4, rank=0, world_size=2)
-    sums = measure_sums(lambda batch: calls.append(1) or {}, Loader(TensorDataset(torch.ones(1)), walk), lambda x: x)
+    plan = GlobalBatches(1, 4, rank=0, world_size=2)
+    sums = measure_sums(lambda batch: calls.append(1) or {}, Loader(TensorDataset(torch.ones(1)), plan), lambda x: x)
     assert (sums, calls) == (({}, 0), [])
 
 
@@ -95,9 +98,9 @@ def test_afterwards_every_module_is_in_the_mode_it_was_in() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
     model[1][0].eval()  # a layer that the user has frozen
     before = [module.training for module in model.modules()]
-    with evaluating(model):
+    with evaluating([model]):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == before
-    with pytest.raises(ValueError, match="inside"), evaluating(model):
+    with pytest.raises(ValueError, match="inside"), evaluating([model]):
         raise ValueError("inside")
     assert [module.training for module in model.modules()] == before

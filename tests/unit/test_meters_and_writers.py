@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.record.meters import Meter, Totals
+from lockstep.record.meters import Found, Meter, Totals
 from lockstep.record.writers import JsonlWriter, drop_rows_after, read_rows, write_json
 
 # Collected
@@ -23,14 +23,14 @@ def test_values_are_weighted_by_the_examples_they_are_means_over() -> None:
     meter = Meter()
     meter.add(1, 3, {"loss": torch.tensor(2.0), "speed": 1.0})
     meter.add(2, 1, {"loss": torch.tensor(6.0)})
-    assert meter.read() == ({"loss": [12.0, 4.0], "speed": [3.0, 3.0]}, None)
+    assert meter.read() == Found({"loss": [12.0, 4.0], "speed": [3.0, 3.0]}, None)
 
 
 def test_a_reading_starts_anew() -> None:
     meter = Meter()
     meter.add(1, 1, {"loss": 1.0})
     meter.read()
-    assert meter.read() == ({}, None)
+    assert meter.read() == Found({}, None)
 
 
 def test_a_value_is_kept_as_it_was_noted() -> None:
@@ -39,7 +39,7 @@ def test_a_value_is_kept_as_it_was_noted() -> None:
     meter.add(1, 1, {"loss": weight * 3})
     with torch.no_grad():
         weight.zero_()
-    assert meter.read()[0] == {"loss": [6.0, 1.0]}
+    assert meter.read().sums == {"loss": [6.0, 1.0]}
 
 
 @pytest.mark.parametrize("value", [2, 2.0, True, torch.tensor(2), torch.tensor([2.0]), torch.tensor(2.0).bfloat16()])
@@ -47,14 +47,14 @@ def test_any_number_can_be_noted(value: Any) -> None:
     meter = Meter()
     meter.add(1, 2, {"x": value})
     meter.add(2, 2, {"x": value})
-    assert meter.read()[0] == {"x": [4.0 * float(value), 4.0]}
+    assert meter.read().sums == {"x": [4.0 * float(value), 4.0]}
 
 
 def test_numbers_and_tensors_may_alternate_under_one_name() -> None:
     meter = Meter()
     meter.add(1, 1, {"x": 1.0})
     meter.add(2, 1, {"x": torch.tensor(2)})
-    assert meter.read()[0] == {"x": [3.0, 2.0]}
+    assert meter.read().sums == {"x": [3.0, 2.0]}
 
 
 def test_a_value_that_is_no_single_number_is_refused_by_name_where_it_is_noted() -> None:
@@ -66,22 +66,24 @@ def test_what_counts_for_nothing_is_not_in_the_mean_even_if_it_is_no_number() ->
     meter = Meter()
     meter.add(1, 0, {"accuracy": nan})
     meter.add(2, 2, {"accuracy": 0.5})
-    assert meter.read()[0] == {"accuracy": [1.0, 2.0]}
+    assert meter.read().sums == {"accuracy": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 def test_the_first_loss_that_is_no_number_is_told_with_its_step(bad: float) -> None:
     meter = Meter()
     for step, loss in [(4, 1.0), (5, bad), (6, nan)]:
-        meter.add(step, 2, {"loss": torch.tensor(loss), "other": nan})
-    step, value = meter.read()[1] or (None, None)
+        meter.add(step, 2, {"other": nan})
+        meter.add_loss(step, torch.tensor(loss))
+    step, value = meter.read().bad or (None, None)
     assert (step, str(value)) == (5, str(bad))
 
 
 def test_a_metric_that_is_no_number_is_no_reason_to_stop() -> None:
     meter = Meter()
-    meter.add(1, 1, {"loss": 1.0, "perplexity": inf})
-    assert meter.read()[1] is None
+    meter.add(1, 1, {"loss": inf, "perplexity": inf})
+    meter.add_loss(1, torch.tensor(1.0))
+    assert meter.read().bad is None
 
 
 # Summed
@@ -97,7 +99,7 @@ def test_totals_over_ranks_are_the_weighted_mean(values: list[tuple[float, int]]
         meter = Meter()
         for step, (value, examples) in enumerate(rank):
             meter.add(step, examples, {"loss": value})
-        totals.add(meter.read()[0])
+        totals.add(meter.read().sums)
     expected = sum(value * examples for value, examples in values) / sum(examples for _, examples in values)
     assert totals.take()["loss"] == pytest.approx(expected, abs=1e-6)
     assert totals.means() == {}

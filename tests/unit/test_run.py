@@ -151,7 +151,7 @@ def test_one_dataset_may_be_collated_in_several_ways(new_run: Runs) -> None:
 def test_evaluation_leaves_the_model_in_training(new_run: Runs, on: str) -> None:
     run = new_run()
     model = set_up(run)
-    found = run.evaluate(lambda batch: {"training": torch.tensor(float(model.training))}, DATA, 3, on=on)
+    found = run.evaluate(lambda batch: {"training": torch.full((len(batch[0]),), model.training)}, DATA, 3, on=on)
     assert found == {"training": 0.0}
     assert model.training
 

@@ -12,9 +12,9 @@ import torch
 from lockstep import runtime
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import map_tensors
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.cuda import CudaRuntime, check_devices
+from lockstep.runtime.moving import map_tensors
 
 Pair = namedtuple("Pair", "x y")
 

@@ -32,7 +32,7 @@ def steps_due(every: str | None, steps: int = 12, per_epoch: int = 4, seconds_pe
     due = Due(None if every is None else Interval.parse(every))
     found = []
     for step in range(1, steps + 1):
-        progress = Progress(epoch=step // per_epoch, step=step, epoch_ended=step % per_epoch == 0)
+        progress = Progress(epoch=(step - 1) // per_epoch, step=step, epoch_ended=step % per_epoch == 0)
         if due.now(progress, step * seconds_per_step):
             found.append(step)
     return found

@@ -146,7 +146,7 @@ class Checkpointer:
             self.last = replace(self.last, key=self._key(position))
 
     def compared(self, message: dict[str, Any], name: str, step: int) -> list[dict[str, Any]]:
-        """Gather a message from all ranks, and with it make sure that weights are finite, and equal where they are to be."""
+        """Gather a message from all ranks, and make sure that weights are finite, and equal where they must be."""
         checked = self._strategy.parameters_to_check(self._weights.modules)
         mine = fingerprint(checked) if self._strategy.has_replicas else []
         told = {**message, "fingerprint": combined(mine), "bad": non_finite(checked)}

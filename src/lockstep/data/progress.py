@@ -14,6 +14,7 @@ class Progress:
 
     epoch: int = 0  # whole epochs done and left behind, what follows their last step included
     step: int = 0  # global batches trained on, however many optimizers stepped for each
+    batch: int = 0  # global batches done in the pass over the data that is under way
     examples: int = 0  # examples trained on, over all ranks
     epoch_ended: bool = False  # whether the last step was the last of its pass over the data
 
@@ -23,12 +24,12 @@ class Progress:
         return self.epoch + self.epoch_ended
 
     def next_epoch(self) -> None:
-        self.epoch, self.epoch_ended = self.epoch + 1, False
+        self.epoch, self.batch, self.epoch_ended = self.epoch + 1, 0, False
 
     def state_dict(self, epoch_is_done: bool = False) -> dict[str, Any]:
         """With `epoch_is_done`, as it will be once the loop has come back for the next epoch."""
         state = asdict(self)
-        return {**state, "epoch": self.epoch + 1, "epoch_ended": False} if epoch_is_done else state
+        return {**state, "epoch": self.epoch + 1, "batch": 0, "epoch_ended": False} if epoch_is_done else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in (each.name for each in fields(self)):

@@ -49,7 +49,9 @@ class TensorBoardWriter:
 
     def write(self, row: Row) -> None:
         for name, value in row.items():
-            if name not in ("step", "epoch") and isinstance(value, (int, float)):
+            # The mean since the last validation is no point of the curve that training rows draw under the same name.
+            repeated = name.startswith("train/") and SPEED not in row
+            if name not in ("step", "epoch") and not repeated and isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:

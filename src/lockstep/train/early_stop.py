@@ -28,7 +28,7 @@ def known_as(name: str, metrics: Iterable[str]) -> str | None:
 def unknown_metric(path: str, name: str, metrics: Iterable[str]) -> str:
     there = sorted(metrics)
     near = difflib.get_close_matches(name, there, 1)
-    hint = f", did you mean {near[0]}?" if near else ";"
+    hint = f": did you mean {near[0]}?" if near else "."
     return f"{path}: there is no metric {name!r}{hint} This run has {', '.join(there) or 'none'}"
 
 

@@ -116,4 +116,4 @@ def _total(name: str, value: Any, length: int) -> tuple[Any, Any]:
             f"metric {name!r} has shape {list(value.shape)} for a batch of {length} examples: "
             "return one value per example, shape [B]"
         )
-    return value.detach().double().mean() * length, length
+    return value.detach().double().sum(), length

@@ -55,6 +55,7 @@ class Feed:
         self.step: Step | None = None  # under way, or just done, until what follows it begins
         self.busy_since = 0.0
         self._in_epochs = False
+        self._told_uneven: set[int] = set()  # batch sizes that the ranks do not divide
         self._saved_as_done: int | None = None  # the epoch that was saved as one with nothing left to do
 
     def epochs(self, count: int | None, go_on: Callable[[], bool]) -> Iterator[int]:
@@ -147,16 +148,14 @@ class Feed:
 
     def count_step(self) -> bool:
         """An optimizer has stepped. The first one of a step moves progress on; whether this was it."""
-        step = self.step
-        if step is None:  # a loop that brings its own data: every step of an optimizer is one
-            examples, ended = 0, False
-        elif step.counted:
+        step, progress = self.step, self.progress
+        if step is None or step.counted:
             return False
-        else:
-            examples, ended = step.count()
-        self.progress.step += 1
-        self.progress.examples += examples
-        self.progress.epoch_ended = ended
+        taken = step.count()
+        progress.step += 1
+        progress.examples += sum(micro.whole for micro in taken)
+        progress.epoch_ended = any(micro.completes_epoch for micro in taken)
+        progress.batch = max((micro.batch + 1 for micro in taken), default=0)
         return True
 
     def close(self) -> None:
@@ -179,6 +178,7 @@ class Feed:
         """One micro-batch after the other, on the device, with a safe point before every step."""
         self._forget_what_was_left()
         finished = False
+        self.progress.batch = cursor.batch
         try:
             while True:
                 if not self._joins_step(cursor):
@@ -239,4 +239,7 @@ class Feed:
             self.step = None
 
     def _check_batch_size(self, batch_size: int, accumulate: int) -> None:
-        check_batch_size(batch_size, self._group.world_size, accumulate, "batch_size")
+        uneven = check_batch_size(batch_size, self._group.world_size, accumulate, "batch_size")
+        if uneven and batch_size not in self._told_uneven:
+            self._told_uneven.add(batch_size)
+            logger.info(uneven)

@@ -95,9 +95,7 @@ class Validation:
 class Schedule:
     """Steps the learning-rate schedulers; one that watches a metric is given the newest."""
 
-    def __init__(
-        self, schedulers: Sequence[Any], every: Interval, monitor: str | None, validation: Validation
-    ) -> None:
+    def __init__(self, schedulers: Sequence[Any], every: Interval, monitor: str | None, validation: Validation) -> None:
         self._schedulers, self._due, self._validation = schedulers, Due(every), validation
         watches = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
         self.monitor = monitor or ("val/loss" if watches else None)

@@ -92,10 +92,9 @@ class Step:
         claimed += counted
         return claimed
 
-    def count(self) -> tuple[int, bool]:
-        """Count the step, and move the cursors on; how many examples it trained on, and whether it ended a pass."""
+    def count(self) -> list[MicroBatch]:
+        """Count the step, and move the cursors on; the last micro-batches of the global batches it trained on."""
         self.counted = True
         for cursor, micro in self._at_hand.values():
             cursor.advance(micro)
-        taken = [micro for _, micro in self._at_hand.values()]
-        return sum(micro.whole for micro in taken), any(micro.completes_epoch for micro in taken)
+        return [micro for _, micro in self._at_hand.values()]

@@ -40,12 +40,12 @@ class Task(abc.ABC):
     def train_data(self) -> Dataset[Any]:
         """A map-style dataset."""
 
-    @abc.abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean:
         """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.
 
-        A task with a training_step of its own need not have one.
+        Every task has one, but for those with a training_step of their own.
         """
+        raise NotImplementedError
 
     def training_step(self, run: Run, batch: Any) -> Mapping[str, Any] | None:
         """One step of its own, in place of loss, backward and step: for several models, optimizers or losses.
@@ -90,8 +90,9 @@ def has_training_step(task: Task | type[Task]) -> bool:
     return cls.training_step is not Task.training_step
 
 
-def has_loss(task: Task) -> bool:
-    return "loss" not in getattr(type(task), "__left_out__", ())
+def has_loss(task: Task | type[Task]) -> bool:
+    cls = task if inspect.isclass(task) else type(task)
+    return cls.loss is not Task.loss
 
 
 def create_task(component: Component) -> Task:
@@ -106,21 +107,13 @@ def task_class(component: Component) -> type[Task]:
     if not (inspect.isclass(cls) and issubclass(cls, Task)):
         raise ConfigError(f"task: {component.type} is not a class derived from lockstep.Task")
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing == ["loss"] and has_training_step(cls):
-        return _without_loss(cls)
+    if not has_loss(cls) and not has_training_step(cls):
+        missing.insert(0, "loss")
     if missing:
         lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
         has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
         hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
         raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
-    check_names(cls, Task)
-    return cls
-
-
-def _without_loss(cls: type[Task]) -> type[Task]:
-    """A task that steps by itself needs no loss; Python would not make one of a class that lacks a method."""
-    cls.__abstractmethods__ = frozenset()
-    cls.__left_out__ = ("loss",)  # type: ignore[attr-defined]
     check_names(cls, Task)
     return cls
 

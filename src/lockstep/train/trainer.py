@@ -163,9 +163,7 @@ def _schedulers(
     if config.scheduler is None:
         return _per_model(optimizers, task.scheduler(given), "scheduler"), EVERY_EPOCH
     scheduler = config.scheduler
-    return {
-        name: _made(scheduler, "scheduler", object, each) for name, each in optimizers.items()
-    }, scheduler.every
+    return {name: _made(scheduler, "scheduler", object, each) for name, each in optimizers.items()}, scheduler.every
 
 
 def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lockstep.record.run_folder import SUMMARY_FILE
 from lockstep.verify.combinations import Combination
 
 # Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
+LOSS = "train/loss"  # what training rows call it
 _LEAVE_SECONDS = 20.0
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
@@ -95,12 +96,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _losses(folder: Path | None) -> dict[int, float]:
     from lockstep.record.recorder import METRICS_FILE
-    from lockstep.record.writers import read_rows
+    from lockstep.record.writers import SPEED, read_rows
 
     if folder is None or not (folder / METRICS_FILE).is_file():
         return {}
     rows = read_rows(folder / METRICS_FILE)
-    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    return {row["step"]: row[LOSS] for row in rows if SPEED in row and row.get(LOSS) is not None}
 
 
 def _reason(folder: Path | None) -> str | None:
