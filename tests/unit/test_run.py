@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,12 @@ import torch._dynamo  # torch's first optimizer imports it, and it sets an envir
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.config.schema import RunSettings
-from lockstep.distributed.group import Group
-from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError, NonFiniteLoss
-from lockstep.record.display import Display
-from lockstep.runtime.cpu import CpuRuntime
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
 
 Runs = Callable[..., Run]
 DATA = TensorDataset(torch.randn(10, 3))
-
-
-@pytest.fixture
-def new_run(tmp_path: Path) -> Iterator[Runs]:
-    """Makes runs in one folder, as if each were resumed after the other."""
-    made: list[Run] = []
-
-    def make(request: Requests | None = None, **settings: Any) -> Run:
-        settings = {"checkpoint": {"async": False}, "log": {"every": "1 step"}, **settings}
-        checked = RunSettings.model_validate(settings)
-        stop = request or Requests()
-        made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path, Display(), stop))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.finish()
 
 
 def set_up(run: Run) -> nn.Module:

@@ -44,7 +44,7 @@ class Cursor:
         """The loop over the source was left, at its end or before."""
         self.is_open = False
         self.passes += 1
-        if finished:
+        if finished or self.ended:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,12 +71,13 @@ class Cursors:
                 f"run.batches: {cursor.name} is being walked already: its position would be counted twice. Leave the "
                 "first loop over it before, or give the second one a name of its own: run.batches(..., name='second')"
             )
+        cursor.dataset = dataset
         if cursor.to_skip:
             cursor.to_skip -= 1
             return None
         self._check(cursor, facts)
         self._openings += 1
-        cursor.dataset, cursor.facts, cursor.is_open, cursor.opened = dataset, dict(facts), True, self._openings
+        cursor.facts, cursor.is_open, cursor.opened = dict(facts), True, self._openings
         return cursor
 
     def begin_epoch(self) -> None:

@@ -164,6 +164,7 @@ class Feed:
     # Inside
 
     def _open(self, dataset: Any, facts: dict[str, Any], name: str | None) -> Cursor | None:
+        self._forget_what_was_left()
         cursor = self.cursors.open(dataset, facts, name)
         if cursor is not None and self._in_epochs and self._saved_as_done == self.progress.epoch:
             self._saved_as_done = None
@@ -176,7 +177,6 @@ class Feed:
 
     def _hand_out(self, cursor: Cursor, micros: Iterator[tuple[MicroBatch, Any]], accumulate: int) -> Iterator[Any]:
         """One micro-batch after the other, on the device, with a safe point before every step."""
-        self._forget_what_was_left()
         finished = False
         self.progress.batch = cursor.batch
         try:

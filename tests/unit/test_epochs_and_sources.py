@@ -1,0 +1,477 @@
+"""What belongs to an epoch, where training is in each of its sources, and what a step is: also after a stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.errors import ConfigError, NonFiniteLoss, NonFiniteWeights
+from lockstep.train.mean import Mean
+from lockstep.train.requests import Preempted, Requests
+from lockstep.train.run import Run
+
+Runs = Callable[..., Run]
+
+
+def numbered(count: int, start: int = 0) -> TensorDataset:
+    return TensorDataset(torch.arange(start, start + count, dtype=torch.float32).reshape(-1, 1))
+
+
+def set_up(run: Run, **more: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.setup(model, optimizer, **more)
+    return model, optimizer
+
+
+def step(run: Run, batch: Tensor) -> None:
+    run.backward(run.model(batch).mean())
+    run.step()
+
+
+def manifest(folder: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+    return found
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# What follows an epoch
+
+
+def with_a_tail(run: Run, requests: Requests, ask: tuple[str, int] | None = None) -> tuple[float, list[int]]:
+    """Three epochs of two steps, and what follows each of them: the learning rate at the end, and which tails ran."""
+    _, optimizer = set_up(run)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    run.attach("scheduler", scheduler)
+    run.restore()
+    tails = []
+    for epoch in run.epochs(3):
+        for (batch,) in run.batches(numbered(8), 4):
+            step(run, batch)
+            if ask is not None and run.progress.step == ask[1]:
+                setattr(requests, ask[0], "SIGTERM" if ask[0] == "leave" else True)
+        scheduler.step()
+        tails.append(epoch)
+        run.checkpoint(value=float(epoch))
+    return optimizer.param_groups[0]["lr"] / 0.01, tails
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
+def test_what_follows_an_epoch_happens_once_wherever_the_run_was_stopped(new_run: Runs, at: int) -> None:
+    """SIGTERM in the last step of an epoch: the scheduler's step, the evaluation and the save after it are due."""
+    requests = Requests()
+    with pytest.raises(Preempted):
+        with_a_tail(new_run(requests), requests, ("leave", at))
+    rate, tails = with_a_tail(new_run(), Requests())
+    assert rate == pytest.approx(0.125)
+    assert tails == list(range((at - 1) // 2, 3))
+
+
+def test_a_save_after_an_automatic_one_of_the_same_step_has_its_value_and_what_changed(
+    new_run: Runs, tmp_path: Path
+) -> None:
+    requests = Requests()
+    with_a_tail(new_run(requests), requests, ("save", 4))
+    assert manifest(tmp_path, 4)["value"] == 1.0
+    state = json.loads((tmp_path / "checkpoints" / "step-00000004" / "state.json").read_text())["state"]
+    assert state["attached"]["scheduler"]["last_epoch"] == 2
+
+
+def test_an_automatic_save_does_not_take_away_what_a_checkpoint_is_judged_by(new_run: Runs, tmp_path: Path) -> None:
+    requests = Requests()
+    run = new_run(requests)
+    set_up(run)
+    for (batch,) in run.batches(numbered(8), 4):
+        step(run, batch)
+        if run.progress.step == 1:
+            run.checkpoint(value=0.5, metrics={"error": 0.5})
+            requests.save = True
+    assert (manifest(tmp_path, 1)["value"], manifest(tmp_path, 1)["metrics"]) == (0.5, {"error": 0.5})
+
+
+def test_a_save_in_the_last_step_of_an_epoch_leaves_what_follows_to_be_done(new_run: Runs) -> None:
+    first = new_run()
+    set_up(first)
+    for _ in first.epochs(1):
+        for (batch,) in first.batches(numbered(8), 4):
+            step(first, batch)
+            first.checkpoint()
+    second = new_run()
+    set_up(second)
+    second.restore()
+    seen = [(epoch, len(list(second.batches(numbered(8), 4)))) for epoch in second.epochs(2)]
+    assert seen == [(0, 0), (1, 2)]
+
+
+def test_an_epoch_counts_iterations_of_the_loop_also_where_it_takes_a_part_of_the_data(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    seen: list[list[float]] = []
+    for _ in run.epochs(3):
+        seen.append([])
+        for (batch,) in run.batches(numbered(12), 4, shuffle=False):
+            seen[-1] += batch.flatten().tolist()
+            step(run, batch)
+            if len(seen[-1]) == 8:
+                break
+    assert seen == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+# Several sources
+
+
+def walked(run: Run, epochs: int, after: int | None = None) -> list[tuple[str, float]]:
+    """Two passes in every epoch, over A and over B: the first example of every batch."""
+    a, b = numbered(8), numbered(4, start=100)
+    found: list[tuple[str, float]] = []
+    for _ in run.epochs(epochs):
+        for name, data in (("a", a), ("b", b)):
+            for (batch,) in run.batches(data, 4, shuffle=False):
+                found.append((name, batch[0].item()))
+                step(run, batch)
+                if run.progress.step == after:
+                    run.checkpoint()
+                    return found
+    return found
+
+
+WHOLE = [("a", 0.0), ("a", 4.0), ("b", 100.0)]
+
+
+def test_two_sources_in_one_epoch_do_not_skip_each_others_epochs(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    assert walked(run, 2) == WHOLE * 2
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
+def test_a_run_with_two_sources_goes_on_in_the_one_it_was_in(new_run: Runs, after: int) -> None:
+    first, second = new_run(), new_run()
+    set_up(first)
+    begun = walked(first, 2, after)
+    set_up(second)
+    assert second.restore()
+    assert begun + walked(second, 2) == WHOLE * 2
+
+
+def test_two_sources_may_be_walked_together(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    for _ in run.epochs(2):
+        pairs = zip(run.batches(numbered(8), 4, shuffle=False), run.batches(numbered(8, 100), 4, shuffle=False))  # noqa: B905
+        seen = []
+        for (left,), (right,) in pairs:
+            seen.append((left[0].item(), right[0].item()))
+            step(run, left + right)
+        assert seen == [(0.0, 100.0), (4.0, 104.0)]
+    assert (run.progress.step, run.progress.examples) == (4, 32)
+
+
+def test_the_same_data_is_not_walked_twice_at_once(new_run: Runs) -> None:
+    run, data = new_run(), numbered(8)
+    first = run.batches(data, 4)
+    next(first)
+    with pytest.raises(ConfigError, match="is being walked already"):
+        next(run.batches(data, 4))
+    assert len(next(run.batches(data, 4, name="again"))[0]) == 4
+
+
+def test_a_dataset_that_is_made_anew_for_every_epoch_is_one_source(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    orders = []
+    for _ in run.epochs(2):
+        orders.append([])
+        for (batch,) in run.batches(numbered(32), 8):
+            orders[-1] += batch.flatten().tolist()
+            step(run, batch)
+    assert orders[0] != orders[1], "every epoch has its own order"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "how", "told"),
+    [
+        (numbered(16), {"batch_size": 2}, "batch_size 4 -> 2"),
+        (numbered(20), {"batch_size": 4}, "count 16 -> 20"),
+        (numbered(16), {"batch_size": 4, "shuffle": False}, "shuffle True -> False"),
+    ],
+)
+def test_an_own_loop_is_not_gone_on_with_what_its_position_does_not_fit(
+    new_run: Runs, dataset: Dataset[Any], how: dict[str, Any], told: str
+) -> None:
+    first = new_run()
+    set_up(first)
+    for (batch,) in first.batches(numbered(16), 4):
+        step(first, batch)
+        first.checkpoint()
+        break
+    second = new_run()
+    set_up(second)
+    second.restore()
+    with pytest.raises(ConfigError, match=told):
+        next(second.batches(dataset, **how))
+
+
+def test_between_two_epochs_the_data_may_change(new_run: Runs) -> None:
+    first, second = new_run(), new_run()
+    set_up(first)
+    for _ in first.epochs(1):
+        for (batch,) in first.batches(numbered(16), 4):
+            step(first, batch)
+        first.checkpoint()
+    set_up(second)
+    second.restore()
+    assert [len(list(second.batches(numbered(20), 2))) for _ in second.epochs(2)] == [10]
+
+
+def test_a_checkpoint_before_the_last_pass_of_an_epoch_is_told(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    run = new_run()
+    set_up(run)
+    with caplog.at_level(logging.WARNING):
+        for _ in run.epochs(1):
+            for (batch,) in run.batches(numbered(4), 4):
+                step(run, batch)
+            run.checkpoint()
+            for (batch,) in run.batches(numbered(8), 4):
+                step(run, batch)
+    assert "before the pass over source 2" in caplog.text
+
+
+# A step
+
+
+def test_two_optimizers_are_one_step_and_both_get_the_right_gradients(new_run: Runs) -> None:
+    """accumulate=2, and a last batch that is short: weights are those of the micro-batch for both."""
+    run = new_run()
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (first, second)]
+    for name, model, optimizer in zip(("first", "second"), (first, second), optimizers, strict=True):
+        nn.init.zeros_(model.weight)
+        run.setup(model, optimizer, name=name)
+    found = []
+    for (batch,) in run.batches(numbered(6), 4, shuffle=False, accumulate=2):
+        for name, optimizer in zip(("first", "second"), optimizers, strict=True):
+            run.backward(run.models[name](batch).mean())
+            run.step(optimizer)
+        found.append((first.weight.item(), second.weight.item()))
+    assert found[-1] == (-1.5 - 4.5, -1.5 - 4.5)
+    assert (run.progress.step, run.progress.examples) == (2, 6)
+
+
+def test_a_batch_that_is_left_half_way_leaves_nothing_behind(new_run: Runs) -> None:
+    run = new_run()
+    model, _ = set_up(run)
+    data = numbered(4)
+    for (batch,) in run.batches(data, 4, shuffle=False, accumulate=2):
+        run.backward(run.model(batch).mean())
+        assert not run.step()
+        break
+    for (batch,) in run.batches(data, 4, shuffle=False):
+        run.backward(run.model(batch).mean())
+        assert model.weight.grad is not None and model.weight.grad.item() == 1.5, "of this batch alone"
+        run.step()
+
+
+def test_an_optimizer_that_setup_does_not_know_is_refused(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    stranger = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"an optimizer that run\.setup does not know"):
+        run.step(torch.optim.SGD(stranger.parameters(), lr=0.1))
+    other = nn.Linear(1, 1)
+    both = torch.optim.SGD([*other.parameters(), *stranger.parameters()], lr=0.1)
+    run.setup(other, both, name="other")
+    with pytest.raises(ConfigError, match="2 of the 4 parameters of this optimizer belong to no model"):
+        run.step(both)
+
+
+# What must be a number
+
+
+def test_weights_that_are_no_numbers_are_never_saved(new_run: Runs, tmp_path: Path) -> None:
+    """The loss is finite, its gradient is not: sqrt at 0."""
+    run = new_run()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for (batch,) in run.batches(numbered(2), 2):
+        run.backward((run.model(batch) * 0).abs().sqrt().mean())
+        run.step()
+    with pytest.raises(NonFiniteWeights, match="the parameter weight is not finite at step 1"):
+        run.checkpoint()
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("name", ["train_loss", "loss", None])
+def test_a_loss_that_is_no_number_is_noticed_whatever_it_is_logged_as(new_run: Runs, name: str | None) -> None:
+    run = new_run()
+    set_up(run)
+
+    def train() -> None:
+        for (batch,) in run.batches(numbered(8), 2):
+            loss = run.model(batch).mean() * float("nan")
+            if name:
+                run.log(**{name: loss})
+            run.backward(loss)
+            run.step()
+
+    with pytest.raises(NonFiniteLoss, match="the loss is nan at step 1 on rank 0"):
+        train()
+
+
+@pytest.mark.parametrize("loss", [{"loss": 1.0}, 1.0, None])
+def test_a_loss_of_another_type_is_told(new_run: Runs, loss: Any) -> None:
+    run = new_run()
+    set_up(run)
+    with pytest.raises(ConfigError, match=f"got a {type(loss).__name__}"):
+        run.backward(loss)
+
+
+# Attached, logged, loaded
+
+
+def test_what_is_attached_after_the_restore_is_restored(new_run: Runs) -> None:
+    first, second = new_run(), new_run()
+    _, optimizer = set_up(first)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    first.attach("mine", scheduler)
+    scheduler.step()
+    first.checkpoint()
+    _, other = set_up(second)
+    second.restore()
+    late = ExponentialLR(other, 0.5)
+    second.attach("mine", late)
+    assert late.last_epoch == 1
+
+
+def test_a_row_has_the_learning_rate_of_its_step(new_run: Runs, tmp_path: Path) -> None:
+    run = new_run()
+    _, optimizer = set_up(run)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    for (batch,) in run.batches(numbered(4), 2):
+        step(run, batch)
+        scheduler.step()
+    assert [row["lr"] for row in rows(tmp_path)] == [0.01, 0.005]
+
+
+def test_what_is_logged_outside_of_a_batch_has_a_row_of_its_own(new_run: Runs, tmp_path: Path) -> None:
+    run = new_run()
+    set_up(run)
+    for epoch in run.epochs(2):
+        for (batch,) in run.batches(numbered(4), 2):
+            step(run, batch)
+        run.log(error=float(epoch))
+    run.finish()
+    found = [(row["step"], row["epoch"], row["error"]) for row in rows(tmp_path) if "error" in row]
+    assert found == [(2, 1, 0.0), (4, 2, 1.0)]
+    assert all("lr" not in row for row in rows(tmp_path) if "error" in row)
+
+
+def test_a_resumed_run_writes_no_row_twice(new_run: Runs, tmp_path: Path) -> None:
+    """Values of the same step, before and after its save."""
+    first, second = new_run(), new_run()
+    for run in (first, second):
+        set_up(run)
+        run.restore()
+        for (batch,) in run.batches(numbered(4), 4):
+            step(run, batch)
+            run.checkpoint()
+        run.log(after=1.0)
+        run.journal.bring_together(run.progress)
+    assert [row["after"] for row in rows(tmp_path) if "after" in row] == [1.0]
+
+
+class Counting(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+
+def children() -> int:
+    import psutil
+
+    return sum("resource_tracker" not in " ".join(each.cmdline()) for each in psutil.Process().children())
+
+
+def test_a_lambda_to_collate_by_does_not_leave_workers_behind(new_run: Runs) -> None:
+    run, data = new_run(data={"workers": 1}), Counting()
+    set_up(run)
+    before, found = children(), []
+    for _ in run.epochs(3):
+        for batch in run.batches(data, 4, collate=lambda examples: torch.stack(examples)):
+            step(run, batch)
+        found.append(children() - before)
+    assert max(found) <= 1, found
+
+
+def test_data_may_be_evaluated_in_the_midst_of_its_own_epoch(new_run: Runs) -> None:
+    run, data = new_run(data={"workers": 1}), Counting()
+    set_up(run)
+    seen: list[float] = []
+    for batch in run.batches(data, 4, shuffle=False):
+        seen += batch.flatten().tolist()
+        assert run.evaluate(lambda each: {"mean": each.flatten()}, data, 4)["mean"] == 3.5
+        step(run, batch)
+    assert seen == [float(each) for each in range(8)]
+
+
+# Sums and counts
+
+
+def test_a_mean_over_tokens_is_that_of_the_whole_batch(new_run: Runs) -> None:
+    """However it is taken apart: the gradient is that of total / count, and so is what is logged."""
+    values = torch.arange(1.0, 13.0).reshape(6, 2)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0], [1, 0], [1, 1]], dtype=torch.float32)
+    expected = (values * mask).sum() / mask.sum()
+    for accumulate in (1, 2, 3, 6):
+        run = new_run()
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        run.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for inputs, weights in run.batches(TensorDataset(values, mask), 6, accumulate=accumulate):
+            total = (run.model(inputs.reshape(-1, 1)).flatten() * weights.flatten()).sum()
+            run.log(value=Mean((inputs * weights).sum(), weights.sum()))
+            run.backward(total, count=weights.sum())
+            run.step()
+        assert model.weight.item() == pytest.approx(-expected.item(), rel=1e-6)
+        assert run.journal.latest.get("value", 0) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_sums_that_cannot_be_told_apart_are_refused(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    (batch,) = next(run.batches(numbered(4), 4))
+    run.backward(run.model(batch).sum(), count=4)
+    run.backward(run.model(batch).mean())
+    with pytest.raises(ConfigError, match="2 backward passes came before it, and 1 of them gave a sum and a count"):
+        run.step()
+
+
+def test_metrics_may_be_sums_and_counts(new_run: Runs) -> None:
+    run = new_run()
+    found = run.evaluate(
+        lambda batch: {"big": Mean(batch[0][batch[0] > 2].sum(), (batch[0] > 2).sum())}, numbered(6), 4
+    )
+    assert found == {"big": 4.0}
+
+
+def test_a_metric_that_is_one_number_per_batch_is_refused_with_the_remedy(new_run: Runs) -> None:
+    with pytest.raises(ConfigError, match=r"metric 'auc' is a single number for a batch of 4 .* lockstep\.Mean"):
+        new_run().evaluate(lambda batch: {"auc": batch[0].mean()}, numbered(6), 4)
