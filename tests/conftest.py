@@ -20,8 +20,9 @@ import yaml
 
 from ray_cluster import fit, nodes
 from ray_launching import on_ray, places
+from world_of_one import new_run
 
-__all__ = ["fit", "nodes", "on_ray", "places"]  # fixtures
+__all__ = ["fit", "new_run", "nodes", "on_ray", "places"]  # fixtures
 
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"

@@ -1,27 +1,30 @@
-"""What unit tests share: runs in a world of one, without a launcher."""
+"""Runs in a world of one, without a launcher, for tests that need no process of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.config.schema import RunSettings
-from lockstep.distributed.group import Group
-from lockstep.distributed.topology import Topology
-from lockstep.record.display import Display
-from lockstep.runtime.cpu import CpuRuntime
-from lockstep.train.requests import Requests
-from lockstep.train.run import Run
-
-Runs = Callable[..., Run]
+if TYPE_CHECKING:
+    from lockstep.train.requests import Requests
+    from lockstep.train.run import Run
 
 
 @pytest.fixture
-def new_run(tmp_path: Path) -> Iterator[Runs]:
+def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Makes runs in one folder, as if each were resumed after the other."""
+
+    from lockstep.config.schema import RunSettings
+    from lockstep.distributed.group import Group
+    from lockstep.distributed.topology import Topology
+    from lockstep.record.display import Display
+    from lockstep.runtime.cpu import CpuRuntime
+    from lockstep.train.requests import Requests
+    from lockstep.train.run import Run
+
     made: list[Run] = []
 
     def make(request: Requests | None = None, **settings: Any) -> Run:
