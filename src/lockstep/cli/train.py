@@ -60,7 +60,7 @@ def train(
 @DRY_RUN
 def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bool) -> None:
     """Go on with the run in RUN_DIR from its newest good checkpoint."""
-    from lockstep.config.changes import changes, refuse_wrong_changes
+    from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import launched
     from lockstep.record import run_folder
@@ -68,13 +68,13 @@ def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bo
     before = run_folder.read_plain_config(run_dir)
     loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
 
-    refuse_wrong_changes(changes(before, loaded.plain()))
+    refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
 
     def changed(resolved: RunConfig) -> Path:
         with run_folder.locked(run_dir):
             run_folder.write_config(run_dir, resolved)
         for change in changes(before, resolved.plain()):
-            say(f"changed: {change}")
+            say(f"changed: {described(change)}")
         return run_dir
 
     if launched(os.environ) and not dry_run:
