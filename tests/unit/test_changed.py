@@ -1,4 +1,4 @@
-"""A restored optimizer that is told other settings goes on as if it had had them from the start, where that is defined."""
+"""A restored optimizer that is told other settings goes on as if it had had them from the start, if that is defined."""
 
 from __future__ import annotations
 

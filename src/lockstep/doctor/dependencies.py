@@ -51,7 +51,7 @@ def reinstall(module: str) -> str:
 
 
 def culprit(error: BaseException) -> str:
-    """The package that an error is about, by its import name: the one that is not there, or the one it was raised in."""
+    """The package that an error is about, by its import name: one that is not there, or that raised it."""
     if isinstance(error, ImportError) and error.name:
         return error.name.split(".")[0]
     packages = [
