@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 
 from conftest import ROOT, Project, Started
 
@@ -71,7 +72,34 @@ def test_without_torch_and_with_few_files_it_still_speaks(tmp_path: Path) -> Non
     finished = Started(["bash", "-c", command], tmp_path, modules).wait()
     assert finished.code == 1, finished.text
     checks = by_name(finished.out)
-    assert {name for name, check in checks.items() if check["verdict"] == "fail"} == {"torch", "open files", "cpu"}
+    assert {name for name, check in checks.items() if check["verdict"] == "fail"} == {
+        "torch", "dependencies", "open files", "cpu",
+    }  # fmt: skip
+    assert checks["dependencies"]["found"].startswith("numpy: not installed; pydantic: not installed; yaml: not")
+    assert checks["dependencies"]["remedy"].startswith("pip install --force-reinstall 'numpy' 'pydantic>=2' 'PyYAML'")
     assert checks["torch"]["remedy"].startswith("pip install 'torch>=")
     assert checks["open files"]["remedy"].startswith("ulimit -n 1024")
     assert "Traceback" not in finished.text
+
+
+@pytest.mark.parametrize(
+    ("module", "body", "found"),
+    [
+        ("pydantic", "raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')", "not installed"),
+        ("pydantic", "raise RuntimeError('built for another Python')", "RuntimeError: built for another Python"),
+        ("safetensors", "raise ImportError('no rust here', name='safetensors._rust')", "ImportError: no rust here"),
+    ],
+)
+def test_torch_is_not_blamed_for_another_package(project: Project, module: str, body: str, found: str) -> None:
+    """A package that is hidden from this environment, or broken in it, is the one that is named."""
+    hidden = project.folder / "hidden" / module
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text(body + "\n")
+    arguments = ["doctor", "--json", "--runtime", "cpu", "--processes", "2"]
+    finished = project.run(*arguments, env={**HIDE_GPUS, "PYTHONPATH": str(hidden.parent)})
+    assert finished.code == 1, finished.text
+    checks = by_name(finished.out)
+    failed = {name: check for name, check in checks.items() if check["verdict"] == "fail"}
+    assert checks["dependencies"]["found"] == f"{module}: {found}"
+    assert "dependencies" in failed and "torch" not in failed and len(failed) > 1
+    assert all("torch" not in check["remedy"] and f"'{module}" in check["remedy"] for check in failed.values()), failed

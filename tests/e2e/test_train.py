@@ -238,6 +238,24 @@ def test_lockstep_run_starts_a_ddp_script_unchanged(project: Project, fresh: boo
     assert "failed: exit code 3" in failed.err
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_lockstep_run_starts_a_module_as_python_does(project: Project, fresh: bool) -> None:
+    package = project.folder / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "neighbour.py").write_text("WORD = 'heard'\n")
+    (package / "program.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom pkg.neighbour import WORD\n"
+        "if __name__ == '__main__':\n"
+        "    Path(f'said-{os.environ[\"RANK\"]}').write_text(f'{WORD} {Path(sys.argv[0]).name} {sys.argv[1:]}')\n"
+    )
+    # Without the folder that `python -m lockstep` itself would have put on the path.
+    command = [sys.executable, "-P", "-m", "lockstep", "run", "--processes", "2", *(["--fresh"] if fresh else [])]
+    finished = Started([*command, "-m", "pkg.program", "--flag", "1"], project.folder).wait()
+    assert finished.code == 0, finished.text
+    assert {(project.folder / f"said-{rank}").read_text() for rank in (0, 1)} == {"heard program.py ['--flag', '1']"}
+
+
 def test_lockstep_run_shows_the_scripts_own_traceback(project: Project) -> None:
     script = project.folder / "broken.py"
     script.write_text(

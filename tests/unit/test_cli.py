@@ -161,6 +161,8 @@ def test_every_public_name_is_there_and_no_other() -> None:
         (["resume", "nowhere"], "lockstep: nowhere is not the folder of a run: there is no such folder"),
         (["resume", "."], "lockstep: . is not the folder of a run"),
         (["run", "nowhere.py"], "lockstep: nowhere.py: there is no such script"),
+        (["run", "json.tool"], "no such script; a module is started with: lockstep run -m json.tool"),
+        (["run", "-m", "nowhere.at.all"], "lockstep: -m nowhere.at.all: there is no module 'nowhere' here or on"),
         (["init", "."], "lockstep: task.py is there already; name another folder"),
         (["init", "task.py/new"], "lockstep: task.py/new: cannot be written"),
         (["train"], "Missing argument 'CONFIG'"),
@@ -323,6 +325,35 @@ def test_init_writes_a_config_and_a_task_that_fit_each_other(tmp_path: Path) -> 
     config = load(tmp_path / "new" / "config.yaml")
     assert config.task.type == f"{tmp_path}/new/task.py:MyTask"
     assert printed_config(lockstep("train", "new/config.yaml", "--dry-run")).processes == 2
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("demo", "demo"), ("my project (2)", "my-project-2"), ("1e3", "1e3"), ("null", "null")]
+)
+def test_init_names_its_runs_after_its_folder(tmp_path: Path, folder: str, name: str) -> None:
+    assert lockstep("init", folder).exit_code == 0
+    assert load(tmp_path / folder / "config.yaml").name == name
+
+
+def test_init_in_a_folder_of_its_own_names_its_runs_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert lockstep("init").exit_code == 0
+    assert load(Path("config.yaml")).name == "here"
+
+
+def test_gpu_means_cuda() -> None:
+    plain = {"task": "task.py:Mine", "runtime": "gpu"}
+    assert RunConfig.model_validate(plain).runtime == "cuda"
+    jsonschema.validate(plain, json.loads(lockstep("schema").stdout))
+    assert "runtime: cuda was asked for" in lockstep("train", "config.yaml", "--set", "runtime=gpu").stderr
+    with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda or xla; did you mean cuda"):
+        load(Path("config.yaml"), ["runtime=cudda"])
+
+
+def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
+    result = lockstep("run", "--processes", "2", "--dry-run", "-m", "task", "-m", "--lr", "0.1")
+    assert [line.split(" -m ", 1)[1] for line in result.stdout.splitlines()] == ["task -m --lr 0.1"] * 2
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

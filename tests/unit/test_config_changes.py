@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.changes import FIXED, changes, refuse_wrong_changes
+from lockstep.config.changes import FIXED, changes, described, refuse_wrong_changes
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 
@@ -27,7 +27,7 @@ def found(**values: Any) -> list[str]:
 
 def resume_with(**values: Any) -> None:
     before, after = RunConfig.model_validate(BASE).plain(), RunConfig.model_validate({**BASE, **values}).plain()
-    refuse_wrong_changes(changes(before, after))
+    refuse_wrong_changes(changes(before, after), after)
 
 
 def test_no_change_is_found_between_equal_configs() -> None:
@@ -73,7 +73,14 @@ def test_every_path_that_differs_is_found(before: dict[str, Any], after: dict[st
         ({"data": {}}, "data.split"),
         ({"data": {"split": {"train": 0.8, "val": 0.2}, "shuffle": False}}, "data.shuffle: True -> False"),
         ({"data": {"split": {"train": 0.8, "val": 0.2}, "drop_last": True}}, "data.drop_last: False -> True"),
-        ({"optimizer": {"type": "torch.optim.SGD", "lr": 0.01}}, "optimizer.lr: 0.1 -> 0.01"),
+        ({"optimizer": {"type": "torch.optim.Adam", "lr": 0.1}}, "optimizer.type: 'torch.optim.SGD' -> "),
+        ({"optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "nesterov": True}}, "optimizer.nesterov: None -> True"),
+        ({"optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}}, "optimizer.momentum: None -> 0.9"),
+        ({"optimizer": {"type": "torch.optim.SGD", "lr": "0.1"}}, "optimizer.lr: 0.1 -> '0.1'"),
+        (
+            {"optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "initial_accumulator_value": 0.1}},
+            "it counts only for an optimizer that is new",
+        ),
         ({"optimizer": None}, "optimizer.type"),
         ({"scheduler": None}, "scheduler.type"),
         ({"early_stop": {"criteria": [{"metric": "val/accuracy"}]}}, "early_stop.criteria[0].metric"),
@@ -90,6 +97,9 @@ def test_a_resume_refuses_what_the_checkpoint_depends_on(values: dict[str, Any],
     "values",
     [
         {"processes": 4},
+        {"optimizer": {"type": "torch.optim.SGD", "lr": 0.01}},
+        {"optimizer": {"type": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.5, "betas": [0.9, 0.95]}},
+        {"optimizer": "torch.optim.SGD"},
         {"train": {"epochs": 10, "batch_size": 32}},
         {"train": {"steps": 500, "batch_size": 32, "accumulate": 2, "clip_norm": 1.0}},
         {"data": {"split": {"train": 0.8, "val": 0.2}, "workers": 2, "prefetch": 4, "pin_memory": True}},
@@ -107,9 +117,32 @@ def test_a_resume_accepts_everything_else(values: dict[str, Any]) -> None:
 
 def test_every_wrong_change_is_named_at_once_with_its_reason() -> None:
     with pytest.raises(ConfigError) as refused:
-        resume_with(seed=3, optimizer={"type": "torch.optim.SGD", "lr": 0.3})
+        resume_with(seed=3, optimizer={"type": "torch.optim.Adam", "lr": 0.3})
     assert "seed: 0 -> 3 (the order of examples is a function of it)" in str(refused.value)
-    assert "optimizer.lr: 0.1 -> 0.3 (its settings are restored from the checkpoint)" in str(refused.value)
+    assert "'torch.optim.Adam' (the saved state belongs to this optimizer)" in str(refused.value)
+    assert "optimizer.lr" not in str(refused.value)
+
+
+def test_a_rate_that_a_schedule_does_not_start_from_is_refused() -> None:
+    cycle = {"scheduler": {"type": "torch.optim.lr_scheduler:OneCycleLR", "max_lr": 1}}
+    before = RunConfig.model_validate({**BASE, **cycle}).plain()
+    after = RunConfig.model_validate({**BASE, **cycle, "optimizer": {"type": "torch.optim.SGD", "lr": 0.3}}).plain()
+    with pytest.raises(ConfigError, match="OneCycleLR has rates of its own, whatever the optimizer's is"):
+        refuse_wrong_changes(changes(before, after), after)
+
+
+def test_what_a_change_does_is_said() -> None:
+    optimizer = {"type": "torch.optim.SGD", "lr": 0.3, "weight_decay": 0.1}
+    before, after = (
+        RunConfig.model_validate({**BASE, **values}).plain()
+        for values in ({}, {"optimizer": optimizer, "processes": 2})
+    )
+    assert [described(change) for change in changes(before, after)] == [
+        "processes: 'auto' -> 2",
+        "optimizer.lr: 0.1 -> 0.3 (from the first step on that is trained now; a schedule goes on as if it had "
+        "started from the new rate)",
+        "optimizer.weight_decay: None -> 0.1 (from the first step on that is trained now)",
+    ]
 
 
 def test_every_fixed_path_is_one_that_configs_have() -> None:

@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
-from lockstep.doctor import clock, disk, installed, machine, network, processes, report, runtimes, versions
+from lockstep.doctor import (
+    clock,
+    dependencies,
+    disk,
+    installed,
+    machine,
+    network,
+    processes,
+    report,
+    runtimes,
+    versions,
+)
 from lockstep.doctor.ask import Answer, Question, unanswered
 from lockstep.doctor.check import Check, exit_code, overall
 from lockstep.doctor.units import GIB, MIB, duration, size
@@ -61,6 +72,25 @@ def test_the_json_is_json_also_where_a_loss_is_not_a_number() -> None:
 def test_the_supported_versions_are_those_of_the_package() -> None:
     assert PROJECT["requires-python"] == str(versions.PYTHON)
     assert f"torch{versions.TORCH}" in PROJECT["dependencies"]
+
+
+def test_the_dependencies_are_those_of_the_package() -> None:
+    assert sorted(dependencies.REQUIREMENTS.values()) == sorted(PROJECT["dependencies"])
+
+
+def test_an_error_is_blamed_on_the_package_that_is_missing_or_raised_it() -> None:
+    import click
+
+    def raised(action: Any) -> BaseException:
+        with pytest.raises(Exception) as caught:
+            action()
+        return caught.value
+
+    assert dependencies.culprit(raised(lambda: __import__("pydantic.not_there"))) == "pydantic"
+    assert dependencies.culprit(raised(lambda: click.Choice(["a"]).convert("b", None, None))) == "click"
+    assert dependencies.culprit(raised(lambda: 1 // 0)) == ""
+    other = runtimes.judge("cpu", Answer(None, "loading pydantic: ...", module="pydantic"), asked=True)
+    assert [check.remedy for check in other] == ["pip install --force-reinstall 'pydantic>=2'"]
 
 
 def test_every_optional_package_is_named_by_its_extra() -> None:

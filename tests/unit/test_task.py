@@ -75,6 +75,15 @@ def test_a_module_next_to_the_config_is_found_from_any_folder(tmp_path: Path, mo
     assert isinstance(create_task(load(tmp_path / "config.yaml").task), Task)
 
 
+def test_a_package_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `python -m`: the console script has its own folder on the path instead."""
+    (tmp_path / "package_here").mkdir()
+    (tmp_path / "package_here" / "module.py").write_text(WHOLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    assert isinstance(create_task(component("package_here.module:Whole")), Task)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lockstep.checkpoint import codec
-from lockstep.checkpoint.retention import Saved
+from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.plain import finite
 from lockstep.errors import CheckpointError
 
@@ -124,6 +124,35 @@ class CheckpointStorage:
                 return step
             logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(step).name, problem)
         return None
+
+    def best_good(self, mode: str) -> int | None:
+        """Of those that are whole, the one with the best value in its manifest."""
+        for each in best_first(self.saved(), mode):
+            problem = self.problem(each.step)
+            if problem is None:
+                return each.step
+            logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(each.step).name, problem)
+        return None
+
+    def require(self, step: int) -> None:
+        """Refuse a step that has no checkpoint, naming those that there are."""
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (steps with one: {there})")
+
+    def set_aside_after(self, step: int | None) -> list[Path]:
+        """Give all checkpoints newer than this step another name, under which nothing reads or deletes them."""
+        moved = []
+        for newer in [each for each in self.steps() if step is None or each > step]:
+            aside = self.folder / f"aside-{self.path(newer).name}"
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = self.folder / f"aside-{self.path(newer).name}-{number}"
+            self.path(newer).rename(aside)
+            moved.append(aside)
+            logger.warning("%s is set aside as %s", self.path(newer).name, aside.name)
+        return moved
 
     def problem(self, step: int) -> str | None:
         """What is wrong with a checkpoint, by comparing every file with the manifest; nothing where it is whole."""

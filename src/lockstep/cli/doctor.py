@@ -9,7 +9,9 @@ import click
 
 
 @click.command()
-@click.option("--runtime", "runtimes", multiple=True, type=click.Choice(["cpu", "cuda", "xla"]), help="Must work here.")
+@click.option(
+    "--runtime", "runtimes", multiple=True, type=click.Choice(["cpu", "cuda", "gpu", "xla"]), help="Must work here."
+)
 @click.option("--processes", type=click.IntRange(min=1), default=None, help="Start so many and measure how they talk.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are to be made.")
 @click.option("--limit", type=click.FloatRange(min=1), default=60.0, help="Seconds that any one wait may take.")
@@ -20,8 +22,9 @@ def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: f
     from lockstep.doctor.check import exit_code, overall
     from lockstep.doctor.examine import examine
 
+    asked = ["cuda" if name == "gpu" else name for name in runtimes]
     checks = []
-    for check in examine(runtimes, processes, out, limit):
+    for check in examine(asked, processes, out, limit):
         checks.append(check)
         if not as_json:
             click.echo(report.text(check))

@@ -23,7 +23,16 @@ def init(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, template in files.items():
-            (folder / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+            text = template.read_text(encoding="utf-8").replace("name: NAME", _name_line(folder))
+            (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
     say(f"wrote {folder / 'task.py'} and {folder / 'config.yaml'}; next: lockstep train {folder / 'config.yaml'}")
+
+
+def _name_line(folder: Path) -> str:
+    """What names the runs after the folder, as wide as what it replaces where it can be."""
+    from lockstep.config.load import to_yaml
+    from lockstep.start.folder import named
+
+    return to_yaml({"name": named(folder.resolve().name)}).strip().ljust(len("name: NAME"))

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 import click
 
 
 def say(text: str) -> None:
     for line in text.splitlines():
         click.echo(f"lockstep: {line}" if line else "", err=True)
+
+
+@contextlib.contextmanager
+def saying_what_is_logged() -> Iterator[None]:
+    """For what the command does itself by code that ranks have a log for."""
+    handler = _Saying()
+    ours = logging.getLogger("lockstep")
+    ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+
+
+class _Saying(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -18,29 +19,29 @@ from lockstep.cli.options import DRY_RUN
 @click.option("--port", type=click.IntRange(1, 65535), default=None, help="Port to meet at (default: a free one).")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Restarts after a failure.")
 @click.option("--fresh", is_flag=True, help="Start new interpreters instead of forking a server that has torch loaded.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @DRY_RUN
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
     processes: int | None,
     port: int | None,
     max_restarts: int,
     fresh: bool,
+    is_module: bool,
     dry_run: bool,
-    script: Path,
+    script: str,
     args: tuple[str, ...],
 ) -> None:
     """Start SCRIPT with the variables that torchrun sets, so that a DDP script runs unchanged."""
     from lockstep import runtime
     from lockstep.config.schema import RunSettings
-    from lockstep.errors import ConfigError
     from lockstep.launcher import local
     from lockstep.launcher.plan import local_plan
 
-    if not script.is_file():
-        raise ConfigError(f"{script}: there is no such script")
+    command = _module(script) if is_module else _file(script)
     count = processes or runtime.resolve(RunSettings())[1]
-    plan = local_plan([sys.executable, str(script), *args], count, port=port)
+    plan = local_plan([sys.executable, *command, *args], count, port=port)
     if dry_run:
         click.echo(plan.render())
         return
@@ -48,3 +49,28 @@ def run(
     if result.failure is not None:
         say(result.failure.render(count))
     sys.exit(result.exit_code)
+
+
+def _file(script: str) -> list[str]:
+    from lockstep.errors import ConfigError
+
+    if not Path(script).is_file():
+        hint = f"; a module is started with: lockstep run -m {script}" if _exists(script) else ""
+        raise ConfigError(f"{script}: there is no such script{hint}")
+    return [script]
+
+
+def _module(name: str) -> list[str]:
+    from lockstep.errors import ConfigError
+
+    if not _exists(name):
+        raise ConfigError(f"-m {name}: there is no module {name.split('.')[0]!r} here or on Python's path")
+    return ["-m", name]
+
+
+def _exists(module: str) -> bool:
+    """Whether there is such a module or, since looking further would import it, the package that it is in."""
+    top = module.split(".")[0]
+    if not top.isidentifier():
+        return False
+    return Path(top).is_dir() or Path(f"{top}.py").is_file() or importlib.util.find_spec(top) is not None

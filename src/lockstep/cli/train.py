@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.ending import conclude
-from lockstep.cli.messages import say
+from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
-from lockstep.start import cluster, local
+from lockstep.start import checkpoint, cluster, local
 from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
@@ -55,40 +55,59 @@ def train(
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=0), default=None, help="Go on from the checkpoint of this step.")
+@click.option("--best", is_flag=True, help="Go on from the best checkpoint, by checkpoint.keep.")
 @SET
 @PROFILE
 @DRY_RUN
-def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bool) -> None:
-    """Go on with the run in RUN_DIR from its newest good checkpoint."""
-    from lockstep.config.changes import changes, refuse_wrong_changes
+def resume(
+    run_dir: Path, step: int | None, best: bool, overrides: tuple[str, ...], profile: bool, dry_run: bool
+) -> None:
+    """Go on with the run in RUN_DIR from its newest good checkpoint, or from another one.
+
+    Checkpoints that are newer than a chosen one are set aside under another name.
+    """
+    from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
-    from lockstep.distributed.topology import launched
+    from lockstep.distributed.topology import Topology, launched
     from lockstep.record import run_folder
 
     before = run_folder.read_plain_config(run_dir)
     loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
+    refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
+    wanted = checkpoint.Wanted(step, best)
 
-    refuse_wrong_changes(changes(before, loaded.plain()))
+    def gone_back() -> Path:
+        if not wanted.is_newest and not checkpoint.has_gone_back(run_dir):
+            with saying_what_is_logged():
+                say(f"going on from step {checkpoint.go_back(run_dir, wanted, loaded.checkpoint.keep.mode)}")
+        return run_dir
 
     def changed(resolved: RunConfig) -> Path:
         with run_folder.locked(run_dir):
+            checkpoint.forget(run_dir)
+            gone_back()
             run_folder.write_config(run_dir, resolved)
         for change in changes(before, resolved.plain()):
-            say(f"changed: {change}")
+            say(f"changed: {described(change)}")
         return run_dir
 
     if launched(os.environ) and not dry_run:
-        sys.exit(local.train_as_rank(loaded, lambda: run_dir))
+        if Topology.from_env(os.environ).attempt == 0:
+            checkpoint.forget(run_dir)
+        sys.exit(local.train_as_rank(loaded, gone_back))  # on rank 0, for all, once they have met
     if dry_run:
         _dry_run(loaded, str(run_dir))
+        if not wanted.is_newest:
+            chosen = checkpoint.found(run_dir, wanted, loaded.checkpoint.keep.mode)
+            click.echo(f"from step {chosen}; to be set aside: {', '.join(checkpoint.newer(run_dir, chosen)) or 'none'}")
         return
     if loaded.launch.type == "ray":
         ended = cluster.train(loaded, changed)
         conclude(ended.folder, ended.result, ended.config)
     loaded = local.resolved(loaded, say)
-    plan = local.plan(loaded, str(run_dir))
+    local.warm_up(local.plan(loaded, str(run_dir)))
     changed(loaded)
-    local.warm_up(plan)
     conclude(run_dir, local.train(run_dir, loaded, say), loaded)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from lockstep.errors import ConfigError
 
 # What a checkpoint was made under. Changing one of these would restore state into a different computation, or be
-# silently overruled by the restored state, so a resume refuses it. Everything else may change.
+# silently overruled by the restored state, so a resume refuses it. Everything else may change: of the optimizer's
+# settings, those that lockstep.train.changed can bring the restored state to.
 FIXED = {
     "task": "the saved weights belong to this task",
     "seed": "the order of examples is a function of it",
@@ -17,10 +18,15 @@ FIXED = {
     "data.split": "examples would move between training and validation",
     "data.shuffle": "the order of examples is a function of it",
     "data.drop_last": "the number of batches in an epoch depends on it",
-    "optimizer": "its settings are restored from the checkpoint",
+    "optimizer.type": "the saved state belongs to this optimizer",
     "scheduler": "its state is restored from the checkpoint",
     "early_stop.criteria": "the best values so far were measured by these criteria",
 }
+
+
+# Settings of an optimizer that count only while it is new, and schedules that do not start from its rate.
+_COUNT_AT_FIRST = ("initial_accumulator_value",)
+_RATES_OF_THEIR_OWN = ("OneCycleLR", "CyclicLR")
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,55 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     ]
 
 
-def refuse_wrong_changes(found: list[Change]) -> None:
+def refuse_wrong_changes(found: list[Change], after: Mapping[str, Any]) -> None:
     """Raise for those changes under which going on from the checkpoint would be wrong."""
-    wrong = [
-        f"  {change} ({reason})" for change in found for fixed, reason in FIXED.items() if _concerns(change, fixed)
-    ]
+    wrong = [f"  {change} ({reason})" for change in found if (reason := _reason_against(change, after))]
     if wrong:
         raise ConfigError(
             "this run cannot be resumed with a config that changed in\n"
             + "\n".join(wrong)
             + "\nTake the change back, or start a new run with `lockstep train`"
         )
+
+
+def described(change: Change) -> str:
+    """A change that is allowed, and what it does where that is more than the setting's own meaning."""
+    if not _is_of_optimizer(change):
+        return str(change)
+    effect = "from the first step on that is trained now"
+    if _name(change) == "lr":
+        effect += "; a schedule goes on as if it had started from the new rate"
+    return f"{change} ({effect})"
+
+
+def _reason_against(change: Change, after: Mapping[str, Any]) -> str | None:
+    for fixed, reason in FIXED.items():
+        if _concerns(change, fixed):
+            return reason
+    return _reason_against_setting(change, after) if _is_of_optimizer(change) else None
+
+
+def _reason_against_setting(change: Change, after: Mapping[str, Any]) -> str | None:
+    """Numbers of an optimizer may change; what decides over the state that it keeps may not."""
+    name, numbers = _name(change), [each for each in (change.before, change.after) if each is not None]
+    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers):
+        return "it decides what the optimizer's state is, which is restored from the checkpoint"
+    if name == "momentum" and bool(change.before) != bool(change.after):
+        return "whether there is any decides what the optimizer's state is, which is restored from the checkpoint"
+    if name in _COUNT_AT_FIRST:
+        return "it counts only for an optimizer that is new"
+    schedule = str((after.get("scheduler") or {}).get("type", "")).replace(":", ".").rpartition(".")[2]
+    if name == "lr" and schedule in _RATES_OF_THEIR_OWN:
+        return f"{schedule} has rates of its own, whatever the optimizer's is"
+    return None
+
+
+def _is_of_optimizer(change: Change) -> bool:
+    return change.path.startswith("optimizer.") and change.path != "optimizer.type"
+
+
+def _name(change: Change) -> str:
+    return change.path.split(".")[1].split("[")[0]
 
 
 def _concerns(change: Change, fixed: str) -> bool:

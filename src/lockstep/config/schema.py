@@ -310,7 +310,13 @@ class RunSettings(Section):
 
     name: str | None = Field(None, pattern=r"^[\w][\w.-]*$")
     seed: int = Field(0, ge=0, lt=2**63)
-    runtime: Literal["auto", "cpu", "cuda", "xla"] = "auto"
+    runtime: Annotated[
+        Literal["auto", "cpu", "cuda", "xla"],
+        BeforeValidator(
+            lambda value: "cuda" if value == "gpu" else value,
+            json_schema_input_type=Literal["auto", "cpu", "cuda", "gpu", "xla"],
+        ),
+    ] = Field("auto", description="gpu means cuda")
     processes: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = "auto"
     devices: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = Field(
         "auto", description="XLA devices of every process; on the CPU, how many it pretends to have"

@@ -33,15 +33,21 @@ def main(topic: str, *arguments: str) -> None:
     except LockstepError as error:
         tell(trouble=str(error))
     except Exception as error:
-        tell(trouble=f"{stages[-1]}: {type(error).__name__}: {error}")
+        from lockstep.doctor.dependencies import culprit
+
+        # Not the stage is to blame where something fails that is loaded along with what the stage names.
+        module = culprit(error)
+        about = f"loading {module}" if isinstance(error, ImportError) and module else stages[-1]
+        tell(trouble=f"{about}: {type(error).__name__}: {error}", module=module)
     # The answer is given: a library that hangs or crashes while it is taken apart does not change it.
     os._exit(0)
 
 
 def _look(topic: str, stage: Stage, *arguments: str) -> Any:
-    from lockstep.doctor import disk, launched, network, step
+    from lockstep.doctor import dependencies, disk, launched, network, step
 
     topics: dict[str, Callable[..., Any]] = {
+        "dependencies": dependencies.look,
         "hostname": network.look_up,
         "disk": disk.look,
         "runtime": step.look,

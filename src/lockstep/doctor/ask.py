@@ -36,6 +36,7 @@ class Answer:
     value: dict[str, Any] | None
     trouble: str = ""
     late: bool = False
+    module: str = ""  # the package that the trouble is about, where it is known
 
 
 class Question:
@@ -76,7 +77,7 @@ class Question:
             if "answer" in message:
                 return Answer(message["answer"])
             if "trouble" in message:
-                return Answer(None, message["trouble"])
+                return Answer(None, message["trouble"], module=message.get("module", ""))
         stages = [message["stage"] for message in said]
         return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)), code is None)
 

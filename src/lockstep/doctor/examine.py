@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from lockstep.doctor import clock, disk, installed, machine, network, processes, runtimes
+from lockstep.doctor import clock, dependencies, disk, installed, machine, network, processes, runtimes
 from lockstep.doctor.ask import Question
 from lockstep.doctor.check import Check
 
@@ -17,6 +17,8 @@ def examine(asked: Collection[str], count: int | None, out: Path, limit: float) 
     """Every check as soon as it is known. `asked` are the runtimes that have to work; none means any that is here."""
     began = clock.offset()
     yield from installed.look(asked)
+    with Question("dependencies", limit=limit) as question:
+        yield dependencies.judge(question.answer())
     yield from machine.look(count or 1)
     with ExitStack() as questions:
         host = socket.gethostname()

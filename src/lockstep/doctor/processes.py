@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.doctor.ask import Answer, Question
 from lockstep.doctor.check import Check
+from lockstep.doctor.dependencies import reinstall
 from lockstep.doctor.units import duration, size
 
 # A barrier takes a fraction of a millisecond on loopback; beyond this, ranks wait for a core rather than each other.
@@ -27,7 +28,8 @@ def judge(answer: Answer, count: int, family: str) -> Iterator[Check]:
     facts = answer.value
     if facts is None:
         late = "start fewer, or give a slow machine more time with --limit"
-        remedy = late if answer.late else "see to the checks above that failed first, then to what this message names"
+        others = "see to the checks above that failed first, then to what this message names"
+        remedy = late if answer.late else reinstall(answer.module) or others
         yield Check(name, "fail", answer.trouble, remedy)
         return
     ranks = facts["ranks"]

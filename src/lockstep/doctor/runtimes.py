@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.doctor import versions
 from lockstep.doctor.ask import Answer, Question
 from lockstep.doctor.check import Check, Verdict
+from lockstep.doctor.dependencies import reinstall
 from lockstep.doctor.units import duration, size
 
 FAMILIES = ("cpu", "cuda", "xla")
@@ -40,7 +41,8 @@ def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
     """A line for the family and, where devices differ, a line for each."""
     facts = answer.value
     if facts is None:
-        yield Check(family, "fail", answer.trouble, _broken(family))
+        others_fault = answer.module not in ("", "torch", "torch_xla")
+        yield Check(family, "fail", answer.trouble, reinstall(answer.module) if others_fault else _broken(family))
         return
     devices = facts["devices"]
     if not devices:

@@ -92,6 +92,7 @@ def _make_leaving_safe() -> None:
 def _run_python(argv: tuple[str, ...]) -> None:
     if argv[1] == "-m":
         sys.argv = list(argv[2:])
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(argv[1:])

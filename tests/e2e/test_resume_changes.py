@@ -1,0 +1,26 @@
+"""`lockstep resume --set optimizer...`: the restored optimizer and its schedule get the new values."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import Project, rows
+
+
+@pytest.mark.xfail(reason="the trainer does not call apply_changes yet", strict=True)
+def test_another_learning_rate_counts_from_the_resume_on(project: Project) -> None:
+    scheduler = {"type": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
+    run = project.train(scheduler=scheduler)
+    limits = ["--set", "train.epochs=3"]
+    resumed = project.run("resume", run, *limits, "--set", "optimizer.lr=0.4", "--set", "optimizer.momentum=0.5")
+    assert resumed.code == 0, resumed.text
+    assert "lockstep: changed: optimizer.lr: 0.1 -> 0.4 (from the first step on" in resumed.err
+    log = (run / "logs" / "rank-1.log").read_text()
+    assert "optimizer.lr: 0.1 -> 0.4 from here on; the schedule of StepLR goes on from there, with 0.1 now" in log
+    assert "optimizer.momentum: 0.9 -> 0.5 from here on" in log
+    again = project.run("resume", run, "--set", "train.epochs=4")
+    assert again.code == 0, again.text
+    assert "from here on" not in (run / "logs" / "rank-1.log").read_text()[len(log) :], "it is what was saved now"
+    # 0.1 and half of it in two epochs, then a quarter of 0.4 and an eighth: within an epoch no step changes it.
+    rates = {row["epoch"]: row["lr"] for row in rows(run) if "lr" in row and row["step"] % 7 != 0}
+    assert rates == pytest.approx({0: 0.1, 1: 0.05, 2: 0.1, 3: 0.05})
