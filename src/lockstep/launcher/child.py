@@ -62,6 +62,8 @@ def run_rank(
     try:
         with _writing_failure(error_file):
             _become_a_process_of_its_own(error_file)
+            if len(envs) == 1:
+                _read_from_the_terminal()
             outcome = _outcome(entry, arguments[index])
             if not parent.gone():
                 outcomes[index].put(outcome)
@@ -104,6 +106,12 @@ def _become_a_process_of_its_own(error_file: Path) -> None:
     # What this process starts itself (data workers) is started in the platform's usual way, not by a fork server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _read_from_the_terminal() -> None:
+    """A process that is alone has the launcher's input to itself, for a debugger or a pipe: elsewhere it is empty."""
+    with contextlib.suppress(OSError):  # a launcher that was started without any
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
 
 
 @contextlib.contextmanager
