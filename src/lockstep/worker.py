@@ -179,7 +179,7 @@ def opened(
         run = Run(topology, present.runtime, group, settings, folder, screen, requests)
         try:
             yield run
-        except Exception:
+        except (Exception, KeyboardInterrupt):  # the latter in a notebook, which lives on
             file_only.error("rank %d failed", rank, exc_info=True)
             run.give_up()
             raise
