@@ -92,8 +92,13 @@ def resume(run_dir: Path, overrides: tuple[str, ...], profile: bool, dry_run: bo
     from lockstep.config.changes import changes, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import launched
+    from lockstep.launcher import script
     from lockstep.record import run_folder
 
+    again = script.start_again(run_dir, os.environ, {"--set": overrides, "--profile": profile})
+    if again is not None:
+        click.echo(again.render()) if dry_run else again.become()
+        return
     before = run_folder.read_plain_config(run_dir)
     loaded = load(run_dir / run_folder.CONFIG_FILE, _with_profile(overrides, profile))
 

@@ -152,7 +152,7 @@ def _run_python(argv: tuple[str, ...]) -> None:
         return
     script = Path(argv[1])
     sys.path.insert(0, str(script.resolve().parent))
-    main.__file__ = argv[1]
+    main.__file__ = str(script.absolute())
     exec(compile(script.read_bytes(), argv[1], "exec"), main.__dict__)
 
 
