@@ -31,5 +31,4 @@ atexit.register(_leave_at_once, os.getpid())
 for finalizer in getattr(weakref.finalize, "_registry", ()):
     finalizer.atexit = False
 # What is here stays: the collector of a rank need not look through it, nor copy the memory that all of them share.
-gc.collect()
 gc.freeze()
