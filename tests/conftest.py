@@ -144,6 +144,9 @@ class Project:
     def start(self, *arguments: str | Path, env: dict[str, str] | None = None) -> Started:
         return Started([sys.executable, "-m", "lockstep", *map(str, arguments)], self.folder, env)
 
+    def start_python(self, *arguments: str | Path, env: dict[str, str] | None = None) -> Started:
+        return Started([sys.executable, *map(str, arguments)], self.folder, env)
+
     def run(self, *arguments: str | Path, env: dict[str, str] | None = None, limit: float = COMMAND_LIMIT) -> Finished:
         return self.start(*arguments, env=env).wait(limit)
 

@@ -57,6 +57,14 @@ def own_loop_longer(run: lockstep.Run) -> dict[str, Any]:
     return own_loop(run, epochs=4)
 
 
+def only_evaluates(run: lockstep.Run, restores: bool = True) -> tuple[int, dict[str, float]]:
+    run.setup(nn.Linear(4, 1))
+    if restores:
+        run.restore()
+    measure = lambda batch: {"error": (run.module(batch[0]) - batch[1]).abs().squeeze(1)}  # noqa: E731
+    return run.progress.step, run.evaluate(measure, dataset(), 12)
+
+
 def talk(run: lockstep.Run) -> dict[str, Any]:
     """Every way of deciding together, with values that differ by rank."""
     found: dict[str, Any] = {

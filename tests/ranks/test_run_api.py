@@ -7,12 +7,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import bodies
 import pytest
 
 import lockstep
-from conftest import ROOT, losses, steps_saved
+from conftest import ROOT, losses, steps_saved, summary
 
 # These are about ranks, not devices: two of them must fit on any machine.
 launch = partial(lockstep.launch, runtime="cpu")
@@ -72,6 +73,27 @@ def test_an_own_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [each["restored"] for each in again] == [True, True]
     assert again[0]["weights"] == whole[0]["weights"]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def times(end: dict[str, Any]) -> dict[str, Any]:
+    return {name: end[name] for name in ("seconds", "samples_per_second")}
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_launch_that_only_evaluates_leaves_the_summary_of_the_training_alone(tmp_path: Path, restores: bool) -> None:
+    run = tmp_path / "run"
+    launch(bodies.own_loop, processes=1, folder=run)
+    trained = {**summary(run), "metrics": {"val/error": 0.25}, "best": {"step": 5}, "status": "preempted"}
+    (run / "summary.json").write_text(json.dumps(trained))
+    ((step, measured),) = launch(partial(bodies.only_evaluates, restores=restores), processes=1, folder=run)
+    assert (step, measured["error"] > 0) == (10 if restores else 0, True)
+    assert summary(run) == trained
+    launch(bodies.own_loop, processes=1, folder=run)  # nothing is left to train: it comes to its end
+    assert summary(run) == {**trained, "status": "completed"} | times(summary(run))
+    launch(bodies.own_loop_longer, processes=1, folder=run)
+    assert (summary(run)["status"], summary(run)["step"]) == ("completed", 20)
+    launch(bodies.only_evaluates, processes=1, folder=tmp_path / "new")
+    assert summary(tmp_path / "new")["status"] == "completed", "a folder that said nothing yet"
 
 
 def test_every_rank_starts_from_the_same_weights_and_then_draws_its_own_numbers(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ import torch
 from lockstep.distributed.group import Group
 from lockstep.strategy.fingerprint import combined, compare, difference, fingerprint
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8, torch.bool]
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8,
+    torch.bool,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -68,6 +70,18 @@ def test_a_second_signal_at_once_is_the_same_request() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert request.leave == "SIGINT"
+
+
+def test_a_second_request_in_a_notebook_ends_the_cell_and_not_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.train.requests.SAME_REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    request = Requests()
+    with pytest.raises(KeyboardInterrupt), request.listening(launched=False):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.leave == "SIGINT"
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
 
 
 def test_under_a_launcher_the_terminal_is_left_to_it() -> None:

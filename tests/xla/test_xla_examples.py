@@ -77,7 +77,9 @@ def test_the_program_over_a_mesh_prints_the_lines_and_the_losses_of_the_cpu(tmp_
     lines = [line for line in text.splitlines() if line.startswith("0 ")]
     assert lines[:2] == ["0 Running on XLA device: xla:0", "0 Starting training..."]
     assert lines[-1] == "0 Training finished!"
-    assert re.fullmatch(r"0 Train Epoch: 1 \[0/640 \(0%\)\]\tLoss: 2\.3\d{5}", lines[2])
+    assert re.fullmatch(r"0 Train Epoch: 1 \[0/640 \(0%\)\]\tLoss: \d\.\d{6}", lines[2])
+    # The first weights depend on the machine's random numbers: what counts is that the CPU has the same loss.
+    assert losses(lines[2]) == pytest.approx(losses(expected)[:1], abs=1e-4)
     assert [line.partition("Loss: ")[0] for line in lines[3:-1]] == [
         f"0 Train Epoch: 1 [{128 * number}/640 ({20 * number}%)]\t" for number in range(1, 5)
     ]

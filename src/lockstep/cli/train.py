@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -72,10 +72,12 @@ def resume(
     from lockstep.distributed.topology import Topology, launched
     from lockstep.record import run_folder
 
+    wanted = checkpoint.Wanted(step, best)
+    if _start_script_again(run_dir, wanted, {"--set": overrides, "--profile": profile}, dry_run):
+        return
     before = run_folder.read_plain_config(run_dir)
     loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
     refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
-    wanted = checkpoint.Wanted(step, best)
 
     def gone_back() -> Path:
         if not wanted.is_newest and not checkpoint.has_gone_back(run_dir):
@@ -109,6 +111,25 @@ def resume(
     local.warm_up(local.plan(loaded, str(run_dir)))
     changed(loaded)
     conclude(run_dir, local.train(run_dir, loaded, say), loaded)
+
+
+def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[str, Any], dry_run: bool) -> bool:
+    """Where the folder is that of a script with its own loop, this process becomes that script."""
+    from lockstep.launcher import script
+
+    again = script.start_again(run_dir, os.environ, options)
+    if again is None:
+        return False
+    if dry_run:
+        click.echo(again.render())
+        return True
+    if not wanted.is_newest:
+        known = script.read(run_dir)
+        keep = known.settings.get("checkpoint", {}).get("keep", {}) if known else {}
+        with saying_what_is_logged():
+            say(f"going on from step {checkpoint.go_back(run_dir, wanted, keep.get('mode', 'min'))}")
+    again.become()
+    return True
 
 
 def _dry_run(config: RunConfig, folder: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,11 @@ def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interactive() -> bool:
+    """Whether somebody types into this process, a notebook or an interpreter, and wants to keep it."""
+    return hasattr(sys, "ps1") or not hasattr(sys.modules["__main__"], "__file__")
 
 
 class Signals:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lockstep.errors import TopologyError
 
@@ -124,8 +125,107 @@ class Topology:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether some launcher, or the pod that this host belongs to, has already given this process a rank."""
-    return "RANK" in env or "WORLD_SIZE" in env or len(_pod_hosts(env)) > 1
+    """Whether some launcher, or the pod that this host belongs to, has already given this process a rank.
+
+    Raises where a batch system started several processes alike and nobody told them their ranks: each of them would
+    take itself for the whole run.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env or len(_pod_hosts(env)) > 1:
+        return True
+    if (task := batch_task(env)) is not None:  # where a launcher for batch systems would make a Topology of it
+        raise TopologyError(task.refusal)
+    return False
+
+
+def without_place(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment that says nothing of a rank or a task: for a process that is to stand for itself."""
+    place = {*Topology().to_env(), _LAUNCHED, _WATCHED, _SLURM_STEP}
+    place.update(name for starter in _STARTERS for name in (starter.rank, starter.size))
+    return {name: value for name, value in env.items() if name not in place}
+
+
+class _Starter(NamedTuple):
+    """What starts several processes alike, and how each of them learns its place in the words of a shell."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    address: str
+    port: str = "29500"
+
+
+_SLURM_STEP = "SLURM_STEP_ID"
+_SRUN = _Starter(
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "$SLURM_LOCALID",
+    "${SLURM_STEP_TASKS_PER_NODE%%[(,]*}",
+    '$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n1)',
+    "$((20000 + SLURM_JOB_ID % 20000))",
+)
+_MPI_HOST = "FIRST_HOST"
+# What speaks PMIx sets no size of its own, and one of these beside it.
+_STARTERS = (
+    _SRUN,
+    _Starter(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        "$OMPI_COMM_WORLD_LOCAL_RANK", "$OMPI_COMM_WORLD_LOCAL_SIZE", _MPI_HOST,
+    ),
+    _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "$MPI_LOCALRANKID", "$MPI_LOCALNRANKS", _MPI_HOST),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """One of several processes that a batch system started alike."""
+
+    starter: _Starter
+    rank: int
+    size: int
+
+    @property
+    def refusal(self) -> str:
+        """What was found, what would come of it, and what to do."""
+        starter = self.starter
+        alone = "srun -n1" if starter is _SRUN else f"{starter.name} -n 1"
+        return (
+            f"this is process {self.rank} of {self.size} that {starter.name} started ({starter.rank}={self.rank}, "
+            f"{starter.size}={self.size}), but RANK and WORLD_SIZE are not set, so that each of them would train a "
+            f"run of its own. Start one ({alone}): it starts a process per device of its host (`processes`). Or start "
+            f"them with torchrun, or tell each its place:\n  {starter.name} ... {self.placing} COMMAND"
+        )
+
+    @property
+    def placing(self) -> str:
+        """What to put before a command so that every process knows its place."""
+        each = self.starter
+        return (
+            f"bash -c 'export RANK=${each.rank} WORLD_SIZE=${each.size} LOCAL_RANK={each.local_rank} "
+            f"LOCAL_WORLD_SIZE={each.local_size} MASTER_ADDR={each.address} MASTER_PORT={each.port}; "
+            """exec "$0" "$@"'"""
+        )
+
+
+def batch_task(env: Mapping[str, str]) -> BatchTask | None:
+    """What a batch system says of this process, where it started more than one of its kind."""
+    for starter in _STARTERS:
+        # A batch script has SLURM's variables as well: of the job, which it is alone to see.
+        if starter.rank not in env or (starter is _SRUN and _SLURM_STEP not in env):
+            continue
+        rank = _whole(env.get(starter.rank, ""))
+        size = _whole(env.get(starter.size, ""))
+        if size is None and starter is _SRUN:
+            size = _whole(env.get("SLURM_NTASKS", ""))
+        if rank is not None and (size or rank + 1) > 1:
+            return BatchTask(starter, rank, size or rank + 1)
+    return None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def _pod_hosts(env: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.distributed.failure import describe_exit
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.topology import without_place
 
 # How long a process that was killed may take to be gone; one that waits for a driver never is.
 _KILL_SECONDS = 5.0
@@ -105,6 +105,4 @@ def unanswered(code: int | None, limit: float, stages: list[str], errors: str) -
 
 def environment() -> dict[str, str]:
     """Modules are found where this process finds them, in the same order; a rank of this process is not passed on."""
-    rank_variables = Topology().to_env()
-    inherited = {name: value for name, value in os.environ.items() if name not in rank_variables}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}  # noqa: PTH109
+    return {**without_place(os.environ), "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}  # noqa: PTH109

@@ -5,6 +5,7 @@ Imported by the fork server before any process is made, so that all of them shar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -16,7 +17,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from lockstep.distributed.failure import report, stop_file
 from lockstep.distributed.group import settle
 from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.launcher.leaving import leave
 
 logger = logging.getLogger(__name__)
 
@@ -43,38 +47,82 @@ class Outcome:
     value: Any = None
 
 
-def run_command(argv: tuple[str, ...], error_file: str) -> Outcome:
+def run_rank(
+    index: int,
+    entry: Callable[[Any], Any],
+    arguments: Sequence[Any],
+    envs: Sequence[Mapping[str, str]],
+    error_files: Sequence[str],
+    outcomes: Sequence[Any],
+) -> None:
+    """One process from its first line to its last: what it came to goes to the launcher before it leaves."""
+    os.environ.update(envs[index])
+    error_file = Path(error_files[index])
+    parent, exit_code = _Parent(), 1
+    try:
+        with _writing_failure(error_file):
+            _become_a_process_of_its_own(error_file)
+            if len(envs) == 1:
+                _read_from_the_terminal()
+            outcome = _outcome(entry, arguments[index])
+            if not parent.gone():
+                outcomes[index].put(outcome)
+        exit_code = 0
+    except SystemExit as leaving:
+        exit_code = leaving.code if isinstance(leaving.code, int) else 1
+        raise
+    finally:
+        leave(index, exit_code, error_file)
+        parent.work_is_done()
+
+
+def run_command(argv: tuple[str, ...]) -> None:
     """Run `python script.py ...` or `python -m module ...` in this process."""
     _make_leaving_safe()
-    return _writing_failure(error_file, lambda: _run_python(argv))
+    _run_python(argv)
 
 
-def call_function(pickled: bytes, error_file: str) -> Outcome:
+def call_function(pickled: bytes) -> Any:
     """Call a function that our own launcher pickled a moment ago."""
-    return _writing_failure(error_file, pickle.loads(pickled))
+    return pickle.loads(pickled)()
 
 
-def _writing_failure(error_file: str, body: Callable[[], Any]) -> Outcome:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # which the fork server ignores
-    if stop_file(Path(error_file)).exists():
-        os.kill(os.getpid(), signal.SIGTERM)
-    parent = _Parent()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in our words
-    # What this process starts itself (data workers) is started in the platform's usual way, not by a fork server.
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+def _outcome(entry: Callable[[Any], Any], argument: Any) -> Outcome:
     try:
-        return Outcome(value=body())
+        return Outcome(value=entry(argument))
     except SystemExit as leaving:
         if leaving.code in _GRACEFUL:
             return Outcome(exit_code=int(leaving.code or 0))
         raise
-    except BaseException as error:
-        report(error, int(os.environ.get("RANK", "0")), socket.gethostname()).write(Path(error_file))
+
+
+def _become_a_process_of_its_own(error_file: Path) -> None:
+    """Undo what is right for the fork server alone."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # which the fork server ignores
+    if stop_file(error_file).exists():
+        os.kill(os.getpid(), signal.SIGTERM)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in our words
+    # What this process starts itself (data workers) is started in the platform's usual way, not by a fork server.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _read_from_the_terminal() -> None:
+    """A process that is alone has the launcher's input to itself, for a debugger or a pipe: elsewhere it is empty."""
+    with contextlib.suppress(OSError):  # a launcher that was started without any
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def _writing_failure(error_file: Path) -> Iterator[None]:
+    try:
+        yield
+    except SystemExit:
         raise
-    finally:
-        parent.work_is_done()
+    except BaseException as error:
+        report(error, int(os.environ.get("RANK", "0")), socket.gethostname()).write(error_file)
+        raise
 
 
 def _make_leaving_safe() -> None:
@@ -90,14 +138,23 @@ def _make_leaving_safe() -> None:
 
 
 def _run_python(argv: tuple[str, ...]) -> None:
+    """As `python` does: what it runs is `__main__` until the process is gone, also for its threads and handlers."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
     if argv[1] == "-m":
         sys.argv = list(argv[2:])
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(argv[1:])
-        sys.path.insert(0, str(Path(argv[1]).resolve().parent))
-        runpy.run_path(argv[1], run_name="__main__")
+        runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
+        return
+    sys.argv = list(argv[1:])
+    if zipfile.is_zipfile(argv[1]):
+        sys.path.insert(0, argv[1])
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    script = Path(argv[1])
+    sys.path.insert(0, str(script.resolve().parent))
+    main.__file__ = str(script.absolute())
+    exec(compile(script.read_bytes(), argv[1], "exec"), main.__dict__)
 
 
 class _Parent:

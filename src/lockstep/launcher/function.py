@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -14,14 +15,17 @@ from typing import Any
 from lockstep import runtime, worker
 from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
+from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, launched
 from lockstep.distributed.watch.stall import Limits
-from lockstep.errors import ConfigError, LaunchError, WorkerFailed
-from lockstep.launcher import local
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.launcher import local, script
 from lockstep.launcher.child import call_function
 from lockstep.launcher.plan import local_plan
 from lockstep.record import run_folder
 from lockstep.train.requests import Preempted
+
+_calls = itertools.count(1)
 
 
 def launch(
@@ -37,28 +41,35 @@ def launch(
     Further settings are those of the config: seed, runtime, strategy, data, checkpoint, log, launch. `folder` names the
     run's folder; one that exists is gone on with, by `run.restore()`. Where a launcher such as torchrun has already
     given this process a rank, nothing is started: `main` is called here, and the list holds this rank's value alone.
-    One process runs here as well, so that a debugger works.
+    One process runs here as well, so that a debugger works. `lockstep resume FOLDER` starts the script that calls this
+    once more, on the folder of the run.
     """
     checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
-    make_folder = _folder_maker(main, checked, out, folder)
-    if launched(os.environ):
-        return [worker.call(main, checked, Topology.from_env(os.environ), make_folder)]
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    topology = Topology.from_env(os.environ) if launched(os.environ) else None
+    if topology is None and getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LaunchError(
             "lockstep.launch was called while a rank was importing the script. "
             'Put the call under `if __name__ == "__main__":`'
         )
-    family, count = runtime.resolve(checked)
-    checked = checked.model_copy(update={"runtime": family, "processes": count})
-    if count == 1:
-        return [worker.call(main, checked, Topology(), make_folder)]
-    return _launch_processes(main, checked, make_folder())
+    name = str(getattr(main, "__name__", "run"))
+    place = _Folder(script.running(name, next(_calls), checked, topology), checked.name or name, out, folder)
+    if topology is None:
+        family, count = runtime.resolve(checked)
+        checked = checked.model_copy(update={"runtime": family, "processes": count})
+        if count > 1:
+            return _launch_processes(main, checked, place)
+    try:
+        return [worker.call(main, checked, topology or Topology(), place.make)]
+    except Preempted:
+        place.tell_how_to_go_on()
+        raise
 
 
-def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: Path) -> list[Any]:
+def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _Folder) -> list[Any]:
     count = int(settings.processes)
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
+    folder = place.make()
     with run_folder.locked(folder):
         result = local.launch(
             plan,
@@ -71,7 +82,10 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, folder: P
     if result.failure is not None:
         failure = result.failure
         raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
+    if result.exit_code == INTERRUPTED_EXIT_CODE:
+        raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
     if result.exit_code:
+        place.tell_how_to_go_on()
         raise Preempted("asked to stop")
     return [result.returned[rank] for rank in range(count)]
 
@@ -80,12 +94,28 @@ def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str) -> 
     return worker.call(main, settings, Topology.from_env(os.environ), lambda: Path(folder))
 
 
-def _folder_maker(
-    main: Callable[..., Any], settings: RunSettings, out: str | Path, folder: str | Path | None
-) -> Callable[[], Path]:
-    if folder is None:
-        return lambda: run_folder.create(Path(out), settings.name or str(getattr(main, "__name__", "run")))
-    return lambda: _existing_or_new(Path(folder))
+class _Folder:
+    """The folder of a run: made once, by the launcher or rank 0, which then also says where it is."""
+
+    def __init__(self, started: script.Script, name: str, out: str | Path, folder: str | Path | None) -> None:
+        self._script, self._name, self._out, self._given = started, name, Path(out), folder
+        self._made: Path | None = None
+
+    def make(self) -> Path:
+        named = script.folder_to_resume(self._script.call) or self._given
+        folder = run_folder.create(self._out, self._name) if named is None else _existing_or_new(Path(named))
+        script.write(folder, self._script)
+        self._made = folder
+        _say(f"the run's folder is {folder}; go on with: {self._script.how_to_go_on(folder)}")
+        return folder
+
+    def tell_how_to_go_on(self) -> None:
+        if self._made is not None:  # by this process, which speaks for all
+            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(self._made)}")
+
+
+def _say(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 def _existing_or_new(folder: Path) -> Path:

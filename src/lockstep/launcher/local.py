@@ -28,7 +28,7 @@ from lockstep.launcher.plan import LaunchPlan
 if TYPE_CHECKING:
     from lockstep.distributed.watch.stall import Limits, Stall
     from lockstep.distributed.watch.watcher import Watcher
-    from lockstep.launcher.ranks import Ranks
+    from lockstep.launcher.ranks import Ended, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ def _attempt(
             return _supervise(ranks, error_files, grace, signals, watcher)
         finally:
             ranks.close(signal.SIGKILL)
+            _tell_who_was_late(error_files)
 
 
 def cannot_start(count: int, error: OSError) -> str:
@@ -136,18 +137,14 @@ def _supervise(
         if ended is not None and ended.exit_codes:
             return _failed(error_files, ended.exit_codes, stopping=asked > 0)
         if ended is not None:
-            returned = {rank: outcome.value for rank, outcome in ended.returned.items()}
-            return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
+            return _returned(ended)
         if signals.count > asked:
             asked, deadline = signals.count, time.monotonic() + grace
             if asked > 1:
-                ranks.close(signal.SIGKILL)
-                return Result(INTERRUPTED_EXIT_CODE)
-            print(
-                f"lockstep: {signals.name}: finishing the step, saving and leaving; once more to end at once",
-                file=sys.stderr,
-                flush=True,
-            )
+                done = ranks.done()
+                return Result(INTERRUPTED_EXIT_CODE) if done is None else _returned(done)
+            doing = "finishing the step, saving and leaving" if ranks.done() is None else "done, and leaving"
+            print(f"lockstep: {signals.name}: {doing}; once more to end at once", file=sys.stderr, flush=True)
             ranks.ask_to_stop()
             stop_file(error_files[0]).touch()  # for a rank that is only now being made and did not hear it
         if signals.save:
@@ -159,10 +156,25 @@ def _supervise(
             if stall is not None:
                 return _end_stalled(ranks, stall, error_files)
         if time.monotonic() > deadline:
-            ranks.close(signal.SIGKILL)
+            if (done := ranks.done()) is not None:
+                return _returned(done)
             cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
             return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
         time.sleep(_POLL_SECONDS)
+
+
+def _returned(ended: Ended) -> Result:
+    """Every rank came to the end of its work, whether or not its process is gone yet."""
+    returned = {rank: outcome.value for rank, outcome in ended.returned.items()}
+    return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
+
+
+def _tell_who_was_late(error_files: list[Path]) -> None:
+    from lockstep.launcher.leaving import late_file
+
+    for file in map(late_file, error_files):
+        with contextlib.suppress(FileNotFoundError):
+            print(f"lockstep: {file.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
 
 
 def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:

@@ -1,8 +1,10 @@
 """What the fork server imports before it makes a process: everything that every rank would import anyway."""
 
 import atexit
+import gc
 import os
 import signal
+import weakref
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
 
@@ -25,3 +27,8 @@ def _leave_at_once(server: int) -> None:
 
 
 atexit.register(_leave_at_once, os.getpid())
+# Nor do its ranks put in order at their end what was made here: they take torch apart no more than their server does.
+for finalizer in getattr(weakref.finalize, "_registry", ()):
+    finalizer.atexit = False
+# What is here stays: the collector of a rank need not look through it, nor copy the memory that all of them share.
+gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
@@ -19,14 +20,17 @@ from torch.distributed.elastic.multiprocessing.api import (
     PContext,
     SubprocessContext,
 )
+from torch.multiprocessing.spawn import start_processes
 
-from lockstep.launcher.child import Outcome, run_command
+from lockstep.launcher.child import Outcome, run_command, run_rank
+from lockstep.launcher.leaving import LEAVE_SECONDS, leaving_file
 from lockstep.launcher.plan import LaunchPlan
 
-# How long the other ranks get to end by themselves once one has failed.
+# How long the other ranks get to fall by themselves once one has failed, and to end once they are asked to.
+_FALL_SECONDS = 0.5
 END_SECONDS = 5.0
-# How long a process may take to leave once every rank has done its work.
-_LEAVE_SECONDS = 30.0
+# A rank ends itself where it takes too long to leave; this is for one that cannot.
+_GONE_SECONDS = LEAVE_SECONDS + 10.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,11 @@ class Ended:
 class Ranks:
     """All processes of an attempt: polled, asked to stop, ended."""
 
-    def __init__(self, context: PContext, poll: Callable[[], Ended | None]) -> None:
+    def __init__(
+        self, context: PContext, poll: Callable[[], Ended | None], done: Callable[[], Ended | None] = lambda: None
+    ) -> None:
         self._context, self.poll = context, poll
+        self.done = done  # what all ranks returned, also while some of them are still leaving
 
     def ask_to_stop(self) -> None:
         for rank in self._context.pids():
@@ -73,39 +80,79 @@ class Ranks:
 
 
 class _Functions(MultiprocessContext):
-    """Elastic's function processes, polled by rules of our own.
+    """Elastic's function processes, started and polled by rules of our own.
 
-    Elastic's own poll reports one failure, waits for ever for a rank that left with exit code 0 before it returned,
-    and gives the survivors half a minute.
+    Elastic's own keep a rank until all have returned and then let it go without the end of a process; they report one
+    failure, wait for ever for a rank that left with exit code 0 before it returned, and give the survivors half a
+    minute.
     """
 
-    _leaving_since: float | None = None
+    def __init__(self, arguments: list[Any], error_files: list[Path], **more: Any) -> None:
+        args = {rank: (argument,) for rank, argument in enumerate(arguments)}
+        super().__init__(args=args, start_method="forkserver", **more)
+        self._error_files = error_files
+        self._returned_at = math.inf
+
+    def _start(self) -> None:
+        ranks = range(self.nprocs)
+        self._pc = start_processes(  # type: ignore[no-untyped-call]
+            run_rank,
+            args=(
+                self.entrypoint,
+                [self.args[rank][0] for rank in ranks],
+                [self.envs[rank] for rank in ranks],
+                [str(each) for each in self._error_files],
+                [self._ret_vals[rank] for rank in ranks],
+            ),
+            nprocs=self.nprocs,
+            join=False,
+            start_method=self.start_method,
+        )
+
+    def done(self) -> Ended | None:
+        return Ended(returned=dict(self._return_values)) if len(self._return_values) == self.nprocs else None
 
     def ended(self) -> Ended | None:
-        assert self._pc is not None
+        codes = self._exit_codes()  # before the values: one that has left by now has returned before
         for rank, queue in self._ret_vals.items():
             if not queue.empty():
                 self._return_values[rank] = queue.get()
-        codes = {rank: each.exitcode for rank, each in enumerate(self._pc.processes) if each.exitcode is not None}
         failed = {rank: code for rank, code in codes.items() if code != 0 or rank not in self._return_values}
         if failed:
             return Ended(exit_codes=self._all_failures(failed))
-        if len(self._return_values) < self.nprocs:
-            return None
-        if self._leaving_since is None:
-            self._worker_finished_event.set()
-            self._leaving_since = time.monotonic()
-        if len(codes) < self.nprocs and time.monotonic() - self._leaving_since < _LEAVE_SECONDS:
-            return None
-        return Ended(returned=dict(self._return_values))
+        if len(codes) == self.nprocs:
+            return self.done()
+        if self.done() is not None:
+            self._returned_at = min(self._returned_at, time.monotonic())
+        return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
         """End the other ranks; those that fell in the same moment by themselves belong to the snapshot."""
-        assert self._pc is not None
-        time.sleep(0.1)
-        fallen = {rank: each.exitcode for rank, each in enumerate(self._pc.processes) if each.exitcode}
-        self.close(signal.SIGTERM, timeout=int(END_SECONDS))
+        began = time.monotonic()
+        while time.monotonic() < began + _FALL_SECONDS and self._at_work():
+            time.sleep(0.02)
+        fallen = {rank: code for rank, code in self._exit_codes().items() if code}
+        for rank in self._at_work():
+            with suppress(ProcessLookupError):
+                os.kill(self.pids()[rank], signal.SIGTERM)
+        while self._alive() and time.monotonic() < began + _GONE_SECONDS:
+            if self._at_work() and time.monotonic() > began + _FALL_SECONDS + END_SECONDS:
+                break
+            time.sleep(0.02)
+        self.close(signal.SIGKILL, timeout=int(END_SECONDS))
         return {**first, **fallen}
+
+    def _exit_codes(self) -> dict[int, int]:
+        assert self._pc is not None
+        return {rank: each.exitcode for rank, each in enumerate(self._pc.processes) if each.exitcode is not None}
+
+    def _alive(self) -> list[int]:
+        codes = self._exit_codes()
+        return [rank for rank in range(self.nprocs) if rank not in codes]
+
+    def _at_work(self) -> list[int]:
+        """Ranks that are not on their way out by themselves."""
+        return [rank for rank in self._alive() if not leaving_file(self._error_files[rank]).exists()]
 
 
 class _Commands(SubprocessContext):
@@ -125,20 +172,16 @@ def start_functions(
     plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path], folder: Path
 ) -> Ranks:
     """A process per rank from the fork server: running the plan's command, or `entry` with an argument."""
-    args = {
-        rank: (process.argv if entry is None else argument, str(error_files[rank]))
-        for rank, process in enumerate(plan.processes)
-    }
     context = _Functions(
+        [process.argv if entry is None else argument for process in plan.processes],
+        error_files,
         name="lockstep",
         entrypoint=entry or run_command,
-        args=args,
         envs={rank: dict(process.env) for rank, process in enumerate(plan.processes)},
-        start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
     _start(context)
-    return Ranks(context, context.ended)
+    return Ranks(context, context.ended, context.done)
 
 
 def start_commands(plan: LaunchPlan, folder: Path) -> Ranks:

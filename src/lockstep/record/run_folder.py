@@ -55,12 +55,17 @@ def require_folder(out: Path, setting: str) -> None:
 def write_config(folder: Path, config: RunConfig) -> None:
     text = "# What this run was started with, resolved. `lockstep resume` reads it.\n"
     text += to_yaml(config.plain())
-    temporary = folder / f".{CONFIG_FILE}.partial"
+    write_text(folder / CONFIG_FILE, text)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file of the folder, so that it is never seen half written."""
+    temporary = file.with_name(f".{file.name}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / CONFIG_FILE)
+        temporary.replace(file)
     except OSError as error:
-        raise ConfigError(f"{folder / CONFIG_FILE}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
 
 
 def read_config(folder: Path) -> RunConfig:

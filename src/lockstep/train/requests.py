@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.distributed.group import Group
-from lockstep.distributed.signals import handled
+from lockstep.distributed.signals import handled, interactive
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 
@@ -31,7 +31,7 @@ class Preempted(SystemExit):
 
 class Requests:
     """What this process was asked for: to save and leave (the first signal counts, and a second one, later, ends it at
-    once), to save and go on, or, by the user's own code, to end training."""
+    once, or in a notebook the cell), to save and go on, or, by the user's own code, to end training."""
 
     def __init__(self) -> None:
         self.leave: str | None = None
@@ -63,6 +63,8 @@ class Requests:
         elif self.leave is None:
             self.leave, self._since = signal.Signals(number).name, now
         elif not self._launched and now - self._since > SAME_REQUEST_SECONDS:
+            if interactive():
+                raise KeyboardInterrupt
             os._exit(INTERRUPTED_EXIT_CODE)
 
 

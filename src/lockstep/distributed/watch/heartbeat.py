@@ -51,6 +51,7 @@ class Heartbeat:
         self._count = 0
         self._clock = RunningClock()
         self._told = (-1, 0.0)  # the number of the moment that was told last, and how long this process had paused then
+        self._debugged = 0.0  # how much of that moment the user's debugger took
         self._last_answer = self._clock.now()
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
@@ -99,9 +100,13 @@ class Heartbeat:
         self._clock.now()
         now = self._activity.now
         if now.number != self._told[0]:
-            self._told = (now.number, self._clock.paused)
-        still = max(time.monotonic() - now.since - (self._clock.paused - self._told[1]), 0.0)
-        where = user_line(sys._current_frames().get(self._training_thread)) if still > _INTERVAL / 2 else ""
+            self._told, self._debugged = (now.number, self._clock.paused), 0.0
+        taken = time.monotonic() - now.since - (self._clock.paused - self._told[1])
+        frame = sys._current_frames().get(self._training_thread) if taken > _INTERVAL / 2 else None
+        if in_debugger(frame):
+            self._debugged = taken  # whoever looks at it takes their time
+        still = max(taken - self._debugged, 0.0)
+        where = user_line(frame) if frame is not None else ""
         beat = Beat(
             self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where
         )
@@ -155,6 +160,15 @@ class Heartbeat:
         self._store.add(f"{VERDICT}/heard", 1)
         while self._store.add(f"{VERDICT}/heard", 0) < self._world_size and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+def in_debugger(frame: FrameType | None) -> bool:
+    """Whether a thread is at the prompt of pdb, or of a debugger that is made of it."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "bdb":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def user_line(frame: FrameType | None) -> str:

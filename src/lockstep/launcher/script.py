@@ -1,0 +1,174 @@
+"""How a script that calls `lockstep.launch` was started, written into its run's folder, and how to start it again.
+
+Like the command line, it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from lockstep.config.load import parse_yaml, to_yaml, validate
+from lockstep.config.schema import RunSettings, Section
+from lockstep.distributed.signals import interactive
+from lockstep.distributed.topology import Topology, launched
+from lockstep.errors import ConfigError
+from lockstep.record import run_folder
+
+SCRIPT_FILE = "launch.yaml"
+# For the script that is started again: the folder of the run that it is to go on with.
+RESUME_FOLDER = "LOCKSTEP_RESUME_FOLDER"
+
+
+class Script(Section):
+    """What was started, where, and with which arguments; nothing of its environment."""
+
+    script: str | None = Field(None, description="its file; null where it was typed into a notebook or an interpreter")
+    module: str | None = Field(None, description="or its module, where it was started with python -m")
+    arguments: tuple[str, ...] = Field((), strict=False)
+    directory: str
+    function: str = Field(description="what lockstep.launch was given")
+    call: int = Field(1, gt=0, description="which call of lockstep.launch in that script this is")
+    processes: int | None = Field(None, gt=0, description="where torchrun, or another launcher, started them: how many")
+    hosts: int = Field(1, gt=0)
+    settings: dict[str, Any] = Field({}, description="of that call, as a config has them; they are the script's to set")
+
+    @property
+    def can_start(self) -> bool:
+        return self.script is not None or self.module is not None
+
+    @property
+    def command(self) -> list[str]:
+        """What follows `python`."""
+        return [*(["-m", self.module] if self.module is not None else [str(self.script)]), *self.arguments]
+
+    def same_program(self, other: Script) -> bool:
+        return (self.script, self.module, self.function) == (other.script, other.module, other.function)
+
+    def how_to_go_on(self, folder: Path) -> str:
+        if self.can_start:
+            return f"lockstep resume {shlex.quote(str(folder))}"
+        return f"lockstep.launch({self.function}, folder={str(folder)!r}, ...) in this session"
+
+
+def running(function: str, call: int, settings: RunSettings, topology: Topology | None) -> Script:
+    """What this process is running; `topology` where somebody else has started the ranks."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    module = None if spec is None or interactive() else str(spec.name).removesuffix(".__main__")
+    script = None if module is not None or interactive() else str(Path(str(file)).absolute())
+    return Script(
+        script=script,
+        module=module,
+        arguments=tuple(sys.argv[1:]),
+        directory=str(Path.cwd()),
+        function=function,
+        call=call,
+        processes=None if topology is None else topology.world_size,
+        hosts=1 if topology is None else topology.host_count,
+        settings=settings.model_dump(mode="json", by_alias=True),
+    )
+
+
+def write(folder: Path, script: Script) -> None:
+    """Note in a run's folder what was started last by the program that the run belongs to.
+
+    Another program that looks into the folder, to evaluate what was trained, does not make it its own.
+    """
+    known = read(folder)
+    if (folder / run_folder.CONFIG_FILE).exists() or (known is not None and not known.same_program(script)):
+        return
+    text = "# How this run was started. `lockstep resume` starts it again.\n"
+    text += to_yaml(script.model_dump(mode="json", by_alias=True))
+    run_folder.write_text(folder / SCRIPT_FILE, text)
+
+
+def read(folder: Path) -> Script | None:
+    """What a run's folder says of the script that it belongs to; none where it says nothing."""
+    file = folder / SCRIPT_FILE
+    try:
+        raw = parse_yaml(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: does not say how the run was started")
+    return validate(Script, raw, {}, str(file))
+
+
+def folder_to_resume(call: int) -> Path | None:
+    """The folder that `lockstep resume` started this script for, at the call of lockstep.launch that made it."""
+    named = os.environ.get(RESUME_FOLDER)
+    if named is None:
+        return None
+    script = read(Path(named))
+    if script is not None and script.call != call:
+        return None
+    del os.environ[RESUME_FOLDER]  # not for what this script starts itself
+    return Path(named)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command to become."""
+
+    argv: Sequence[str]
+    variables: Mapping[str, str]
+    directory: str
+
+    def render(self) -> str:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
+        return f"cd {shlex.quote(self.directory)} && {variables} {shlex.join(self.argv)}"
+
+    def become(self) -> None:
+        try:
+            os.chdir(self.directory)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.directory}: the run was started there, and it cannot be entered: {error.strerror}. Start the "
+                f"script by hand where it is now, with {RESUME_FOLDER}={self.variables[RESUME_FOLDER]}"
+            ) from None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(self.argv[0], list(self.argv), {**os.environ, **self.variables})
+
+
+def start_again(folder: Path, env: Mapping[str, str], options: Mapping[str, Any]) -> Start | None:
+    """The command that goes on with a run of a script; none where the folder is that of `lockstep train`.
+
+    `options` are those of the command line that have no meaning here: a script has its settings in itself.
+    """
+    if (folder / run_folder.CONFIG_FILE).exists() or (script := read(folder)) is None:
+        return None
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ConfigError(
+            f"{given[0]}: the run in {folder} belongs to {shlex.join(script.command)}, which has its settings in "
+            "itself: change them there"
+        )
+    if not script.can_start:
+        raise ConfigError(
+            f"{folder}: this run was started from a notebook or an interpreter, where nothing can start it again; go "
+            f"on there with {script.how_to_go_on(folder)}"
+        )
+    if script.script is not None and not Path(script.script).is_file():
+        raise ConfigError(f"{folder / SCRIPT_FILE}: script: there is no {script.script} any more; put it back, or say "
+                          "in that file where it is")  # fmt: skip
+    python = [sys.executable]
+    if script.processes is not None and not launched(env):
+        if script.hosts > 1:
+            raise ConfigError(
+                f"{folder}: this run was started on {script.hosts} hosts: start `lockstep resume` on each of them by "
+                "the launcher that started it (torchrun ... -m lockstep resume RUN_DIR)"
+            )
+        python += ["-m", "lockstep", "run", "--processes", str(script.processes)]
+    return Start([*python, *script.command], {RESUME_FOLDER: str(folder.resolve())}, script.directory)

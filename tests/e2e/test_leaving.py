@@ -1,0 +1,193 @@
+"""The end of a rank is that of any Python process: its threads, its atexit handlers, what it had not written yet."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+from conftest import Project, summary, wait_until
+
+# What a logger or a tracker leaves to the end of the process, one file per rank and way.
+HABITS = """
+import atexit, logging, logging.handlers, os, pathlib, socket, sys, tempfile, threading, time
+
+def leave_things_to_the_end(rank):
+    out = pathlib.Path("left")
+    out.mkdir(exist_ok=True)
+
+    def handler():
+        # Its own module, the network and the terminal are still there.
+        assert sys.modules[leave_things_to_the_end.__module__].HABIT == "yes"
+        with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), timeout=5):
+            print(f"rank {rank} says goodbye")
+        (out / f"handler-{rank}").write_text("done" if (out / f"thread-{rank}").exists() else "before the thread")
+
+    def thread():
+        time.sleep(0.3)
+        (out / f"thread-{rank}").write_text("done")
+
+    atexit.register(handler)
+    threading.Thread(target=thread).start()
+    memory = logging.handlers.MemoryHandler(1000, target=logging.FileHandler(out / f"log-{rank}"))
+    logging.getLogger("kept").addHandler(memory)
+    logging.getLogger("kept").warning("done")
+    global unfinished, temporary
+    unfinished = (out / f"file-{rank}").open("w")
+    unfinished.write("done")
+    temporary = tempfile.TemporaryDirectory(dir=out, suffix=f"-{rank}")
+
+HABIT = "yes"
+"""
+EXPECTED = ("file", "handler", "log", "thread")
+
+OWN_SCRIPT = """
+rank = int(os.environ["RANK"])
+leave_things_to_the_end(rank)
+if sys.argv[1:] == ["fail"] and rank == 1:
+    raise ValueError("on purpose")
+if sys.argv[1:] == ["fail"]:
+    time.sleep(1)
+"""
+
+LAUNCHED = """
+import lockstep
+
+def main(run):
+    leave_things_to_the_end(run.rank)
+    return run.rank
+
+if __name__ == "__main__":
+    print(lockstep.launch(main, processes=2, runtime="cpu"))
+"""
+
+TASK = """
+import torch
+import lockstep
+from torch.utils.data import TensorDataset
+
+class Mine(lockstep.Task):
+    def __init__(self, sleep=0.0):
+        leave_things_to_the_end(int(os.environ["RANK"]))
+        self.sleep = sleep
+
+    def model(self):
+        return torch.nn.Linear(4, 1)
+
+    def train_data(self):
+        return TensorDataset(torch.randn(24, 4))
+
+    def loss(self, model, batch):
+        time.sleep(self.sleep)
+        return model(batch[0]).square().mean()
+"""
+
+
+def left(project: Project) -> dict[str, str]:
+    """What lies there, by name; a temporary folder should not."""
+    entries = (project.folder / "left").iterdir()
+    return {each.name: each.read_text().strip() if each.is_file() else "a folder" for each in entries}
+
+
+def of_ranks(*ranks: int) -> dict[str, str]:
+    return {f"{what}-{rank}": "done" for what in EXPECTED for rank in ranks}
+
+
+def test_a_script_under_lockstep_run(project: Project) -> None:
+    (project.folder / "script.py").write_text(HABITS + OWN_SCRIPT)
+    finished = project.run("run", "--processes", "2", "script.py")
+    assert finished.code == 0, finished.text
+    assert left(project) == of_ranks(0, 1)
+    assert all(f"rank {rank} says goodbye" in finished.out for rank in (0, 1))
+
+
+def test_a_rank_that_failed(project: Project) -> None:
+    (project.folder / "script.py").write_text(HABITS + OWN_SCRIPT)
+    finished = project.run("run", "--processes", "2", "script.py", "fail")
+    assert finished.code == 5, finished.text
+    assert "rank 1 of 2" in finished.err and "ValueError: on purpose" in finished.err
+    found = left(project)
+    assert {name: text for name, text in found.items() if name.endswith("-1")} == of_ranks(1)
+
+
+def test_a_function_that_was_launched(project: Project) -> None:
+    (project.folder / "habits.py").write_text(HABITS)
+    (project.folder / "script.py").write_text("from habits import *\n" + LAUNCHED)
+    finished = project.start_python("script.py").wait()
+    assert finished.code == 0, finished.text
+    assert "[0, 1]" in finished.out
+    assert left(project) == of_ranks(0, 1)
+
+
+def test_a_task_that_is_trained_and_one_that_is_preempted(project: Project) -> None:
+    (project.folder / "mine.py").write_text(HABITS + TASK)
+    config = project.config(task={"type": "mine.py:Mine"}, data={}, train={"epochs": 1, "batch_size": 12})
+    finished = project.run("train", config)
+    assert finished.code == 0, finished.text
+    assert left(project) == of_ranks(0, 1)
+
+    for file in (project.folder / "left").iterdir():
+        file.unlink()
+    command = project.start("train", config, "--out", "more", "--set", "task.sleep=0.1", "--set", "train.epochs=500")
+    run = Path(wait_until(lambda: list(project.folder.glob("more/*/metrics.jsonl")), what="the first step")[0]).parent
+    command.process.send_signal(signal.SIGTERM)
+    finished = command.wait()
+    assert finished.code == 75, finished.text
+    assert summary(run)["status"] == "preempted"
+    assert left(project) == of_ranks(0, 1)
+
+
+HANGS = """
+import atexit, os, pathlib, sys, time
+import lockstep.launcher.leaving
+lockstep.launcher.leaving.LEAVE_SECONDS = 2.0
+
+def hangs():
+    while True:
+        time.sleep(0.1)
+
+if os.environ["RANK"] == "1":
+    atexit.register(hangs)
+atexit.register(lambda: pathlib.Path(f"handler-{os.environ['RANK']}").touch())
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_handler_that_hangs_holds_nothing_up_and_changes_no_exit_code(project: Project) -> None:
+    (project.folder / "script.py").write_text(HANGS)
+    for status, expected in (("75", 75), ("3", 5)):
+        began = time.monotonic()
+        finished = project.run("run", "--processes", "2", "script.py", status)
+        assert finished.code == expected, finished.text
+        assert time.monotonic() - began < 20
+        assert "rank 1 was still at script.py:" in finished.err and "2 s after the end of its work" in finished.err
+        assert "rank 0 was" not in finished.err
+    assert all((project.folder / f"handler-{rank}").exists() for rank in (0, 1))
+
+
+SLOW_CONSEQUENCE = """
+import atexit, json, os, pathlib, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+
+def uploads():
+    time.sleep(7)
+    pathlib.Path("uploaded").write_text(json.dumps({"rank": os.environ["RANK"]}))
+
+if os.environ["RANK"] == "0":
+    atexit.register(uploads)
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+else:
+    dist.all_reduce(torch.ones(1))
+    raise ValueError("the cause")
+"""
+
+
+def test_a_rank_that_falls_with_another_gets_the_time_for_its_handlers(project: Project) -> None:
+    """The one with the tracker is seldom the one that failed."""
+    (project.folder / "script.py").write_text(SLOW_CONSEQUENCE)
+    finished = project.run("run", "--processes", "2", "script.py")
+    assert finished.code == 5 and "ValueError: the cause" in finished.err, finished.text
+    assert json.loads((project.folder / "uploaded").read_text()) == {"rank": "0"}
