@@ -88,31 +88,11 @@ def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, ma
 def _conclude_own(run: Run, outcome: dict[str, Any]) -> None:
     """What a start without a step leaves of the summary: all of it where it only evaluated, else the numbers."""
     before = run_folder.read_summary(run.folder) if run.is_main else {}
-    assert isinstance(run, _Started)
     if not before or run.progress.step > run.began_at:
-        conclude(run, outcome)
-    elif run.looked_for_batches:  # the last step was made before, and now the program came to its end
+        found = run.checkpointer.best() if run.is_main else None
+        conclude(run, {"metrics": run.journal.latest, "best": found, **outcome})
+    elif run.was_asked_for_batches:  # the last step was made before, and now the program came to its end
         conclude(run, {"metrics": before.get("metrics", {}), "best": before.get("best"), **outcome})
-
-
-class _Started(Run):
-    """A run that knows what this start of it did: the step that it began at, and whether it went on training."""
-
-    began_at = 0
-    looked_for_batches = False
-
-    def restore(self, *args: Any, **options: Any) -> bool:
-        restored = super().restore(*args, **options)
-        self.began_at = self.progress.step
-        return restored
-
-    def epochs(self, *args: Any, **options: Any) -> Iterator[int]:
-        self.looked_for_batches = True
-        return super().epochs(*args, **options)
-
-    def batches(self, *args: Any, **options: Any) -> Iterator[Any]:
-        self.looked_for_batches = True
-        return super().batches(*args, **options)
 
 
 @contextlib.contextmanager
@@ -212,7 +192,7 @@ def opened(
     opened_log = rank_log(folder / "logs", rank, console, redirect, outlet.log if outlet else None)
     with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
         _announce(present, folder)
-        run = _Started(topology, present.runtime, group, settings, folder, screen, requests)
+        run = Run(topology, present.runtime, group, settings, folder, screen, requests)
         try:
             yield run
         except (Exception, KeyboardInterrupt):  # the latter in a notebook, which lives on

@@ -55,12 +55,13 @@ class Feed:
         self.step: Step | None = None  # under way, or just done, until what follows it begins
         self.busy_since = 0.0
         self._in_epochs = False
+        self.was_asked = False  # for an epoch or a batch
         self._told_uneven: set[int] = set()  # batch sizes that the ranks do not divide
         self._saved_as_done: int | None = None  # the epoch that was saved as one with nothing left to do
 
     def epochs(self, count: int | None, go_on: Callable[[], bool]) -> Iterator[int]:
         """Epochs still to do. One is done when the loop comes back for the next: what follows its last batch counts."""
-        self._in_epochs = True
+        self._in_epochs = self.was_asked = True
         try:
             while go_on() and (count is None or self.progress.epoch < count):
                 yield self.progress.epoch
@@ -164,6 +165,7 @@ class Feed:
     # Inside
 
     def _open(self, dataset: Any, facts: dict[str, Any], name: str | None) -> Cursor | None:
+        self.was_asked = True
         self._forget_what_was_left()
         cursor = self.cursors.open(dataset, facts, name)
         if cursor is not None and self._in_epochs and self._saved_as_done == self.progress.epoch:

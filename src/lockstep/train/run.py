@@ -83,6 +83,7 @@ class Run:
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._restored = False
+        self.began_at = 0  # the step that this start of the run went on from
         seed_generators(runtime, settings.seed)
 
     # Who takes part, and deciding together: the group. Every call must be made by all ranks, in the same order.
@@ -304,6 +305,11 @@ class Run:
             dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate
         )
 
+    @property
+    def was_asked_for_batches(self) -> bool:
+        """Whether this start of the run went on training, or would have, had there been anything left to do."""
+        return self._feed.was_asked
+
     def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str = "train") -> Iterator[Any]:
         """Batches from a source that every rank has a share of, of whatever sizes, until no rank has any left.
 
@@ -489,6 +495,7 @@ class Run:
         self.journal.start_at(self.progress.step, state["journal"])
         self._pulse.start(self.progress.step, state["seconds"])
         self.checkpointer.restored_to(self._feed.position(explicit=False))
+        self.began_at = self.progress.step
         return True
 
     def newest_saved(self) -> tuple[int, Path] | None:

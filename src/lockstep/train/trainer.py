@@ -17,6 +17,7 @@ from lockstep.config.values import Interval
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import split_dataset
 from lockstep.errors import ConfigError
+from lockstep.train.changed import OptimizerArguments, apply_changes
 from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
 from lockstep.train.evaluation import BatchMean, Measure
 from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
@@ -48,16 +49,18 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     hooks: list[Hook] = [validation, checkpointing]
     monitor = None
     if schedulers:
-        schedule = Schedule(schedulers, every, config.scheduler.monitor if config.scheduler else None, validation)
+        schedule = Schedule(list(schedulers.values()), every, config.scheduler.monitor if config.scheduler else None, validation)
         hooks.insert(1, schedule)
         monitor = schedule.monitor
 
+    arguments = OptimizerArguments(config.optimizer.arguments if config.optimizer else None)
+    run.attach("optimizer arguments", arguments)
     run.restore()
-    if "val" in datasets:
-        names = run.names_of(measure, datasets["val"], batch_size, collate)
-        check_metrics(config, monitor, [f"val/{name}" for name in names], has_training_step(task))
-    else:
-        check_metrics(config, monitor, [], has_training_step(task))
+    for name, optimizer in run.optimizers.items():
+        for change in apply_changes(optimizer, schedulers.get(name), arguments.saved, arguments.current):
+            logger.info(change)
+    measured = run.names_of(measure, datasets["val"], batch_size, collate) if "val" in datasets else []
+    check_metrics(config, monitor, [f"val/{name}" for name in measured], has_training_step(task))
     run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
     stopped = train(run, task, datasets["train"], collate, config, hooks)
     if stopped:
@@ -80,7 +83,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[list[Any], Interval]:
+def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], Interval]:
     """Every model of the task with its optimizer and scheduler; the schedulers, and how often they are stepped."""
     limits = config.train
     made = task.model()
@@ -99,7 +102,7 @@ def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[list[Any], Interva
             on_nan=limits.on_nan,
             shard=task.shard_rules(),
         )
-    return [each for each in schedulers.values() if each is not None], every
+    return schedulers, every
 
 
 def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], open_ended: bool) -> None:
