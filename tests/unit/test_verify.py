@@ -19,7 +19,7 @@ from lockstep.verify import byproduct, report
 from lockstep.verify.available import missing
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
 from lockstep.verify.findings import Asked, Judged, Report, Row
-from lockstep.verify.judge import Comparison, compare, tolerance
+from lockstep.verify.judge import Comparison, compare, metrics_apart, tolerance
 from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial, execute, headline
 
@@ -62,6 +62,14 @@ def test_the_tolerance_grows_with_the_steps_and_is_wider_for_fewer_bits() -> Non
     assert tolerance("float32", 5) == pytest.approx(1e-5)
     assert tolerance("float32", 10) == 2 * tolerance("float32", 5)
     assert tolerance("bf16", 5) > 100 * tolerance("float32", 5)
+
+
+def test_metrics_are_compared_too_and_one_example_on_the_other_side_of_a_threshold_is_no_fault() -> None:
+    reference = {"val/accuracy": 0.9, "val/loss": 0.5, "val/auc": 0.592}
+    assert metrics_apart(reference, {"val/accuracy": 0.905, "val/loss": 0.500001, "val/auc": 0.592}, 1e-6) == {}
+    apart = metrics_apart(reference, {"val/accuracy": 0.9, "val/loss": 0.51, "val/auc": 0.535}, 1e-6)
+    assert list(apart) == ["val/auc", "val/loss"]
+    assert list(metrics_apart(reference, {}, 1e-6)) == sorted(reference)
 
 
 # Which

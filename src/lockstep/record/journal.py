@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # So many skipped steps one after the other are no accident: the weights themselves are not finite any more.
 SKIPS_IN_A_ROW = 100
+_NO_METRICS = ("step", "epoch", "examples", "skipped_steps", "lr")
 
 
 @dataclass
@@ -225,8 +226,7 @@ class Journal:
             self._write({"step": step, "epoch": epoch, **totals.means()}, time.perf_counter())
 
     def _write(self, row: dict[str, Any], at: float) -> None:
-        told = ("step", "epoch", "examples")
-        self.latest.update({name: value for name, value in row.items() if name not in told})
+        self.latest.update({name: value for name, value in row.items() if name.partition("/")[0] not in _NO_METRICS})
         if self._recorder is not None:
             self._recorder.write(dict(row), at)
         if self.listener is not None:

@@ -49,7 +49,9 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     hooks: list[Hook] = [validation, checkpointing]
     monitor = None
     if schedulers:
-        schedule = Schedule(list(schedulers.values()), every, config.scheduler.monitor if config.scheduler else None, validation)
+        schedule = Schedule(
+            list(schedulers.values()), every, config.scheduler.monitor if config.scheduler else None, validation
+        )
         hooks.insert(1, schedule)
         monitor = schedule.monitor
 

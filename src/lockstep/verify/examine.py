@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from lockstep.verify import byproduct, trial
 from lockstep.verify.available import missing
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
 from lockstep.verify.findings import Asked, Judged, Report, Row
-from lockstep.verify.judge import Comparison, Losses, compare, tolerance
+from lockstep.verify.judge import Comparison, Losses, Verdict, compare, metrics_apart, tolerance
 from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial
 
@@ -67,7 +67,7 @@ class _Runs:
         lacking = missing(combination, self.config.train)
         if lacking is not None:
             return Judged("not here", reason=lacking)
-        return self._judge(self._train(combination), reference.losses)
+        return self._judge(self._train(combination), reference.losses, reference.metrics)
 
     def control(self, reference: Trial) -> Comparison | None:
         """How far rounding alone takes this training, to tell an unstable one from a wrong one."""
@@ -90,7 +90,7 @@ class _Runs:
             name, before = taker.combination.name, giver.combination.name
             self.say(f"{name}: from the checkpoint of {before} at step {half}")
             run = _handed_over(giver.fresh.trial, taker.fresh.trial, half, self.work / f"{name}-resumed")
-            judged = self._judge(trial.resume(taker.combination, run, self.asked.limit), rest)
+            judged = self._judge(trial.resume(taker.combination, run, self.asked.limit), rest, reference.metrics)
             resumed[name] = replace(judged, resumed_from=before)
         return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
 
@@ -99,11 +99,14 @@ class _Runs:
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
         return trial.train(combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
 
-    def _judge(self, run: Trial, reference: Losses) -> Judged:
+    def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:
             return Judged("failed", run, reason=run.failure)
         comparison = compare(reference, run.losses, self.allowed)
-        return Judged("agrees" if comparison.agrees else "differs", run, comparison)
+        names = metrics_apart(metrics, run.metrics, self.allowed)
+        apart = {name: (run.metrics.get(name), metrics.get(name)) for name in names}
+        verdict: Verdict = "agrees" if comparison.agrees and not apart else "differs"
+        return Judged(verdict, run, comparison, metrics_apart=apart)
 
 
 def _unjudged(report: Report, config: RunConfig) -> Report:

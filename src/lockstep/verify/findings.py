@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.verify.combinations import Combination
@@ -33,6 +33,7 @@ class Judged:
     trial: Trial | None = None
     comparison: Comparison | None = None
     reason: str = ""  # why it is not here, or failed
+    metrics_apart: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)  # here, reference
     resumed_from: str = ""
 
 

@@ -13,6 +13,9 @@ Verdict = Literal["reference", "agrees", "differs", "failed", "random", "not her
 # Per step, relative; docs/verify.md says where it comes from.
 TOLERANCE_PER_STEP = {"float32": 2e-6, "bf16": 2e-3}
 
+# Of a metric at the end, relative: of a hundred examples, one.
+METRIC_TOLERANCE = 0.01
+
 
 def tolerance(precision: str, steps: int) -> float:
     """What two orders of summation may differ by after so many steps, with room to spare."""
@@ -36,6 +39,19 @@ def compare(reference: Losses, losses: Losses, allowed: float) -> Comparison:
     apart = {step: _difference(reference.get(step), losses.get(step)) for step in sorted({*reference, *losses})}
     first = next((step for step, difference in apart.items() if not difference <= allowed), None)
     return Comparison(max(apart.values(), default=math.inf), first if apart else 0)
+
+
+def metrics_apart(reference: Mapping[str, float], metrics: Mapping[str, float], allowed: float) -> dict[str, float]:
+    """The metrics at the end that differ by more than is allowed, and by how much.
+
+    A loss moves with the weights. Other metrics may jump: one example on the other side of a threshold is no fault.
+    """
+    apart = {name: _difference(reference.get(name), metrics.get(name)) for name in sorted({*reference, *metrics})}
+    return {
+        name: difference
+        for name, difference in apart.items()
+        if not difference <= (allowed * 10 if "loss" in name else max(allowed, METRIC_TOLERANCE))
+    }
 
 
 def _difference(reference: float | None, other: float | None) -> float:

@@ -115,6 +115,10 @@ def _difference(judged: Judged) -> str:
     return f"{judged.comparison.largest:.1e}" if judged.comparison.largest else "0"
 
 
+def _number(value: float | None) -> str:
+    return "not there" if value is None else f"{value:.6g}"
+
+
 def _comparisons(row: Row) -> list[Any]:
     runs = (row.fresh, row.resumed)
     return [each.comparison for each in runs if each is not None and each.comparison is not None]
@@ -137,6 +141,13 @@ def _failed_or_differs(judged: Judged) -> str:
     if judged.comparison is None:
         return f"failed: {judged.reason}{log}"
     first = judged.comparison.first_step
+    if first is None:
+        shown = ", ".join(f"{name} is {_number(here)} and not {_number(there)}"
+                          for name, (here, there) in judged.metrics_apart.items())  # fmt: skip
+        return (
+            f"has the losses of the reference, but not its metrics: {shown}. A metric must be one value per example, "
+            f"or a lockstep.Mean, and must not depend on how examples fall into batches{log}"
+        )
     if judged.resumed_from:
         return f"differs from step {first} on: the checkpoint does not bring back the same state{log}"
     if first == 1:
@@ -192,6 +203,8 @@ def _plain(judged: Judged) -> dict[str, Any]:
         "losses": {} if run is None else {str(step): loss for step, loss in run.losses.items()},
         "largest_difference": comparison.largest if comparison else None,
         "differs_from_step": comparison.first_step if comparison else None,
+        "metrics": {} if run is None else dict(run.metrics),
+        "metrics_that_differ": sorted(judged.metrics_apart),
         "seconds": round(run.seconds, 3) if run else None,
         "command": run.command if run else None,
         "log": str(run.log) if run else None,

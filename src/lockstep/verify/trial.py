@@ -20,8 +20,8 @@ from lockstep.doctor.ask import environment
 from lockstep.record.run_folder import SUMMARY_FILE
 from lockstep.verify.combinations import Combination
 
-# Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
 LOSS = "train/loss"  # what training rows call it
+# Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
 _LEAVE_SECONDS = 20.0
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
@@ -36,6 +36,7 @@ class Trial:
     seconds: float
     losses: Mapping[int, float] = field(default_factory=dict)  # by step
     failure: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)  # at the end
 
 
 def train(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
@@ -58,7 +59,7 @@ def _run(combination: Combination, arguments: list[str], out: Path, limit: float
     seconds = time.monotonic() - began
     folder = next(iter((out / "runs").glob("*/")), None)
     if code == 0:
-        return Trial(shlex.join(command), log, folder, seconds, _losses(folder))
+        return Trial(shlex.join(command), log, folder, seconds, _losses(folder), metrics=_metrics(folder))
     text = log.read_text(encoding="utf-8", errors="replace")
     failure = _late(text, limit) if code is None else headline(text, _reason(folder), code)
     return Trial(shlex.join(command), log, folder, seconds, failure=failure)
@@ -100,8 +101,18 @@ def _losses(folder: Path | None) -> dict[int, float]:
 
     if folder is None or not (folder / METRICS_FILE).is_file():
         return {}
-    rows = read_rows(folder / METRICS_FILE)
-    return {row["step"]: row[LOSS] for row in rows if SPEED in row and row.get(LOSS) is not None}
+    rows = [row for row in read_rows(folder / METRICS_FILE) if SPEED in row]
+    # A task with a training step of its own calls its losses what it likes: the first of them.
+    named = dict.fromkeys(name for row in rows for name in row if name.startswith("train/"))
+    loss = LOSS if LOSS in named or not named else next(iter(named))
+    return {row["step"]: row[loss] for row in rows if row.get(loss) is not None}
+
+
+def _metrics(folder: Path | None) -> dict[str, float]:
+    if folder is None or not (folder / SUMMARY_FILE).is_file():
+        return {}
+    found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("metrics") or {}
+    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
 def _reason(folder: Path | None) -> str | None:
