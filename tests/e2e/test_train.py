@@ -98,6 +98,15 @@ def test_early_stopping_ends_all_ranks_and_is_remembered(project: Project) -> No
     assert summary(first)["epoch"] == 3
 
 
+def test_a_metric_that_will_never_be_there_is_told_before_the_first_step(project: Project) -> None:
+    """And not after the first epoch, with nothing saved."""
+    mistake = {"checkpoint": {"keep": {"metric": "val/acuracy", "mode": "max"}}}
+    finished = project.run("train", project.config(processes=2, **mistake))
+    assert finished.code == 2, finished.text
+    assert "checkpoint.keep.metric: there is no metric 'val/acuracy': did you mean val/accuracy?" in finished.err
+    assert not (project.only_run() / "metrics.jsonl").exists()
+
+
 @pytest.mark.requirement("D06")
 def test_without_validation_data_training_metrics_decide(project: Project) -> None:
     run = project.train(
@@ -115,7 +124,7 @@ def test_the_scheduler_is_stepped_under_every_strategy(project: Project, process
     scheduler = {"type": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5, "every": "1 step"}
     run = project.train(processes=processes, scheduler=scheduler, train={"steps": 6, "batch_size": 12})
     rates = [row["lr"] for row in rows(run) if "lr" in row]
-    assert rates == pytest.approx([0.1, 0.05, 0.05, 0.025, 0.025, 0.0125])
+    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
     assert summary(run)["strategy"] == ("single" if processes == 1 else "ddp")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,11 @@ def test_what_is_written_is_plain_and_reads_back(folder: Path) -> None:
 def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "a secret")
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
+    main = types.ModuleType("__main__")
+    main.__spec__ = importlib.machinery.ModuleSpec("mine.__main__", None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
     found = running("main", 1, RunSettings(seed=7), None)
-    assert (found.module, found.script, found.arguments) == ("pytest", None, ("--epochs", "3"))
+    assert (found.module, found.script, found.arguments) == ("mine", None, ("--epochs", "3"))
     assert (found.directory, found.processes, found.settings["seed"]) == (str(Path.cwd()), None, 7)
     assert "a secret" not in found.model_dump_json()
     ranks = Topology(Place(rank=1), world_size=4, local_world_size=2, port=1)
