@@ -132,7 +132,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("train: {epochs: 1, steps: 2}", "train: give epochs or steps, not both (epochs: 1, steps: 2)"),
         ("seed: -1", "seed: input should be greater than or equal to 0, got -1"),
         ("seed: true", "seed: input should be a valid integer, got True"),
-        ("runtime: gpu", "runtime: must be one of auto, cpu, cuda or xla"),
+        ("runtime: tpu", "runtime: must be one of auto, cpu, cuda or xla"),
         ("strategy: ddpp", "strategy: must be one of auto, single, ddp, threads or spmd; did you mean ddp?"),
         ("data: {workers: -1}", "data.workers: input should be greater than or equal to 0, got -1"),
         ("data: {prefetch: 2}", "data: prefetch: 2 needs workers to do it; set data.workers to 1 or more"),

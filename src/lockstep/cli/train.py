@@ -108,8 +108,8 @@ def resume(
         ended = cluster.train(loaded, changed)
         conclude(ended.folder, ended.result, ended.config)
     loaded = local.resolved(loaded, say)
-    local.warm_up(local.plan(loaded, str(run_dir)))
     changed(loaded)
+    local.warm_up(local.plan(loaded, str(run_dir)))
     conclude(run_dir, local.train(run_dir, loaded, say), loaded)
 
 
