@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import profiler
+from lockstep.checkpoint import reader
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.writer import CheckpointWriter
@@ -116,13 +117,13 @@ class Keeping(OnDevices):
         """Go on from the newest good checkpoint of this run's folder; False where there is none."""
         if self.is_main:
             self._store.sweep()
-        step = self.agree(self._store.newest_good, "the newest good checkpoint")
-        if step is None:
+        loaded = reader.restore(self._store, self.group)
+        self._writer.go_on_from(loaded.step if loaded else None)
+        if loaded is None:
             self._pulse.start(0, 0.0)
             self.journal.start_at(0)
             return False
-        loaded = self._store.read(step)
-        state = loaded.state
+        step, state = loaded.step, loaded.state
         self._set_up(self._kept.module)
         self._kept.load(loaded.model, state, str(self._store.path(step)))
         self._strategy.restored(self.module, self._kept.optimizer)
