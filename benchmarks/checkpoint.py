@@ -1,14 +1,16 @@
-"""How long a save holds up training, and how long it takes until the save is safe on the disk.
+"""How long a save holds up training, how long it takes until the save is safe on the disk, and how long the way back.
 
 One process trains a model whose weights and Adam state are --mib MiB together, and saves every few steps: through
-Lockstep (waiting, or in the background), with torch.save, with Accelerate's save_state. Every measurement is a process
-of its own, in random order.
+Lockstep (waiting, or in the background), with torch.save, with Accelerate's save_state. Then one process, or two,
+restore what was saved. Every measurement is a process of its own, in random order.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -28,6 +30,11 @@ NAMES = {
     "lockstep-sync": "Lockstep, `async: false`",
     "lockstep-async": "Lockstep, `async: true` (default)",
 }
+RESTORES = {
+    "torch-load": "`torch.load`, 1 process",
+    "lockstep-restore-1": "Lockstep, 1 process",
+    "lockstep-restore-2": "Lockstep, 2 processes",
+}
 WIDTH = 1024  # a layer is WIDTH x WIDTH: 4 MiB, and 12 MiB with its Adam state
 SAVES = 4  # per measurement; the first pays for what later ones find ready
 
@@ -36,7 +43,11 @@ Blocked: how long the call keeps training from going on. On disk: from the call 
 (fsync of files and folders; torch and Accelerate do not do that themselves, so here it is done for them, and counted
 as "on disk" only) and, for Lockstep, every file has its digest and the folder its final name. Steps meanwhile: how much
 longer a training step takes while a save is written in the background, by one core of this machine. CPU, one thread,
-Adam, float32. The first save of a process allocates, so it is shown apart. Medians."""
+Adam, float32. The first save of a process allocates, so it is shown apart. Medians.
+
+Memory: the most that the process had beyond what it had before its first save, or before its restore, as a share of
+the state. A save keeps one copy for the next; a restore ends with the optimizer's state, which is two thirds. Restores
+read from the page cache, and are of the model and the optimizer, with digests checked by Lockstep alone."""
 
 
 def main() -> None:
@@ -53,11 +64,13 @@ def main() -> None:
 
     names = [name for name in NAMES if name != "accelerate" or report.installed("accelerate")]
     found: dict[str, list[list[dict[str, float]]]] = defaultdict(list)
-    for name in report.interleaved(names, chosen):
+    for name in report.interleaved([*names, *RESTORES], chosen):
         found[name].append(measure(name, chosen.mib, chosen.folder))
-    header = ["", "blocked, first save", "blocked, later saves", "on disk, first", "on disk, later", "steps meanwhile"]
-    rows = [[NAMES[name], *cells(found[name])] for name in names]
-    text = f"A state of {chosen.mib} MiB:\n\n{report.table(header, rows)}\n\n{NOTES}"
+    header = ["", "blocked, first", "blocked, later", "on disk, first", "on disk, later", "steps meanwhile", "memory"]
+    rows = [[NAMES[name], *cells(found[name], chosen.mib)] for name in names]
+    restores = [[RESTORES[name], *restore_cells(found[name], chosen.mib)] for name in RESTORES]
+    tables = f"{report.table(header, rows)}\n\n{report.table(['', 'restored in', 'memory'], restores)}"
+    text = f"A state of {chosen.mib} MiB:\n\n{tables}\n\n{NOTES}"
     report.publish(text, {"mib": chosen.mib, "found": found}, chosen.json)
 
 
@@ -70,7 +83,14 @@ def measure(name: str, mib: int, parent: Path | None) -> list[dict[str, float]]:
         return list(json.loads(file.read_text(encoding="utf-8")))
 
 
-def cells(found: list[list[dict[str, float]]]) -> list[str]:
+def restore_cells(found: list[list[dict[str, float]]], mib: int) -> list[str]:
+    ranks = [rank for ranks in found for rank in ranks]
+    seconds = [max(rank["seconds"] for rank in ranks) for ranks in found]
+    memory = statistics.median(rank["memory"] for rank in ranks) / mib
+    return [f"{statistics.median(seconds):.2f} s", f"{memory:.2f}"]
+
+
+def cells(found: list[list[dict[str, float]]], mib: int) -> list[str]:
     first, later = [saves[0] for saves in found], [save for saves in found for save in saves[1:]]
     slowdown = [save["slowdown"] for save in later if "slowdown" in save]
 
@@ -83,6 +103,7 @@ def cells(found: list[list[dict[str, float]]]) -> list[str]:
         median(first, "on disk"),
         median(later, "on disk"),
         f"{statistics.median(slowdown):.2f} times" if slowdown else "-",
+        f"{statistics.median(saves[-1]['memory'] for saves in found) / mib:.2f}",
     ]
 
 
@@ -102,6 +123,23 @@ def make_training(mib: int) -> tuple[Any, Any, Callable[[], Any]]:
     return model, optimizer, lambda: model(batch).square().mean()
 
 
+class Memory:
+    """The most that this process has had beyond what it has now, in MiB."""
+
+    def __init__(self) -> None:
+        # Linux counts the peak from here on.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self._before = self._peak()
+
+    def more(self) -> float:
+        return self._peak() - self._before
+
+    @staticmethod
+    def _peak() -> float:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
+
+
 def save_with_torch(mib: int, folder: Path) -> list[dict[str, float]]:
     import torch
 
@@ -116,7 +154,7 @@ def save_with_torch(mib: int, folder: Path) -> list[dict[str, float]]:
         target.mkdir()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target / "state.pt")
 
-    return [_save_and_sync(step, save, folder / f"save-{number}") for number in range(SAVES)]
+    return _saves(step, save, folder)
 
 
 def save_with_accelerate(mib: int, folder: Path) -> list[dict[str, float]]:
@@ -134,7 +172,14 @@ def save_with_accelerate(mib: int, folder: Path) -> list[dict[str, float]]:
     def save(target: Path) -> None:
         accelerator.save_state(str(target))
 
-    return [_save_and_sync(step, save, folder / f"save-{number}") for number in range(SAVES)]
+    return _saves(step, save, folder)
+
+
+def _saves(step: Callable[[], None], save: Callable[[Path], None], folder: Path) -> list[dict[str, float]]:
+    step()
+    memory = Memory()
+    found = [_save_and_sync(step, save, folder / f"save-{number}") for number in range(SAVES)]
+    return [{**each, "memory": memory.more()} for each in found]
 
 
 def _save_and_sync(step: Callable[[], None], save: Callable[[Path], None], target: Path) -> dict[str, float]:
@@ -166,7 +211,9 @@ def save_with_lockstep(asynchronous: bool) -> Callable[[int, Path], list[dict[st
                 return time.perf_counter() - began
 
             step()
-            return [_save_and_go_on(run, step) for _ in range(SAVES)]
+            memory = Memory()
+            saves = [_save_and_go_on(run, step) for _ in range(SAVES)]
+            return [{**each, "memory": memory.more()} for each in saves]
 
         checkpoint = {"every": None, "async": asynchronous, "keep": {"last": 1, "best": 0}}
         returned = lockstep.launch(loop, processes=1, runtime="cpu", out=folder, checkpoint=checkpoint)
@@ -192,11 +239,69 @@ def _save_and_go_on(run: Any, step: Callable[[], float]) -> dict[str, float]:
     return {"blocked": blocked, "on disk": on_disk, "slowdown": statistics.median(during) / quiet}
 
 
+def save_once_with_torch(mib: int, folder: Path) -> None:
+    import torch
+
+    model, optimizer, loss = make_training(mib)
+    loss().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state.pt")
+
+
+def load_with_torch(mib: int, folder: Path) -> list[dict[str, float]]:
+    import torch
+
+    # Saved by a process of its own, which leaves no memory behind for the one that restores.
+    saving = multiprocessing.get_context("spawn").Process(target=save_once_with_torch, args=(mib, folder))
+    saving.start()
+    saving.join()
+    model, optimizer, _ = make_training(mib)
+    memory, began = Memory(), time.perf_counter()
+    state = torch.load(folder / "state.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return [{"seconds": time.perf_counter() - began, "memory": memory.more()}]
+
+
+def save_once(run: Any, mib: int) -> None:
+    model, optimizer, loss = make_training(mib)
+    run.setup(model, optimizer)
+    run.backward(loss())
+    run.step()
+    run.checkpoint()
+
+
+def restore(run: Any, mib: int) -> dict[str, float]:
+    model, optimizer, _ = make_training(mib)
+    run.setup(model, optimizer)
+    run.barrier("the restore")
+    memory, began = Memory(), time.perf_counter()
+    if not run.restore():
+        raise SystemExit("there is nothing to restore")
+    return {"seconds": time.perf_counter() - began, "memory": memory.more()}
+
+
+def restore_with_lockstep(processes: int) -> Callable[[int, Path], list[dict[str, float]]]:
+    def contender(mib: int, folder: Path) -> list[dict[str, float]]:
+        import lockstep
+
+        checkpoint = {"every": None, "async": False, "keep": {"last": 1, "best": 0}}
+        settings: Any = {"runtime": "cpu", "folder": folder / "run", "checkpoint": checkpoint}
+        # Two, so that these as well are processes of their own.
+        lockstep.launch(functools.partial(save_once, mib=mib), processes=2, **settings)
+        return lockstep.launch(functools.partial(restore, mib=mib), processes=processes, **settings)
+
+    return contender
+
+
 CONTENDERS = {
     "torch": save_with_torch,
     "accelerate": save_with_accelerate,
     "lockstep-sync": save_with_lockstep(asynchronous=False),
     "lockstep-async": save_with_lockstep(asynchronous=True),
+    "torch-load": load_with_torch,
+    "lockstep-restore-1": restore_with_lockstep(processes=1),
+    "lockstep-restore-2": restore_with_lockstep(processes=2),
 }
 
 if __name__ == "__main__":

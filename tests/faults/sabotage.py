@@ -164,8 +164,8 @@ def saboteur() -> Saboteur | None:
 
 
 def _watch_for_moments(saboteur: Saboteur) -> None:
-    import lockstep.checkpoint.storage as store
     import lockstep.distributed.rollcall.hold as hold
+    from lockstep.checkpoint import manifest
     from lockstep.distributed.group import Group
     from lockstep.train.run import Run
 
@@ -190,10 +190,9 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
 
         setattr(owner, name, wrapped)
 
-    def files_are_written(file: Path) -> None:
+    def files_are_written(folder: Path, told: Any) -> None:
         """Everything but the manifest is there, under the temporary name."""
-        if file.name == store.TREE_FILE:
-            saboteur.reached(SAVING, int(file.parent.name.split("step-")[1].split("-")[0]))
+        saboteur.reached(SAVING, int(told["step"]))
 
     def validated(run: Run, name: str = "") -> None:
         if name == "the end of validation":
@@ -203,10 +202,10 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
         (Path(saboteur.fault.folder) / f"steps-{saboteur.rank}").write_text(str(run.progress.step))
 
     before(hold, "call", lambda *args, **kwargs: saboteur.reached(ROLL_CALL, 0))
-    before(store, "_sync_file", files_are_written)
+    before(manifest, "write", files_are_written)
     after(Run, "barrier", validated)
     before(Run, "finish", lambda run: saboteur.reached(LAST, run.progress.step))
-    after(Run, "_advance", note_step)
+    after(Run, "step", note_step)
     _leave_out_when_asked(saboteur, Group)
 
 

@@ -75,3 +75,33 @@ def test_an_unwritable_output_folder(project: Project) -> None:
     finished = project.run("train", project.config(), "--out", out)
     assert finished.code == 2
     assert "Name a writable folder with --out" in finished.err
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_never_costs_a_good_one(project: Project) -> None:
+    """It is newer than what is saved after the resume, so that whoever counts it keeps it in place of good ones."""
+    run = project.train(
+        train={"steps": 10, "batch_size": 12}, checkpoint={"every": "5 steps", "keep": {"last": 2, "best": 0}}
+    )
+    assert steps_saved(run) == [5, 10]
+    folder = run / "checkpoints"
+    flip_a_bit(folder / "step-00000010" / "model.safetensors")
+    damaged = (folder / "step-00000010" / "model.safetensors").read_bytes()
+    fewer = ("--set", "checkpoint={every: 1 step, keep: {last: 1, best: 0}}", "--set", "train.steps=7")
+    resumed = project.run("resume", run, *fewer)
+    assert resumed.code == 0, resumed.text
+    assert "checkpoint step-00000010 is damaged and is passed over: " in resumed.text
+    assert "model.safetensors does not match its digest in the manifest" in resumed.text
+    assert "restored step-00000005" in resumed.text
+    assert "set aside as damaged-step-00000010" in resumed.text
+    assert steps_saved(run) == [7]
+    assert (folder / "damaged-step-00000010" / "model.safetensors").read_bytes() == damaged
+    again = project.run("resume", run, "--set", "train.steps=8")
+    assert again.code == 0, again.text
+    assert "restored step-00000007" in again.text and "is damaged" not in again.text
+    assert sorted(path.name for path in folder.iterdir()) == ["damaged-step-00000010", "step-00000008"]

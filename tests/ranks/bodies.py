@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import signal
+import sys
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,8 +20,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import reader
+from lockstep.checkpoint.manifest import FILES
+from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.errors import RankZeroFailed
+from lockstep.errors import CheckpointError, RankZeroFailed
 
 
 def dataset(count: int = 50) -> TensorDataset:
@@ -271,13 +279,13 @@ def fails_and_cannot_leave(run: lockstep.Run) -> None:
 
 def slow_synchronous_saves(run: lockstep.Run) -> int:
     """Every save takes longer than a rank may go without progress, and less than a save may take."""
-    write = CheckpointStorage.write
+    create = CheckpointStorage.create
 
-    def slowly(store: CheckpointStorage, snapshot: Any) -> Any:
+    def slowly(store: CheckpointStorage, *how: Any) -> Any:
         time.sleep(4)
-        return write(store, snapshot)
+        return create(store, *how)
 
-    CheckpointStorage.write = slowly  # type: ignore[method-assign]
+    CheckpointStorage.create = slowly  # type: ignore[method-assign]
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
     for _ in run.epochs(2):
@@ -285,6 +293,54 @@ def slow_synchronous_saves(run: lockstep.Run) -> int:
         run.checkpoint()
         run.evaluate(lambda batch: {"x": run.module(batch[0])[:, 0]}, dataset(), 10)
     return run.progress.step
+
+
+def restores(run: lockstep.Run) -> dict[str, Any]:
+    """As if rank 1 were on a host of its own, with a disk of its own."""
+    host = "b" if run.rank == 1 else "a"
+    reader.socket.gethostname = lambda: host  # type: ignore[attr-defined]
+    store, warnings = CheckpointStorage(run.folder / host), logging.handlers.MemoryHandler(1000)
+    logging.getLogger("lockstep.checkpoint").addHandler(warnings)
+
+    def told(which: dict[str, Any]) -> dict[str, Any] | None:
+        loaded = reader.restore(store, run.group, **which)
+        if loaded is None:
+            return None
+        return {
+            "step": loaded.step,
+            "sum": loaded.model["big"].double().sum().item(),
+            "momentum": loaded.state["momentum"].mean().item(),
+            "tied": loaded.model["tied"] is loaded.model["big"],
+        }
+
+    def refused(which: dict[str, Any]) -> str:
+        try:
+            return f"not refused: {told(which)}"
+        except CheckpointError as error:
+            return str(error)
+
+    opened: Counter[str] = Counter()
+
+    def note(event: str, details: tuple[Any, ...]) -> None:
+        if event == "open" and "step-00000002" in str(details[0]):
+            opened[Path(str(details[0])).name] += 1
+
+    sys.addaudithook(note)
+    found: dict[str, Any] = {"newest": told({}), "opened": {name: opened[name] for name in opened if name in FILES}}
+    found["warnings"] = [each.getMessage() for each in warnings.buffer if each.levelno >= logging.WARNING]
+    return found | {
+        "best": told({"best": True}),
+        "missing": refused({"step": 7}),
+        "asked": refused({"step": 3}),
+        "empty": reader.restore(CheckpointStorage(run.folder / "nothing"), run.group),
+    }
+
+
+def reads_for_ever(run: lockstep.Run) -> None:
+    """The disk of the rank that reads does not answer."""
+    if run.rank == 0:
+        SharedFile._read_piece = lambda *piece: time.sleep(60)  # type: ignore[method-assign,assign,misc]
+    reader.restore(CheckpointStorage(run.folder / "a"), run.group)
 
 
 def profiled_loop(run: lockstep.Run) -> int:

@@ -49,7 +49,7 @@ def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
         pytest.skip("mounting a disk for a node needs root and unshare")
     runs = on_ray.folder / "runs"
     runs.mkdir()
-    command = Path(sys.executable).with_name("ray")
+    command = f"{sys.executable} -m ray.scripts.scripts"
     scripts, started = [], []
     for number in range(2):
         options = f"--num-cpus=1 --dashboard-agent-listen-port={_free_port()} --resources='{{\"apart\": 1}}' --block"

@@ -14,7 +14,9 @@ from comparison import same
 from safetensors import safe_open
 from torch import nn
 
-from lockstep.checkpoint.storage import MODEL_FILE, CheckpointStorage
+from lockstep.checkpoint.manifest import MODEL_FILE
+from lockstep.checkpoint.reader import read
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.config.schema import Checkpoint, Keep
 from lockstep.errors import CheckpointError
@@ -54,7 +56,7 @@ def test_what_was_saved_is_there_after_finish(saver: Savers, asynchronous: bool)
     one = saver(asynchronous)
     save(one, 3)
     one.finish()
-    loaded = one.store.read(3)
+    loaded = read(one.store, 3)
     assert same((loaded.model, loaded.state), ({"w": torch.full((2,), 3.0)}, {"step": 3}))
     assert loaded.about["created"]
     assert one.last_step == 3
@@ -70,7 +72,7 @@ def test_the_picture_is_of_the_moment_of_the_save(saver: Savers, asynchronous: b
         momentum += 1
     one.finish()
     for step in (1, 2):
-        loaded = one.store.read(step)
+        loaded = read(one.store, step)
         assert set(loaded.model["w"].tolist()) == set(loaded.state["momentum"].tolist()) == {step - 1.0}
 
 
@@ -79,7 +81,7 @@ def test_tensors_may_change_in_shape_and_type_between_saves(saver: Savers) -> No
     save(one, 1, w=torch.zeros(3))
     save(one, 2, w=torch.ones(2, 2).to(torch.bfloat16))
     one.finish()
-    assert same(one.store.read(2).model, {"w": torch.ones(2, 2).to(torch.bfloat16)})
+    assert same(read(one.store, 2).model, {"w": torch.ones(2, 2).to(torch.bfloat16)})
 
 
 def test_tensors_may_lie_in_memory_in_any_way(saver: Savers) -> None:
@@ -88,7 +90,7 @@ def test_tensors_may_lie_in_memory_in_any_way(saver: Savers) -> None:
     one = saver()
     save(one, 1, **tensors)
     one.finish()
-    assert same(one.store.read(1).model, {name: each.contiguous() for name, each in tensors.items()})
+    assert same(read(one.store, 1).model, {name: each.contiguous() for name, each in tensors.items()})
 
 
 class Tied(nn.Module):
@@ -105,7 +107,7 @@ def test_tied_weights_are_saved_once_and_restored_into_a_tied_model(saver: Saver
     one.finish()
     with safe_open(one.store.path(1) / MODEL_FILE, framework="pt") as opened:
         assert list(opened.keys()) == ["embed.weight"]
-    other.load_state_dict(one.store.read(1).model)
+    other.load_state_dict(read(one.store, 1).model)
     assert other.head.weight is other.embed.weight
     assert torch.equal(other.head.weight, model.head.weight)
 
@@ -116,6 +118,40 @@ def test_old_ones_are_deleted_and_the_best_is_kept(saver: Savers) -> None:
         save(one, step, value)
     one.finish()
     assert one.store.steps() == [2, 5]
+
+
+def test_a_damaged_newer_one_is_set_aside_by_the_first_save_and_takes_nobodys_place(saver: Savers) -> None:
+    first = saver(last=2, best=0)
+    for step in (5, 10):
+        save(first, step)
+    first.finish()
+    file = first.store.path(10) / MODEL_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    second = saver(last=1, best=0)
+    assert second.store.newest_good() == 5
+    second.go_on_from(5)
+    assert second.store.steps() == [5, 10], "whoever only looks changes nothing"
+    for step in (6, 7):
+        save(second, step)
+    second.finish()
+    assert sorted(path.name for path in saver.folder.iterdir()) == ["damaged-step-00000010", "step-00000007"]
+
+
+def test_a_branch_that_was_left_is_set_aside_and_one_that_was_not_restored_at_all_too(saver: Savers) -> None:
+    one = saver(last=2, best=1)
+    for step, value in [(1, 3.0), (2, 1.0), (3, 2.0)]:
+        save(one, step, value)
+    one.finish()
+    other = saver(last=2, best=1)
+    other.go_on_from(2)
+    save(other, 3, 0.5)
+    other.finish()
+    assert other.store.steps() == [2, 3] and (saver.folder / "aside-step-00000003").is_dir()
+    anew = saver(last=1, best=1)
+    anew.go_on_from(None)
+    save(anew, 1, 9.0)
+    anew.finish()
+    assert anew.store.steps() == [1], "the only one of this run, though others were newer and better"
 
 
 # Failures
@@ -160,8 +196,8 @@ def test_a_failed_write_is_raised_at_once_where_saving_is_not_asynchronous(saver
 def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointWriter]:
     """A saver whose disk does not answer, with a save under way."""
     answer = threading.Event()
-    write = CheckpointStorage.write
-    monkeypatch.setattr(CheckpointStorage, "write", lambda self, snapshot: answer.wait(30) and write(self, snapshot))
+    create = CheckpointStorage.create
+    monkeypatch.setattr(CheckpointStorage, "create", lambda self, *how: answer.wait(30) and create(self, *how))
     one = CheckpointWriter(CheckpointStorage(saver.folder), Checkpoint(timeout=0.2))
     save(one, 1)
     yield one
@@ -200,6 +236,35 @@ def test_a_failure_is_raised_once_and_saving_may_be_tried_again(saver: Savers) -
 def test_what_cannot_be_saved_is_told_by_its_path_at_the_save(saver: Savers) -> None:
     with pytest.raises(CheckpointError, match=r"attached\.mine: a value of type set cannot be saved"):
         saver().save(1, {}, {"attached": {"mine": {1, 2}}}, {})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.eye(2).to_sparse(), "its layout is torch.sparse_coo; only dense tensors can be saved"),
+        (torch.zeros(2, dtype=torch.bits8), "its type is torch.bits8, which the safetensors format does not have"),
+    ],
+)
+def test_a_tensor_that_cannot_be_saved_is_told_by_its_name_at_the_save(
+    saver: Savers, tensor: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"model: 'w' cannot be saved: {message}"):
+        save(saver(), 1, w=tensor)
+    with pytest.raises(CheckpointError, match=f"state: 'mine.w' cannot be saved: {message}"):
+        saver().save(1, {}, {"mine": {"w": tensor}}, {})
+
+
+def test_complex_numbers_of_any_width_are_saved(saver: Savers) -> None:
+    tensors = {
+        str(kind): torch.tensor([[1 + 2j], [3 - 4j]], dtype=kind) for kind in (torch.complex64, torch.complex128)
+    }
+    one = saver()
+    one.save(1, tensors, {"deep": tensors}, {})
+    one.finish()
+    loaded = read(one.store, 1)
+    assert same(loaded.model, tensors) and same(loaded.state, {"deep": tensors})
+    with safe_open(one.store.path(1) / MODEL_FILE, framework="pt") as opened:
+        assert opened.get_tensor("torch.complex128").tolist() == [[[1.0, 2.0]], [[3.0, -4.0]]]
 
 
 def test_a_saver_that_never_saved_can_be_finished(saver: Savers) -> None:

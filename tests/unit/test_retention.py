@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import inf, nan
 
 import pytest
@@ -43,6 +44,24 @@ def test_what_is_deleted(values: list[float | None], last: int, best: int, mode:
     assert to_delete(saved(*values), last, best, mode) == deleted
 
 
+@pytest.mark.parametrize(
+    ("there", "last", "best", "deleted"),
+    [
+        pytest.param([(5, True), (10, False)], 1, 0, [], id="the only good one is older than a damaged one"),
+        pytest.param([(5, True), (6, True), (10, False)], 1, 0, [5], id="the newest good one stays"),
+        pytest.param([(5, False), (6, True), (7, True)], 1, 0, [6], id="a damaged older one is left alone"),
+        pytest.param([(5, False), (6, False)], 1, 1, [], id="nothing is good"),
+        pytest.param([(1, False), (2, True), (3, True)], 1, 1, [], id="a damaged one is not the best"),
+        pytest.param([(1, True), (2, True)], 0, 0, [1], id="whatever is asked for, one stays"),
+    ],
+)
+def test_what_is_damaged_is_neither_counted_nor_deleted(
+    there: list[tuple[int, bool]], last: int, best: int, deleted: list[int]
+) -> None:
+    found = [Saved(step, float(step), whole) for step, whole in there]
+    assert to_delete(found, last, best, "min") == deleted
+
+
 def test_best_first() -> None:
     order = [each.step for each in best_first(saved(2.0, None, 1.0, nan, 2.0), "min")]
     assert order == [3, 1, 5]
@@ -51,14 +70,18 @@ def test_best_first() -> None:
 @settings(deadline=None)
 @given(
     values=st.lists(st.none() | st.floats(), max_size=12),
+    damaged=st.sets(st.integers(1, 12)),
     last=st.integers(1, 5),
     best=st.integers(0, 5),
     mode=st.sampled_from(["min", "max"]),
 )
-def test_the_newest_always_stay_and_no_more_than_asked_for(
-    values: list[float | None], last: int, best: int, mode: str
+def test_the_newest_good_always_stay_and_no_more_than_asked_for(
+    values: list[float | None], damaged: set[int], last: int, best: int, mode: str
 ) -> None:
-    steps = list(range(1, len(values) + 1))
-    kept = [step for step in steps if step not in to_delete(saved(*values), last, best, mode)]
-    assert set(steps[-last:]) <= set(kept)
+    there = [dataclasses.replace(each, whole=each.step not in damaged) for each in saved(*values)]
+    good = [each.step for each in there if each.whole]
+    deleted = to_delete(there, last, best, mode)
+    kept = [step for step in good if step not in deleted]
+    assert set(deleted) <= set(good)
+    assert set(good[-last:]) <= set(kept)
     assert len(kept) <= last + best

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lockstep.checkpoint import codec
+from lockstep.checkpoint import codec, reader
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.checkpoint.storage import CheckpointStorage
@@ -67,6 +67,7 @@ class Checkpointer:
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
         self.storage = CheckpointStorage(folder / "checkpoints")
         self._writer = CheckpointWriter(self.storage, settings, group.activity, strategy.fetch)
+        self._writer.go_on_from(None)  # until it is restored, a run begins anew
         self._attached: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
         self._mode, self._seed = settings.keep.mode, seed
@@ -119,15 +120,17 @@ class Checkpointer:
         key = self._key(position) if self._group.rank == 0 else None
         self.last = Last(step, value, dict(metrics or {}), key)
 
-    def restore(self) -> dict[str, Any] | None:
-        """Go back to the newest good checkpoint; the state that the run itself has to take in, or None."""
+    def restore(self, step: int | None = None, best: bool = False) -> dict[str, Any] | None:
+        """Go back to a step, to the best or to the newest good checkpoint; the state that the run itself has to take
+        in, or None where there is no checkpoint."""
         if self._group.rank == 0:
             self.storage.sweep()
-        step = self._group.agree(self.storage.newest_good, "the newest good checkpoint")
-        if step is None:
+        loaded = reader.restore(self.storage, self._group, step, best, self._mode)
+        self._writer.go_on_from(loaded.step if loaded else None)
+        if loaded is None:
             return None
-        loaded = self.storage.read(step)
         state: dict[str, Any] = loaded.state
+        step = loaded.step
         source = str(self.storage.path(step))
         self._weights.load(loaded.model, state, source)
         self._unclaimed = dict(state["attached"])

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as far as keeping it is concerned; value is the metric that best is judged by."""
+    """A checkpoint as far as keeping it is concerned."""
 
     step: int
-    value: float | None = None
+    value: float | None = None  # the metric that best is judged by
+    whole: bool = True  # as far as its manifest and the sizes of its files tell
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
@@ -22,7 +23,11 @@ def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
 
 
 def to_delete(saved: Sequence[Saved], keep_last: int, keep_best: int, mode: str) -> list[int]:
-    """The steps whose checkpoints are neither among the newest nor among the best."""
-    newest = sorted(saved, key=lambda each: each.step)[-keep_last:]
-    kept = {each.step for each in [*newest, *best_first(saved, mode)[:keep_best]]}
-    return sorted(each.step for each in saved if each.step not in kept)
+    """The steps whose checkpoints are neither among the newest nor among the best.
+
+    One that is not whole is nobody's to count: it neither takes the place of a good one nor is deleted.
+    """
+    whole = sorted((each for each in saved if each.whole), key=lambda each: each.step)
+    newest = whole[-max(keep_last, 1) :]
+    kept = {each.step for each in [*newest, *best_first(whole, mode)[:keep_best]]}
+    return [each.step for each in whole if each.step not in kept]

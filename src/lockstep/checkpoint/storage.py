@@ -1,69 +1,31 @@
 """A folder of checkpoints, each of them whole or absent.
 
 A checkpoint is a folder `step-NNNNNNNN` with safetensors files, `state.json` and, written last, `manifest.json` with
-the size and digest of every other file. It is written under a temporary name and appears under its own by one
-rename, after everything in it has reached the disk.
+the size and digest of every other file. It is filled under a temporary name and appears under its own by one rename.
+What is not to be gone on with is set aside under another name, and never counted, resumed from or deleted.
+
+Whatever changes the folder is for rank 0 alone.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
-from lockstep.checkpoint import codec
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.retention import Saved, best_first
-from lockstep.config.plain import finite
 from lockstep.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
-    "model.safetensors",
-    "state.safetensors",
-    "state.json",
-    "manifest.json",
-)
 _TEMPORARY = ".partial-"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Everything a checkpoint holds, on the host and independent of the training that goes on."""
-
-    step: int
-    model: codec.Tensors
-    shared: dict[str, str]  # tied names that model does not repeat
-    tree: Any
-    tensors: codec.Tensors
-    about: Mapping[str, Any]  # what the manifest says beside the files
-
-    @property
-    def bytes(self) -> int:
-        return sum(each.nbytes for each in [*self.model.values(), *self.tensors.values()])
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint read back."""
-
-    step: int
-    model: codec.Tensors
-    state: Any
-    about: dict[str, Any]
+_REPLACED = f"{_TEMPORARY}replaced-"
+_DAMAGED, _ASIDE = "damaged-", "aside-"  # before the name of a checkpoint that is not whole; that is, but abandoned
 
 
 class CheckpointStorage:
@@ -71,6 +33,9 @@ class CheckpointStorage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._damaged: set[int] = set()  # found to be so by whoever read all of them
+
+    # What there is
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -81,25 +46,69 @@ class CheckpointStorage:
         return sorted(int(name[5:]) for name in names if name[5:].isdigit())
 
     def saved(self) -> list[Saved]:
-        """What retention needs to know of each checkpoint; a damaged manifest has no value to be best by."""
-        return [Saved(step, _value(self.path(step))) for step in self.steps()]
+        """What retention needs to know of each checkpoint, by its manifest and the sizes of its files."""
+        return [self._saved(step) for step in self.steps()]
 
-    def write(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint; on any failure nothing of it stays and those before it are untouched."""
-        final = self.path(snapshot.step)
+    def require(self, step: int) -> None:
+        """Refuse a step that has no checkpoint, naming those that there are."""
+        if step in self.steps():
+            return
+        there = ", ".join(map(str, self.steps())) or "none"
+        aside = self.set_aside(step)
+        hint = f"; {aside[-1].name} was set aside: name it {self.path(step).name} to use it" if aside else ""
+        raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (steps with one: {there}){hint}")
+
+    def set_aside(self, step: int) -> list[Path]:
+        """What was set aside of a step, oldest first."""
+        return [
+            path for kind in (_DAMAGED, _ASIDE) for path in sorted(self.folder.glob(f"{kind}{self.path(step).name}*"))
+        ]
+
+    def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[int]:
+        """The steps to restore from, those to try first first: the one asked for, the best, else the newest."""
+        if step is not None:
+            self.require(step)
+            return [step]
+        if best:
+            return [each.step for each in self._best(mode)]
+        return self.steps()[::-1]
+
+    def newest_good(self) -> int | None:
+        """The newest step whose checkpoint is whole, by reading all of it; each that is not is named in a warning."""
+        return self._first_good(self.to_try())
+
+    def best_good(self, mode: str) -> int | None:
+        """Of those that are whole, by reading all of it, the one with the best value in its manifest."""
+        return self._first_good(self.to_try(best=True, mode=mode))
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, by reading every file and comparing it with the manifest."""
+        return manifest.problem(self.path(step))
+
+    def pass_over(self, step: int, problem: str) -> None:
+        """Say that a checkpoint is damaged, and remember it until it is set aside."""
+        self._damaged.add(step)
+        logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(step).name, problem)
+
+    # What changes it
+
+    def create(self, step: int, size: int, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write a checkpoint of about so many bytes into a folder, and give that its name.
+
+        On any failure nothing of it stays, and those before it are untouched.
+        """
+        final = self.path(step)
         temporary = self.folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _require_space(self.folder, snapshot.bytes)
+            _require_space(self.folder, size)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            _write_files(temporary, snapshot)
-            if final.exists():  # a damaged one that a resume passed over, or the same step reached again
-                self.delete(snapshot.step)
-            temporary.rename(final)
-            _sync_folder(self.folder)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(_cannot_write(final, snapshot.bytes, error)) from error
+            fill(temporary)
+            sync_folder(temporary)
+            self._publish(temporary, final)
+        except OSError as error:
+            raise CheckpointError(_cannot_write(final, size, error)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already where all went well
         return final
@@ -108,131 +117,85 @@ class CheckpointStorage:
         """Remove a checkpoint so that it is never seen half removed."""
         doomed = self.folder / f"{_TEMPORARY}deleted-{step:08d}-{os.getpid()}"
         self.path(step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(doomed)
+
+    def set_aside_after(self, step: int | None) -> list[Path]:
+        """Set aside all checkpoints newer than the one that the run goes on from; all of them where it begins anew.
+
+        They are damaged, or of a branch that was left by restoring an older one: steps that are about to be reached
+        again, and whatever counts them would count them for newer than what is saved from here on.
+        """
+        why = (
+            f"newer than {self.path(step).name}, which the run goes on from"
+            if step is not None
+            else "of before this run"
+        )
+        moved = []
+        for newer in [each for each in self.steps() if step is None or each > step]:
+            moved.append(self._rename_aside(newer))
+            logger.warning(
+                "%s is %s: set aside as %s, where nothing reads, counts or deletes it",
+                self.path(newer).name, why, moved[-1].name,
+            )  # fmt: skip
+        return moved
 
     def sweep(self) -> None:
         """Remove what an interrupted write or delete left behind; only while nobody else writes here."""
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+            final = self.folder / leftover.name.removeprefix(_REPLACED).rpartition("-")[0]
+            if leftover.name.startswith(_REPLACED) and not final.exists():
+                logger.info("%s is back: the save that was to replace it was interrupted", final.name)
+                leftover.rename(final)
+                continue
             logger.info("removing %s, left by a save that was interrupted", leftover.name)
-            shutil.rmtree(leftover, ignore_errors=True)
+            _remove(leftover)
 
-    def newest_good(self) -> int | None:
-        """The newest step whose checkpoint is whole; damaged ones are passed over, each with a warning."""
-        for step in reversed(self.steps()):
+    # Inside
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        """From its temporary name to its own; the same step reached again takes the place of what was there."""
+        replaced = None
+        if final.exists():
+            replaced = self.folder / f"{_REPLACED}{final.name}-{os.getpid()}"
+            final.rename(replaced)
+        temporary.rename(final)
+        sync_folder(self.folder)
+        if replaced is not None:
+            _remove(replaced)
+
+    def _rename_aside(self, step: int) -> Path:
+        kind = _DAMAGED if step in self._damaged or not self._saved(step).whole else _ASIDE
+        aside = self.folder / f"{kind}{self.path(step).name}"
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"{kind}{self.path(step).name}-{number}")
+        self.path(step).rename(aside)
+        self._damaged.discard(step)
+        return aside
+
+    def _saved(self, step: int) -> Saved:
+        try:
+            told = manifest.read(self.path(step))
+            manifest.check_sizes(self.path(step), told)
+        except Damaged:
+            return Saved(step, whole=False)
+        value = told.get("value")
+        return Saved(step, float(value) if isinstance(value, (int, float)) else None)
+
+    def _best(self, mode: str) -> list[Saved]:
+        return best_first([each for each in self.saved() if each.whole], mode)
+
+    def _first_good(self, steps: list[int]) -> int | None:
+        for step in steps:
             problem = self.problem(step)
             if problem is None:
                 return step
-            logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(step).name, problem)
-        return None
-
-    def best_good(self, mode: str) -> int | None:
-        """Of those that are whole, the one with the best value in its manifest."""
-        for each in best_first(self.saved(), mode):
-            problem = self.problem(each.step)
-            if problem is None:
-                return each.step
-            logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(each.step).name, problem)
-        return None
-
-    def require(self, step: int) -> None:
-        """Refuse a step that has no checkpoint, naming those that there are."""
-        if step not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (steps with one: {there})")
-
-    def set_aside_after(self, step: int | None) -> list[Path]:
-        """Give all checkpoints newer than this step another name, under which nothing reads or deletes them."""
-        moved = []
-        for newer in [each for each in self.steps() if step is None or each > step]:
-            aside = self.folder / f"aside-{self.path(newer).name}"
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = self.folder / f"aside-{self.path(newer).name}-{number}"
-            self.path(newer).rename(aside)
-            moved.append(aside)
-            logger.warning("%s is set aside as %s", self.path(newer).name, aside.name)
-        return moved
-
-    def problem(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, by comparing every file with the manifest; nothing where it is whole."""
-        folder = self.path(step)
-        try:
-            manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
-            if manifest["format"] != FORMAT:
-                return f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}"
-            if manifest["digest"] != _manifest_digest(manifest):
-                return f"{MANIFEST_FILE} does not match its own digest"
-            for name in (MODEL_FILE, STATE_FILE, TREE_FILE):
-                expected = manifest["files"][name]
-                size = (folder / name).stat().st_size
-                if size != expected["bytes"]:
-                    return f"{name} has {size} bytes, the manifest says {expected['bytes']}"
-                if _digest(folder / name) != expected["sha256"]:
-                    return f"{name} does not match its digest in the manifest"
-        except FileNotFoundError as error:
-            return f"{Path(error.filename).name} is missing"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{MANIFEST_FILE} cannot be read: {error}"
-        return None
-
-    def about(self, step: int) -> dict[str, Any]:
-        """What a checkpoint's manifest says: step, epoch, world size, metrics."""
-        manifest: dict[str, Any] = json.loads((self.path(step) / MANIFEST_FILE).read_bytes())
-        return manifest
-
-    def read(self, step: int) -> Loaded:
-        folder = self.path(step)
-        try:
-            tree = json.loads((folder / TREE_FILE).read_bytes())
-            model = load_file(folder / MODEL_FILE)
-            model.update({name: model[first] for name, first in tree["shared"].items()})
-            state = codec.unpack(tree["state"], load_file(folder / STATE_FILE))
-            return Loaded(step, model, state, self.about(step))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: cannot be read: {error}") from error
-
-
-def _write_files(folder: Path, snapshot: Snapshot) -> None:
-    save_file(snapshot.model, folder / MODEL_FILE, metadata={"format": "pt"})
-    save_file(snapshot.tensors or {"empty": torch.zeros(0)}, folder / STATE_FILE)
-    tree = {"shared": snapshot.shared, "state": snapshot.tree}
-    (folder / TREE_FILE).write_text(json.dumps(tree), encoding="utf-8")
-    files = {}
-    for name in (MODEL_FILE, STATE_FILE, TREE_FILE):
-        _sync_file(folder / name)
-        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
-    manifest = finite({"format": FORMAT, "step": snapshot.step, **snapshot.about, "files": files})
-    manifest["digest"] = _manifest_digest(manifest)
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _sync_file(folder / MANIFEST_FILE)
-    _sync_folder(folder)
-
-
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _value(folder: Path) -> float | None:
-    try:
-        value = json.loads((folder / MANIFEST_FILE).read_bytes()).get("value")
-        return None if value is None else float(value)
-    except (OSError, ValueError, TypeError, AttributeError):
+            self.pass_over(step, problem)
         return None
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync_file(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -241,6 +204,13 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _require_space(folder: Path, needed: int) -> None:
@@ -260,7 +230,3 @@ def _cannot_write(final: Path, needed: int, error: Exception) -> str:
         f"{message} It needs {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free. Earlier checkpoints are "
         "untouched: make room (checkpoint.keep keeps fewer) and resume the run"
     )
-
-
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

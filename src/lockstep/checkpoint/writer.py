@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import codec
+from lockstep.checkpoint import codec, tensor_file
 from lockstep.checkpoint.retention import to_delete
-from lockstep.checkpoint.storage import CheckpointStorage, Snapshot, now
+from lockstep.checkpoint.snapshot import Snapshot, now, write
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.activity import Activity
 from lockstep.errors import CheckpointError
@@ -44,7 +46,12 @@ class CheckpointWriter:
         self._activity = activity or Activity()
         self._buffers: dict[str, torch.Tensor] = {}
         self._writing: concurrent.futures.Future[None] | None = None
+        self._before_the_first: Callable[[], Any] | None = None
         self.last_step: int | None = None
+
+    def go_on_from(self, step: int | None) -> None:
+        """The run was restored from this step, or begins anew: its first save sets aside what is newer than that."""
+        self._before_the_first = functools.partial(self.store.set_aside_after, step)
 
     def save(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> None:
         """Take the snapshot now; write it here, or in the background where saving is asynchronous."""
@@ -86,6 +93,8 @@ class CheckpointWriter:
 
     def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Snapshot:
         model, tree, tensors = self.fetch(model, state)
+        _check("model", model)
+        _check("state", tensors)
         shared = codec.shared_names(model)
         copy = _copier(self._buffers)
         snapshot = Snapshot(
@@ -123,10 +132,20 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
-        path = self.store.write(snapshot)
+        if self._before_the_first is not None:
+            self._before_the_first()
+            self._before_the_first = None
+        path = write(self.store, snapshot)
         for step in to_delete(self.store.saved(), self._keep.last, self._keep.best, self._keep.mode):
             self.store.delete(step)
         logger.info("saved %s (%.1f MB in %.2f s)", path.name, snapshot.bytes / 1e6, time.monotonic() - began)
+
+
+def _check(part: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        problem = tensor_file.unsupported(tensor)
+        if problem is not None:
+            raise CheckpointError(f"{part}: {name!r} cannot be saved: {problem}")
 
 
 def _copier(buffers: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:

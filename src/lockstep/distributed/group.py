@@ -14,7 +14,8 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,13 @@ _HEADER = _SIZE_BYTES + _NAME_BYTES
 _LONGEST_NAME = 200
 # How long the threads of a group get to let go of the last message before the group is taken apart.
 _SETTLE_SECONDS = 0.05
+
+
+class Part(NamedTuple):
+    """Some of the ranks, in rank order, and the group that they talk over."""
+
+    ranks: list[int]
+    handle: Any
 
 
 class Group:
@@ -107,6 +115,20 @@ class Group:
         """Return once every rank has arrived here."""
         self.rendezvous(name)
 
+    def part(self, parts: Sequence[Sequence[int]]) -> Part:
+        """A group for each of these parts of the ranks, that all of them make together; the one of this rank."""
+        if self.world_size == 1 or len(parts) == 1:
+            return Part(list(range(self.world_size)), self._control)
+        limit = timedelta(seconds=self.timeout)
+        made = [Part(list(part), dist.new_group(list(part), backend="gloo", timeout=limit)) for part in parts]
+        return next(each for each in made if self.rank in each.ranks)
+
+    def broadcast(self, tensor: torch.Tensor, part: Part, name: str) -> None:
+        """What the first rank of a part has in this tensor, in host memory, on the others of it: in place."""
+        if len(part.ranks) > 1:
+            with self._waiting(name, part.ranks):
+                dist.broadcast(tensor, src=part.ranks[0], group=part.handle)
+
     def explain(self, error: RuntimeError, name: str) -> Exception:
         """What a failure of the data plane means to a user; any other error as it is."""
         if self.world_size == 1:
@@ -155,7 +177,7 @@ class Group:
         return [each.numpy().tobytes() for each in blocks]
 
     @contextlib.contextmanager
-    def _waiting(self, name: str) -> Iterator[None]:
+    def _waiting(self, name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Turn a failed wait into an error that names the absent."""
         began = time.monotonic()
         with self.activity.within(repr(name), waits=True):
@@ -164,14 +186,14 @@ class Group:
             except RuntimeError as error:
                 waited = time.monotonic() - began
                 if waited >= self.timeout * 0.95:
-                    raise RankMissing(self._who_is_missing(name, waited)) from None
+                    raise RankMissing(self._who_is_missing(name, waited, ranks)) from None
                 raise PeerLost(
                     f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
                 ) from None
 
-    def _who_is_missing(self, name: str, waited: float) -> str:
+    def _who_is_missing(self, name: str, waited: float, ranks: Sequence[int] | None = None) -> str:
         here, missing = [self.rank], []
-        for rank in (each for each in range(self.world_size) if each != self.rank):
+        for rank in (each for each in ranks or range(self.world_size) if each != self.rank):
             beat = self._last_beat(rank)
             if beat is not None and beat.waits and beat.doing == repr(name):
                 here.append(rank)

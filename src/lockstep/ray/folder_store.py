@@ -8,18 +8,22 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from lockstep.checkpoint.storage import CheckpointStorage
+
 
 class FolderStore:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder).resolve()
+        self._checkpoints = CheckpointStorage(self._folder / "checkpoints")
 
     def newest_checkpoint(self) -> str | None:
         """The newest whole one, by its path."""
-        from lockstep.checkpoint.storage import CheckpointStorage  # loads torch, which most runs do not need here
+        step = self._checkpoints.newest_good()
+        return None if step is None else str(self._checkpoints.path(step).relative_to(self._folder))
 
-        store = CheckpointStorage(self._folder / "checkpoints")
-        step = store.newest_good()
-        return None if step is None else str(store.path(step).relative_to(self._folder))
+    def set_aside_after(self, step: int | None) -> None:
+        """Set aside checkpoints that are newer than what the run goes on from, as is done where it is saved."""
+        self._checkpoints.set_aside_after(step)
 
     def files(self, path: str) -> list[tuple[str, int]]:
         """A file, or all files below a folder, with their sizes; none where there is nothing."""

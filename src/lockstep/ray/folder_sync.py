@@ -27,7 +27,8 @@ class FolderSync:
         self._mailbox, self._folder, self._place = mailbox, folder, place
         self._store = CheckpointStorage(folder / "checkpoints")
         self._sent: dict[str, tuple[int, int]] = {}  # file -> its size and time when it was sent
-        self._there: set[int] = set()  # steps whose checkpoints the driver has
+        self._there: set[int] = set()  # steps whose checkpoints the driver has, and this node had too
+        self._has_new = False  # whether the driver has a checkpoint that was made here
         self._lock = threading.Lock()
         self._done = threading.Event()
 
@@ -74,13 +75,18 @@ class FolderSync:
 
     def _take_checkpoints(self) -> None:
         here = set(self._store.steps())
+        aside = {step for step in self._there - here if self._store.set_aside(step)}
+        if here - self._there and not self._has_new:
+            # As it was done here before the first save.
+            self._ask("set_aside_after", max(self._there - aside, default=None))
+            self._has_new = True
         for step in sorted(here - self._there):
             folder = self._store.path(step)
-            arriving = f"checkpoints/.partial-{folder.name}-folder_sync"
+            arriving = f"checkpoints/.partial-{folder.name}-sync"
             for file in folder.iterdir():
                 self._take_file(file, f"{arriving}/{file.name}")
             self._ask("rename", arriving, f"checkpoints/{folder.name}")
-        for step in self._there - here:
+        for step in self._there - here - aside:
             self._ask("remove", f"checkpoints/{self._store.path(step).name}")
         self._there = here
 

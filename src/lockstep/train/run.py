@@ -482,10 +482,16 @@ class Run:
         """
         self._save(value, metrics, explicit=True)
 
-    def restore(self) -> bool:
-        """Go on from the newest good checkpoint of this run's folder; False where there is none."""
+    def restore(self, step: int | None = None, best: bool = False) -> bool:
+        """Go on from the newest good checkpoint of this run's folder; False where there is none.
+
+        Or from that of a `step`, or from the best by the `value` that it was saved with: what is newer is then set
+        aside, under another name, before anything is saved.
+        """
         self._models.require_any()
-        state = self.checkpointer.restore()
+        if step is not None and best:
+            raise ConfigError(f"run.restore(step={step}, best=True): name one of them")
+        state = self.checkpointer.restore(step, best)
         self._restored = True
         if state is None:
             self._pulse.start(0, 0.0)

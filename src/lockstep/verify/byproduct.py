@@ -25,7 +25,7 @@ def batch_statistics(run: Path) -> list[str]:
 
 
 def _generators(checkpoint: Path) -> Any:
-    from lockstep.checkpoint.storage import TREE_FILE
+    from lockstep.checkpoint.manifest import TREE_FILE
 
     return json.loads((checkpoint / TREE_FILE).read_text(encoding="utf-8"))["state"]["generators"]
 
@@ -33,7 +33,7 @@ def _generators(checkpoint: Path) -> Any:
 def _tensors(checkpoint: Path) -> list[str]:
     from safetensors import safe_open
 
-    from lockstep.checkpoint.storage import MODEL_FILE
+    from lockstep.checkpoint.manifest import MODEL_FILE
 
     with safe_open(checkpoint / MODEL_FILE, framework="numpy") as file:
         return list(file.keys())

@@ -1,0 +1,90 @@
+"""What a checkpoint says of itself: `manifest.json`, with the size and digest of every other file and its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
+    "model.safetensors",
+    "state.safetensors",
+    "state.json",
+    "manifest.json",
+)
+FILES = (TREE_FILE, MODEL_FILE, STATE_FILE)  # all others, in the order in which they are read
+
+
+class Damaged(Exception):
+    """What is wrong with a checkpoint."""
+
+
+def write(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """The last file of a checkpoint; on the disk when this returns."""
+    told = {"format": FORMAT, **manifest}
+    text = json.dumps({**told, "digest": _digest(told)}, indent=1) + "\n"
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, if it is one and whole; raises Damaged."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise Damaged(f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}")
+        if manifest["digest"] != _digest(manifest):
+            raise Damaged(f"{MANIFEST_FILE} does not match its own digest")
+        for name in FILES:
+            _ = manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST_FILE} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST_FILE} cannot be read: {error}") from None
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Make sure that every file is there, and as long as it was; raises Damaged."""
+    for name in FILES:
+        expected = manifest["files"][name]["bytes"]
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error}") from None
+        if size != expected:
+            raise Damaged(f"{name} has {size} bytes, the manifest says {expected}")
+
+
+def check_digest(name: str, found: str, manifest: Mapping[str, Any]) -> None:
+    """Make sure that a file is what it was; raises Damaged."""
+    if found != manifest["files"][name]["sha256"]:
+        raise Damaged(f"{name} does not match its digest in the manifest")
+
+
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, by reading all of it; nothing where it is whole."""
+    try:
+        manifest = read(folder)
+        check_sizes(folder, manifest)
+        for name in FILES:
+            with (folder / name).open("rb") as stream:
+                check_digest(name, hashlib.file_digest(stream, "sha256").hexdigest(), manifest)
+    except Damaged as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    return None
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

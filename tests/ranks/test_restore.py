@@ -1,0 +1,68 @@
+"""A checkpoint comes back to all ranks with one reading per host, and all of them pass over what is damaged."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import bodies
+import pytest
+import torch
+
+import lockstep
+from lockstep.checkpoint import codec
+from lockstep.checkpoint.manifest import FILES, MODEL_FILE
+from lockstep.checkpoint.snapshot import Snapshot, write
+from lockstep.checkpoint.storage import CheckpointStorage
+
+launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 20})
+
+
+def fill(folder: Path) -> CheckpointStorage:
+    """Steps 1 to 3, with weights that need more than one piece, and tied and odd ones."""
+    store = CheckpointStorage(folder)
+    for step in (1, 2, 3):
+        model = {
+            "big": torch.arange(3_000_000.0) + step,
+            "odd": torch.ones(3, dtype=torch.bool),
+            "none": torch.zeros(0),
+        }
+        tree, tensors = codec.pack({"momentum": torch.full((1001,), float(step)), "bytes": b"\x00\x01", "step": step})
+        shared = {"tied": "big"}
+        write(store, Snapshot(step, model, tree, tensors, shared, {"value": float(step)}))
+    return store
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def test_one_rank_of_every_host_reads_each_file_once(tmp_path: Path) -> None:
+    """Ranks 0 and 2 on one host, 1 on another; and what they find on disks of their own."""
+    stores = {host: fill(tmp_path / "run" / host) for host in ("a", "b")}
+    flip_a_bit(stores["b"].path(3) / MODEL_FILE)  # whole where rank 0 looks
+    (stores["a"].path(1) / MODEL_FILE).unlink()
+    flip_a_bit(stores["a"].path(1) / "manifest.json")
+    zero, one, two = launch(bodies.restores, processes=3, folder=tmp_path / "run")
+    for each in (zero, one, two):
+        assert each["newest"] == {"step": 2, "sum": zero["newest"]["sum"], "momentum": 2.0, "tied": True}
+        assert each["best"]["step"] == 2, "the lowest value of what is whole"
+        assert "there is no checkpoint of step 7 (steps with one: 1, 2, 3)" in each["missing"]
+        assert (
+            "step-00000003 is damaged: as rank 1 reads it, model.safetensors does not match its digest" in each["asked"]
+        )
+        assert each["empty"] is None
+    assert [each["opened"] for each in (zero, one)] == [dict.fromkeys([*FILES], 1)] * 2
+    assert two["opened"] == {}, "its host has a reader"
+    assert [len(each["warnings"]) for each in (zero, one, two)] == [1, 0, 0]
+    assert "checkpoint step-00000003 is damaged and is passed over: as rank 1 reads it" in zero["warnings"][0]
+
+
+def test_a_reader_that_does_not_get_on_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
+    fill(tmp_path / "run" / "a")
+    with pytest.raises(lockstep.WorkerFailed) as failed:
+        launch(bodies.reads_for_ever, processes=2, folder=tmp_path / "run", launch={"timeout": 2})
+    text = str(failed.value)
+    assert "waited 2 s for 'step-00000003, which rank 0 reads' (limit 2 s). Did not arrive: rank 0 (in" in text

@@ -1,0 +1,67 @@
+"""What a node with a disk of its own sends to the driver's, without a cluster: the calls go straight to the store."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+
+from lockstep.checkpoint.manifest import MODEL_FILE
+from lockstep.checkpoint.snapshot import Snapshot, write
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.distributed.topology import Place
+from lockstep.ray.folder_store import FolderStore
+from lockstep.ray.folder_sync import FolderSync
+
+
+class Direct(FolderSync):
+    def __init__(self, driver: Path, node: Path) -> None:
+        super().__init__(None, node, Place())
+        self._driver = FolderStore(str(driver))
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        return getattr(self._driver, what)(*arguments)
+
+
+def save(folder: Path, step: int) -> None:
+    write(CheckpointStorage(folder / "checkpoints"), Snapshot(step, {"w": torch.full((3,), float(step))}, {}, {}))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_what_is_newer_than_what_was_brought_is_set_aside_on_the_drivers_disk_too(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    for step in (5, 10):
+        save(driver, step)
+    file = driver / "checkpoints" / "step-00000010" / MODEL_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    sync = Direct(driver, node)
+    sync.bring()
+    assert names(node) == ["step-00000005"]
+    sync.take_back()
+    assert names(driver) == ["step-00000005", "step-00000010"], "nothing new, nothing changed"
+    save(node, 6)
+    shutil.rmtree(node / "checkpoints" / "step-00000005")  # keep: last 1
+    sync.take_back()
+    assert names(driver) == ["damaged-step-00000010", "step-00000006"]
+    save(node, 7)
+    sync.take_back()
+    assert names(driver) == ["damaged-step-00000010", "step-00000006", "step-00000007"]
+
+
+def test_what_the_node_set_aside_is_not_deleted_on_the_drivers_disk(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    save(driver, 5)
+    sync = Direct(driver, node)
+    sync.bring()
+    CheckpointStorage(node / "checkpoints").set_aside_after(None)
+    save(node, 1)
+    sync.take_back()
+    assert names(driver) == ["aside-step-00000005", "step-00000001"]
