@@ -198,7 +198,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
         if name == "the end of validation":
             saboteur.reached(DECIDING, run.progress.step)
 
-    def note_step(run: Run, part: Any) -> None:
+    def note_step(run: Run, *optimizer: Any) -> None:
         (Path(saboteur.fault.folder) / f"steps-{saboteur.rank}").write_text(str(run.progress.step))
 
     before(hold, "call", lambda *args, **kwargs: saboteur.reached(ROLL_CALL, 0))

@@ -22,7 +22,7 @@ VALIDATED = ["val/loss", "val/accuracy"]
     ("sections", "monitor", "told"),
     [
         ({"checkpoint": {"keep": {"metric": "val/acuracy"}}}, None, r"checkpoint\.keep\.metric: .* 'val/acuracy'"),
-        ({"early_stop": {"criteria": [{"metric": "val/los"}]}}, None, r"early_stop\.criteria\[0\]\.metric: .* val/loss"),
+        ({"early_stop": {"criteria": [{"metric": "val/los"}]}}, None, r"early_stop.criteria.0..metric: .* val/loss"),
         ({}, "val/lose", r"scheduler\.monitor: .* did you mean val/loss\?"),
     ],
 )  # fmt: skip

@@ -56,6 +56,7 @@ def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "a secret")
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
     main = types.ModuleType("__main__")
+    main.__file__ = "mine/__main__.py"
     main.__spec__ = importlib.machinery.ModuleSpec("mine.__main__", None)
     monkeypatch.setitem(sys.modules, "__main__", main)
     found = running("main", 1, RunSettings(seed=7), None)
