@@ -168,3 +168,57 @@ class WrongReduction(Tiny):
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient * share)
         return model
+
+
+class Padded(lockstep.Task):
+    """Sentences of 1 to 7 tokens, padded: the loss and the accuracy are means over real tokens."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+    def train_data(self) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, 11, (100, 7), generator=generator)
+        lengths = torch.randint(1, 8, (100,), generator=generator)
+        return TensorDataset(tokens, (torch.arange(7) < lengths[:, None]).float())
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> lockstep.Mean:
+        tokens, mask = batch
+        each = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="none")
+        return lockstep.Mean((each * mask.flatten()).sum(), mask.sum())
+
+    def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
+        tokens, mask = batch
+        right = (model(tokens).argmax(2) == tokens).float() * mask
+        return {"accuracy": lockstep.Mean(right.sum(), mask.sum())}
+
+
+class TwoModels(Tiny):
+    """Two models with an optimizer each, one learning from the other; a training step of its own."""
+
+    def model(self) -> dict[str, nn.Module]:  # type: ignore[override]
+        return {"body": nn.Sequential(nn.Linear(8, 16), nn.ReLU()), "head": nn.Linear(16, 4)}
+
+    def optimizer(self, model: dict[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+        return {name: torch.optim.SGD(each.parameters(), lr=0.1) for name, each in model.items()}
+
+    def training_step(self, run: lockstep.Run, batch: list[Tensor]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        body, head = run.models["body"], run.models["head"]
+        features = body(inputs)
+        with run.frozen(head):
+            first = F.cross_entropy(head(features), labels)
+            run.backward(first)
+        second = F.cross_entropy(head(features.detach()), labels)
+        run.step(run.optimizers["body"])
+        run.backward(second)
+        run.step(run.optimizers["head"])
+        return {"loss": first, "second": second}
+
+    def loss(self, model: Any, batch: list[Tensor]) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(model["head"](model["body"](inputs)), labels)
+
+    def metrics(self, model: Any, batch: list[Tensor]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        return {"accuracy": (model["head"](model["body"](inputs)).argmax(1) == labels).float()}

@@ -127,8 +127,6 @@ def test_what_cannot_run_here_says_why() -> None:
     assert missing(nowhere, Train()) == "no-such-package is not installed"
     assert "1 is less than 2 processes" in str(missing(replace(REFERENCE, shares=2), Train(batch_size=1)))
     assert missing(replace(REFERENCE, shares=2), Train(batch_size=3)) is None
-    uneven = missing(replace(REFERENCE, shares=2, even=True), Train(batch_size=3))
-    assert uneven == "train.batch_size: 3 cannot be divided by 2 devices"
 
 
 def test_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

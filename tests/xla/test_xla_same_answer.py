@@ -58,6 +58,20 @@ def test_a_short_batch_is_filled_up_and_the_mean_stays_exact(project: Project, w
     assert summary(run)["epoch"] == 2
 
 
+# 80 examples in batches of 30, which neither 4 devices nor 2 processes divide in all cases; the last batch has 20.
+@pytest.mark.parametrize("task", ["Padded", "TwoModels"])
+@pytest.mark.parametrize("way", ["single", "ddp-2", "threads-4", "spmd-4", "fsdp-4"])
+def test_means_over_tokens_and_several_models_agree_with_the_cpu(project: Project, way: str, task: str) -> None:
+    values: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 30}, "task": {"type": f"{TASK_FILE}:{task}"}}
+    if task == "TwoModels":
+        values["optimizer"] = None
+    reference = project.train(out="cpu", **{**values, "processes": 1})
+    run = project.train(out="xla", **{**values, **WAYS[way]})
+    assert largest_difference(losses(reference), losses(run)) < 1e-5
+    for name in ("val/loss", "val/accuracy"):
+        assert summary(run)["metrics"][name] == pytest.approx(summary(reference)["metrics"][name], rel=1e-5), name
+
+
 @pytest.mark.requirement("P08")
 @pytest.mark.parametrize("way", ["single", "ddp-2", "threads-2", "spmd-2x2"])
 def test_the_step_is_compiled_in_its_first_steps_only(project: Project, way: str) -> None:

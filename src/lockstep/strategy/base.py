@@ -62,6 +62,10 @@ class Strategy(abc.ABC):
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
                     state[name] = value.to(parameter.device)
 
+    def copies_of(self, model: nn.Module) -> list[nn.Module]:
+        """Every replica that this process has of a model that was placed."""
+        return [model]
+
     def move(self, batch: Any, number: int = 0) -> Any:
         """A batch on the device that is to work on it; `number` says which micro-batch of its global batch it is."""
         return self.runtime.move(batch)

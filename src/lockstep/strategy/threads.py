@@ -41,6 +41,11 @@ class Replicas(nn.Module):
         index = 0 if tensor is None or tensor.device.type != "xla" else tensor.device.index or 0
         return self.each[index](*inputs, **keywords)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Replicas:
+        for each in self.each:
+            each.requires_grad_(requires_grad)
+        return self
+
     def train(self, mode: bool = True) -> Replicas:
         for each in self.each:
             each.train(mode)
@@ -80,6 +85,9 @@ class ThreadsStrategy(Strategy):
             "one replica and one thread on each of %d devices; gradients are added up on the host", len(self._devices)
         )
         return Replicas(model, others)
+
+    def copies_of(self, model: nn.Module) -> list[nn.Module]:
+        return model.each if isinstance(model, Replicas) else [model]
 
     def move(self, batch: Any, number: int = 0) -> Any:
         self._at_work = number % len(self._devices)

@@ -260,7 +260,8 @@ class Run:
     @contextlib.contextmanager
     def frozen(self, model: nn.Module) -> Iterator[None]:
         """A model that gets no gradients while the block runs: the discriminator, while the generator learns."""
-        trained = [each for each in model.parameters() if each.requires_grad]
+        copies = self._strategy.copies_of(model)
+        trained = [each for copy in copies for each in copy.parameters() if each.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
         try:

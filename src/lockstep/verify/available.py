@@ -22,8 +22,6 @@ def missing(combination: Combination, train: Train) -> str | None:
     if combination.gpus and (present := runtime.gpu_count()) < combination.gpus:
         wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"
         return f"needs {wanted}, and torch sees {present or 'none'}"
-    if combination.even and train.batch_size % combination.shares:
-        return f"train.batch_size: {train.batch_size} cannot be divided by {combination.shares} devices"
     try:
         check_batch_size(train.batch_size, combination.shares, train.accumulate)
     except ConfigError as error:

@@ -17,7 +17,6 @@ class Combination:
     name: str
     overrides: tuple[str, ...]  # of the config, as for --set
     shares: int = 1  # parts that a batch is divided into
-    even: bool = False  # which have to be equal
     packages: tuple[str, ...] = ()  # that have to be installed
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
@@ -60,8 +59,8 @@ COMBINATIONS = (
     Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
     Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), shares=2, packages=_TORCH_XLA),
     Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-4", (*_SPMD, _ONE, _MESH_4), shares=4, even=True, packages=_TORCH_XLA),
-    Combination("xla-spmd-2x2", (*_SPMD, _ONE, _MESH_2X2), shares=2, even=True, packages=_TORCH_XLA),
+    Combination("xla-spmd-4", (*_SPMD, _ONE, _MESH_4), shares=4, packages=_TORCH_XLA),
+    Combination("xla-spmd-2x2", (*_SPMD, _ONE, _MESH_2X2), shares=2, packages=_TORCH_XLA),
     Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), gpus=1, env=_NO_TF32),
     Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, "launch.share_devices=true"), shares=2, gpus=1, env=_NO_TF32),
     Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32),
