@@ -26,7 +26,7 @@ import yaml
 TASK = Path(__file__).with_name("gpu_task.py")
 GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 4_000_000, "lr": 6e-4}
 TINY = {"layers": 1, "heads": 2, "width": 16, "context": 16, "vocab": 256, "max_bytes": 20_000, "lr": 1e-3}
-BLOCK = 10  # steps between two looks at the clock, as in gpu_task.py
+BLOCK = 30  # steps between two looks at the clock, as in gpu_task.py: three rows of Lockstep's log
 
 NAMES = {
     "plain-eager": "plain PyTorch, eager",
@@ -37,7 +37,7 @@ NAMES = {
 }
 
 NOTES = """\
-bf16 autocast, fused AdamW, no clipping, {batch} x {context} tokens per step. The median over blocks of 10 steps, the
+bf16 autocast, fused AdamW, no clipping, {batch} x {context} tokens per step. The median over blocks of 30 steps, the
 device waited for at each end, after {warm_up} steps to warm up. Plain and Accelerate load with torch's `DataLoader`
 (pinned memory) and log nothing; Lockstep logs every 10 steps, its default. The ceiling, {ceiling:.0f} TFLOP/s, was
 measured just before with bf16 matrices of {side} x {side}; a token is counted as 6 x parameters + 12 x layers x width x
@@ -47,6 +47,7 @@ context operations."""
 def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to prove the code")
+    parser.add_argument("--only", nargs="+", choices=list(NAMES), help="measure these alone")
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
@@ -77,6 +78,7 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
     ceiling = in_child("ceiling", tiny, folder)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     names = [name for name in NAMES if not name.startswith("accelerate") or report.installed("accelerate")]
+    names = [name for name in names if not chosen.only or name in chosen.only]
     for name in report.interleaved(names, chosen):
         try:
             found[name].append(
@@ -115,7 +117,7 @@ def batch_size(tiny: bool) -> int:
 
 def steps_of(tiny: bool) -> tuple[int, int]:
     """Steps to warm up, and steps to measure."""
-    return (10, 10) if tiny else (30, 60)
+    return (30, 30) if tiny else (30, 90)
 
 
 def in_child(name: str, tiny: bool, folder: Path) -> dict[str, Any]:

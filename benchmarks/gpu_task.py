@@ -19,7 +19,7 @@ import lockstep
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import TextModel
 
-BLOCK = 10  # steps between two looks at the clock, for which the device has to be waited for
+BLOCK = 30  # steps between two looks at the clock, for which the device has to be waited for
 
 
 class TimedText(TextModel):

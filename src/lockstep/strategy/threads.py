@@ -63,6 +63,7 @@ class ThreadsStrategy(Strategy):
         ]
         self._placed: list[list[nn.Module]] = []  # the replicas of every model, one per device
         self._at_work = 0  # the device of the micro-batch at hand
+        self._written_down: set[int] = set()  # devices with something to do that no thread has been given yet
         self._under_way: dict[int, Future[None]] = {}
 
     @property
@@ -90,14 +91,15 @@ class ThreadsStrategy(Strategy):
         return model.each if isinstance(model, Replicas) else [model]
 
     def move(self, batch: Any, number: int = 0) -> Any:
+        self._start()  # the device of the micro-batch before is at work while this one's is written down
         self._at_work = number % len(self._devices)
+        self._wait_for(self._at_work)  # which may be still at work, where it has more than one micro-batch
         return moved(batch, self._devices[self._at_work])
 
     def computed(self, last: bool) -> None:
-        index = self._at_work
-        # A device may have more than one micro-batch, so that its thread may still be at work on the one before.
-        self._wait_for(index)
-        self._under_way[index] = self._threads[index].submit(self.runtime.end_of_program, self._devices[index])
+        # Not started yet: the loop may go on with what it computed (a second loss, a value to log), and nobody may
+        # touch the tensors of a device while its thread is at work.
+        self._written_down.add(self._at_work)
 
     def reduce_gradients(self, parameters: Parameters) -> None:
         self._wait_for_all()
@@ -171,7 +173,15 @@ class ThreadsStrategy(Strategy):
         fetched = iter(self.runtime.to_host([each for each in gradients if each is not None]))
         return [None if each is None else next(fetched) for each in gradients]
 
+    def _start(self) -> None:
+        """Let the threads compile and run what is written down for their devices."""
+        for index in sorted(self._written_down):
+            self._wait_for(index)
+            self._under_way[index] = self._threads[index].submit(self.runtime.end_of_program, self._devices[index])
+        self._written_down.clear()
+
     def _wait_for_all(self) -> None:
+        self._start()
         for index in list(self._under_way):
             self._wait_for(index)
 
