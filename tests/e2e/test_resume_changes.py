@@ -7,7 +7,6 @@ import pytest
 from conftest import Project, rows
 
 
-@pytest.mark.xfail(reason="the trainer does not call apply_changes yet", strict=True)
 def test_another_learning_rate_counts_from_the_resume_on(project: Project) -> None:
     scheduler = {"type": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
     run = project.train(scheduler=scheduler)
