@@ -1,14 +1,13 @@
 """One rank's view of a run: everything that a training loop needs, and all of it in step with the other ranks.
 
-A facade: each section below is the home of its methods in one part of the run (group, devices, models, feed, journal,
-checkpointer), which has the rest.
+A facade: the methods of each section below have their home in one part of the run (group, devices, models, feed,
+stepper, evaluator, journal, checkpointer), which has the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -23,9 +22,8 @@ from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.config.schema import RunSettings
-from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.loader import Collate
 from lockstep.data.progress import Due, Progress
-from lockstep.data.stream import counted
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
@@ -34,16 +32,17 @@ from lockstep.record.display import Display
 from lockstep.record.journal import Journal
 from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
+from lockstep.runtime.generators import seed_generators
 from lockstep.strategy.rules import shard_rules
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.devices import Devices
-from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
+from lockstep.train.evaluation import Measure
+from lockstep.train.evaluator import Evaluator
 from lockstep.train.feed import Feed
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
 from lockstep.train.requests import Preempted, Pulse, Requests
-from lockstep.train.step import Step
+from lockstep.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,10 @@ class Run:
             group, runtime, self._strategy, settings, self.profiler, self._guard,
             self._safe_point, self._models.clear_gradients,
         )  # fmt: skip
+        self._stepper = Stepper(
+            group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler
+        )
+        self._evaluator = Evaluator(group, runtime, self._strategy, self._models, self._feed, self.checkpointer)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._restored = False
@@ -337,56 +340,14 @@ class Run:
         The loss is a mean over the examples of the batch at hand; or, with a `count` (or as a Mean), a sum over so much
         of it: tokens, pixels. The mean is then taken over all that the ranks counted.
         """
-        total, count = loss_and_count(loss, count)
-        self.journal.note_busy(time.perf_counter() - self._feed.busy_since)
-        step = self._current_step()
-        complete = step.completes_batch
-        factor = step.weight if count is None else step.scale
-        exchanges = self.world_size > 1 and complete
-        self._guard.computed(total)
-        self.journal.note_loss(self._step_number, total)
-        self._activity.enter("gradient reduction" if exchanges else "backward", self._step_number, waits=exchanges)
-        self._be_patient_while_compiling()
-        self.profiler.enter("backward")
-        try:
-            (total if factor == 1.0 else total * factor).backward()  # type: ignore[no-untyped-call]
-            self._strategy.computed(complete)
-        except RuntimeError as error:
-            raise self.group.explain(error, f"the gradients of step {self._step_number}") from error
-        step.computed(None if count is None else count * factor)
-        self._activity.enter("the optimizer")
-        self.profiler.enter(None)
+        self._stepper.backward(loss, count)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step an optimizer and clear its gradients; False, doing nothing, while micro-batches are missing.
 
         With several optimizers each is stepped on its own; together they are one step of the run.
         """
-        entry, optimizer, parameters = self._models.stepped_by(optimizer)
-        step = self._current_step()
-        counts = step.claim(optimizer)
-        if not step.completes_batch:
-            self._feed.busy_since = time.perf_counter()
-            return False
-        self.profiler.enter("optimizer")
-        self._reduce(parameters, counts)
-        # Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
-        if entry.skip_nan and not self._strategy.gradients_are_finite(parameters):
-            self.journal.skipped(self._step_number)
-        else:
-            if entry.clip_norm is not None:
-                self._strategy.clip_gradients(parameters, entry.clip_norm)
-            optimizer.step()
-        self._note_learning_rate(entry, optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        self._be_patient_while_compiling()
-        self._strategy.stepped()
-        first = self._feed.count_step()
-        step.pending = False
-        self._guard.end(self.progress.step, again=not first)
-        self._activity.enter("the end", self.progress.step)
-        self.profiler.enter(None)
-        return True
+        return self._stepper.step(optimizer)
 
     def log(self, **values: Tensor | Mean | float) -> None:
         """Note values of the batch at hand; means over all ranks are written every `log.every`.
@@ -403,9 +364,9 @@ class Run:
             for name, value in totals.items():
                 meter.add_total(self.progress.step, name, value.total, value.count)
             return
-        self.journal.note(self._step_number, step.examples, means)
+        self.journal.note(self._stepper.number, step.examples, means)
         for name, value in totals.items():
-            self.journal.note_total(self._step_number, name, value.total * step.scale, value.count * step.scale)
+            self.journal.note_total(self._stepper.number, name, value.total * step.scale, value.count * step.scale)
 
     @property
     def completes_batch(self) -> bool:
@@ -430,29 +391,13 @@ class Run:
         Equal on all ranks. Runs on all of them or on rank 0 alone. Use run.module inside, never the wrapper: nothing
         then waits for others.
         """
-        count = check_dataset(dataset, name)
-        self.checkpointer.equalize_buffers()
-        alone = on == "rank0"
-        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
-
-        def here() -> Any:
-            with evaluating(self.modules.values()):
-                return measure_sums(measure, loader, self._next_of(name), self.runtime.end_of_program)
-
-        parts = [self.agree(here, f"{name} on rank 0")] if alone else self.gather(here(), name)
-        return combine(parts, count, name)
+        return self._evaluator.evaluate(measure, dataset, batch_size, on, collate, name)
 
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
     ) -> list[str]:
-        """The names of what `measure` returns, found on one batch that leaves no trace: no generator moves on."""
-        states = generator_states(self.runtime)
-        micro, batch = self._feed.for_evaluation(dataset, batch_size, collate, alone=self.world_size == 1).first()
-        with evaluating(self.modules.values()):
-            found, _ = sums_of(measure, [(micro.examples or 1, len(micro.indices), batch)], self._strategy.move)
-        self.runtime.end_of_program()
-        set_generator_states(self.runtime, states)
-        return list(found)
+        """The names of what `measure` returns, found on one batch that leaves no trace."""
+        return self._evaluator.names_of(measure, dataset, batch_size, collate)
 
     def evaluate_stream(
         self,
@@ -463,11 +408,7 @@ class Run:
         name: str = "validation",
     ) -> dict[str, float]:
         """Like evaluate, over batches that every rank has a share of; `expected` is how many examples they have."""
-        self.checkpointer.equalize_buffers()
-        with evaluating(self.modules.values()):
-            mine = sums_of(measure, counted(batches, count), self._next_of(name), self.runtime.end_of_program)
-        parts = self.gather(mine, name)
-        return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
+        return self._evaluator.evaluate_stream(measure, batches, count, expected, name)
 
     # Saving and coming back: the checkpointer
 
@@ -539,39 +480,6 @@ class Run:
 
     # Inside
 
-    @property
-    def _step_number(self) -> int:
-        """The step that the batch at hand belongs to: under way until an optimizer has stepped."""
-        step = self._feed.step
-        return self.progress.step + (0 if step is None or step.counted else 1)
-
-    def _current_step(self) -> Step:
-        """The step under way; a loop that brings its own data has one from its first backward pass on."""
-        feed = self._feed
-        if feed.step is None or (feed.step.counted and feed.step.is_bare):
-            feed.step = Step()
-        return feed.step
-
-    def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
-        """Make gradients those of the whole batch, where the backward pass left something to do."""
-        try:
-            self._strategy.reduce_gradients(parameters)
-            if counts:
-                self._strategy.divide_gradients(parameters, counts)
-        except RuntimeError as error:
-            raise self.group.explain(error, f"the gradients of step {self._step_number}") from error
-
-    def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
-        """The rate of this step: a scheduler may change it before the row is written."""
-        rate = optimizer.param_groups[0].get("lr")
-        if rate is not None:
-            name = "lr" if len(self._models.optimizers) == 1 else f"lr/{entry.name}"
-            self.journal.learning_rates[name] = rate.clone() if isinstance(rate, Tensor) else rate
-
-    def _be_patient_while_compiling(self) -> None:
-        if not self._guard.settled:
-            self._activity.be_patient()
-
     def _save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         # A row that is due belongs to what was before the checkpoint, not to what is resumed.
         self.journal.write_due_row(self.progress, self.seconds_since_start)
@@ -603,26 +511,3 @@ class Run:
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
         return self.stopped is None
-
-    def _next_of(self, name: str) -> Callable[[Any], Any]:
-        """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
-
-        def move(batch: Any) -> Any:
-            self._activity.enter(name)
-            return self._strategy.move(batch)
-
-        return move
-
-
-def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
-    """A loss as a scalar and, where it is a sum, what it is a sum over."""
-    if isinstance(loss, Mean):
-        return loss.total, loss.count
-    if not isinstance(loss, Tensor):
-        raise ConfigError(
-            f"the loss must be a scalar tensor, the mean over the batch, or a lockstep.Mean; got a "
-            f"{type(loss).__name__}: return the one value to train on, and give the others to run.log or metrics()"
-        )
-    if loss.dim() != 0:
-        raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
-    return loss, count

@@ -24,7 +24,8 @@ from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
 from lockstep.train.loop import train
 from lockstep.train.mean import Mean
 from lockstep.train.models import DEFAULT
-from lockstep.train.run import Run, loss_and_count
+from lockstep.train.run import Run
+from lockstep.train.stepper import loss_and_count
 from lockstep.train.task import Task, construct, create_task, has_loss, has_training_step, import_object
 
 logger = logging.getLogger(__name__)

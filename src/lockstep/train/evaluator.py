@@ -1,0 +1,77 @@
+"""Evaluates the models of a run over datasets and streams, on all ranks or on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.stream import counted
+from lockstep.distributed.group import Group
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.strategy.base import Strategy
+from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
+from lockstep.train.feed import Feed
+from lockstep.train.models import Models
+
+
+class Evaluator:
+    def __init__(
+        self,
+        group: Group,
+        runtime: Runtime,
+        strategy: Strategy,
+        models: Models,
+        feed: Feed,
+        checkpointer: Checkpointer,
+    ) -> None:
+        self._group, self._runtime, self._strategy = group, runtime, strategy
+        self._models, self._feed, self._checkpointer = models, feed, checkpointer
+
+    def evaluate(
+        self, measure: Measure, dataset: Dataset[Any], batch_size: int, on: str, collate: Collate | None, name: str
+    ) -> dict[str, float]:
+        count = check_dataset(dataset, name)
+        self._checkpointer.equalize_buffers()
+        alone = on == "rank0"
+        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+
+        def here() -> Any:
+            with evaluating(self._models.modules.values()):
+                return measure_sums(measure, loader, self._next_of(name), self._runtime.end_of_program)
+
+        parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
+        return combine(parts, count, name)
+
+    def evaluate_stream(
+        self, measure: Measure, batches: Iterator[Any], count: Callable[[Any], int], expected: int | None, name: str
+    ) -> dict[str, float]:
+        self._checkpointer.equalize_buffers()
+        with evaluating(self._models.modules.values()):
+            mine = sums_of(measure, counted(batches, count), self._next_of(name), self._runtime.end_of_program)
+        parts = self._group.gather(mine, name)
+        return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
+
+    def names_of(self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None) -> list[str]:
+        """The names of what `measure` returns, found on one batch that leaves no trace: no generator moves on."""
+        states = generator_states(self._runtime)
+        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=self._group.world_size == 1)
+        micro, batch = loader.first()
+        with evaluating(self._models.modules.values()):
+            found, _ = sums_of(measure, [(micro.examples or 1, len(micro.indices), batch)], self._strategy.move)
+        self._runtime.end_of_program()
+        set_generator_states(self._runtime, states)
+        return list(found)
+
+    def _next_of(self, name: str) -> Callable[[Any], Any]:
+        """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
+
+        def move(batch: Any) -> Any:
+            self._group.activity.enter(name)
+            return self._strategy.move(batch)
+
+        return move

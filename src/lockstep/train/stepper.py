@@ -1,0 +1,133 @@
+"""One step of training: the backward pass of a loss, and the step of an optimizer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
+from lockstep.profiler.base import Profiler
+from lockstep.record.journal import Journal
+from lockstep.strategy.base import Strategy
+from lockstep.train.compile_guard import CompileGuard
+from lockstep.train.feed import Feed
+from lockstep.train.mean import Mean
+from lockstep.train.models import Entry, Models
+from lockstep.train.step import Step
+
+
+class Stepper:
+    """Makes gradients those of the whole global batch, and counts what was stepped."""
+
+    def __init__(
+        self,
+        group: Group,
+        strategy: Strategy,
+        models: Models,
+        feed: Feed,
+        journal: Journal,
+        guard: CompileGuard,
+        profiler: Profiler,
+    ) -> None:
+        self._group, self._activity, self._strategy = group, group.activity, strategy
+        self._models, self._feed, self._journal = models, feed, journal
+        self._guard, self._profiler = guard, profiler
+
+    @property
+    def number(self) -> int:
+        """The step that the batch at hand belongs to: under way until an optimizer has stepped."""
+        step = self._feed.step
+        return self._feed.progress.step + (0 if step is None or step.counted else 1)
+
+    def backward(self, loss: Any, count: Any = None) -> None:
+        total, count = loss_and_count(loss, count)
+        self._journal.note_busy(time.perf_counter() - self._feed.busy_since)
+        step = self._current()
+        complete = step.completes_batch
+        factor = step.weight if count is None else step.scale
+        exchanges = self._group.world_size > 1 and complete
+        self._guard.computed(total)
+        self._journal.note_loss(self.number, total)
+        self._activity.enter("gradient reduction" if exchanges else "backward", self.number, waits=exchanges)
+        self._be_patient_while_compiling()
+        self._profiler.enter("backward")
+        try:
+            (total if factor == 1.0 else total * factor).backward()  # type: ignore[no-untyped-call]
+            self._strategy.computed(complete)
+        except RuntimeError as error:
+            raise self._group.explain(error, f"the gradients of step {self.number}") from error
+        step.computed(None if count is None else count * factor)
+        self._activity.enter("the optimizer")
+        self._profiler.enter(None)
+
+    def step(self, optimizer: Optimizer | None) -> bool:
+        entry, optimizer, parameters = self._models.stepped_by(optimizer)
+        step = self._current()
+        counts = step.claim(optimizer)
+        if not step.completes_batch:
+            self._feed.busy_since = time.perf_counter()
+            return False
+        self._profiler.enter("optimizer")
+        self._reduce(parameters, counts)
+        # Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
+        if entry.skip_nan and not self._strategy.gradients_are_finite(parameters):
+            self._journal.skipped(self.number)
+        else:
+            if entry.clip_norm is not None:
+                self._strategy.clip_gradients(parameters, entry.clip_norm)
+            optimizer.step()
+        self._note_learning_rate(entry, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        self._be_patient_while_compiling()
+        self._strategy.stepped()
+        first = self._feed.count_step()
+        step.pending = False
+        self._guard.end(self._feed.progress.step, again=not first)
+        self._activity.enter("the end", self._feed.progress.step)
+        self._profiler.enter(None)
+        return True
+
+    def _current(self) -> Step:
+        """The step under way; a loop that brings its own data has one from its first backward pass on."""
+        feed = self._feed
+        if feed.step is None or (feed.step.counted and feed.step.is_bare):
+            feed.step = Step()
+        return feed.step
+
+    def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
+        """Make gradients those of the whole batch, where the backward pass left something to do."""
+        try:
+            self._strategy.reduce_gradients(parameters)
+            if counts:
+                self._strategy.divide_gradients(parameters, counts)
+        except RuntimeError as error:
+            raise self._group.explain(error, f"the gradients of step {self.number}") from error
+
+    def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
+        """The rate of this step: a scheduler may change it before the row is written."""
+        rate = optimizer.param_groups[0].get("lr")
+        if rate is not None:
+            name = "lr" if len(self._models.optimizers) == 1 else f"lr/{entry.name}"
+            self._journal.learning_rates[name] = rate.clone() if isinstance(rate, Tensor) else rate
+
+    def _be_patient_while_compiling(self) -> None:
+        if not self._guard.settled:
+            self._activity.be_patient()
+
+
+def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
+    """A loss as a scalar and, where it is a sum, what it is a sum over."""
+    if isinstance(loss, Mean):
+        return loss.total, loss.count
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss must be a scalar tensor, the mean over the batch, or a lockstep.Mean; got a "
+            f"{type(loss).__name__}: return the one value to train on, and give the others to run.log or metrics()"
+        )
+    if loss.dim() != 0:
+        raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
+    return loss, count
