@@ -61,6 +61,30 @@ def own_loop(run: lockstep.Run, epochs: int = 2) -> dict[str, Any]:
     }
 
 
+def loop_with_values(run: lockstep.Run) -> None:
+    """Saves with a value in every epoch, the best of them in the first; values of its own in between."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    run.restore()
+    for epoch in run.epochs(2):
+        for inputs, targets in run.batches(dataset(), batch_size=25):
+            loss = F.mse_loss(run.model(inputs), targets)
+            run.backward(loss)
+            run.step()
+            run.log(loss=loss)
+        run.log(error=1.0 + epoch)
+        run.checkpoint(value=1.0 + epoch)
+
+
+def goes_back(run: lockstep.Run) -> list[int]:
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    run.restore(best=True)
+    found = [run.progress.step, run.progress.epoch]
+    run.checkpoint(value=0.5)
+    return found
+
+
 def own_loop_longer(run: lockstep.Run) -> dict[str, Any]:
     return own_loop(run, epochs=4)
 

@@ -32,7 +32,9 @@ def test_on_the_cpu_no_device_is_named_and_options_are_honoured(tmp_path: Path) 
 
 @pytest.mark.requirement("D02")
 def test_a_parameter_without_a_gradient_is_an_error_unless_it_is_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(lockstep.WorkerFailed, match=r"unused\.weight, unused\.bias: no gradient on rank \d in the step before"):
+    with pytest.raises(
+        lockstep.WorkerFailed, match=r"unused\.weight, unused\.bias: no gradient on rank \d in the step before"
+    ):
         lockstep.launch(bodies.half_used, processes=2, runtime="cpu", out=tmp_path)
 
 

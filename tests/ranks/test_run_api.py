@@ -160,3 +160,16 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert finished.returncode != 0
     assert 'Put the call under `if __name__ == "__main__":`' in finished.stderr
+
+
+def test_the_summary_of_an_own_loop_has_its_metrics_and_its_best(tmp_path: Path) -> None:
+    launch(bodies.loop_with_values, processes=2, folder=tmp_path / "run", log={"every": "1 step"})
+    end = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert end["metrics"]["error"] == 2.0 and end["metrics"]["loss"] > 0 and "lr" not in end["metrics"]
+    assert end["best"] == {"value": 1.0, "step": 2}
+    assert (end["epoch"], end["step"]) == (2, 4)
+    # Back to the best, which is the older one: what is newer is set aside before anything is saved.
+    assert launch(bodies.goes_back, processes=2, folder=tmp_path / "run") == [[2, 1], [2, 1]]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "aside-step-00000004", "step-00000002",
+    ]  # fmt: skip
