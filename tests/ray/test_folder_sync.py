@@ -36,23 +36,23 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_what_is_newer_than_what_was_brought_is_set_aside_on_the_drivers_disk_too(tmp_path: Path) -> None:
+def test_what_is_newer_than_what_was_pulled_is_set_aside_on_the_drivers_disk_too(tmp_path: Path) -> None:
     driver, node = tmp_path / "driver", tmp_path / "node"
     for step in (5, 10):
         save(driver, step)
     file = driver / "checkpoints" / "step-00000010" / MODEL_FILE
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     sync = Direct(driver, node)
-    sync.bring()
+    sync.pull()
     assert names(node) == ["step-00000005"]
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["step-00000005", "step-00000010"], "nothing new, nothing changed"
     save(node, 6)
     shutil.rmtree(node / "checkpoints" / "step-00000005")  # keep: last 1
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["damaged-step-00000010", "step-00000006"]
     save(node, 7)
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["damaged-step-00000010", "step-00000006", "step-00000007"]
 
 
@@ -60,8 +60,8 @@ def test_what_the_node_set_aside_is_not_deleted_on_the_drivers_disk(tmp_path: Pa
     driver, node = tmp_path / "driver", tmp_path / "node"
     save(driver, 5)
     sync = Direct(driver, node)
-    sync.bring()
+    sync.pull()
     CheckpointStorage(node / "checkpoints").set_aside_after(None)
     save(node, 1)
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["aside-step-00000005", "step-00000001"]

@@ -96,7 +96,7 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
 
 
 @pytest.mark.long
-def test_what_the_desk_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
+def test_what_the_mailbox_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
     from lockstep.ray.folder_store import FolderStore
 
     (tmp_path / "secret").write_text("hidden")
