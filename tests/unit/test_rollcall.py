@@ -153,7 +153,9 @@ def test_the_source_of_a_task_is_its_file_and_what_it_loaded_from_beside_it(
     found = source_files(mine)
     assert sorted(found) == ["a_task.py", "neighbour_of_a_task.py"]
     assert source_files(functools.partial(mine, 1)) == found, "not that of functools"
-    assert set(source_files(Report)) > {"distributed/rollcall/report.py", "errors.py"}, "a package is compared as a whole"
+    assert set(source_files(Report)) > {"distributed/rollcall/report.py", "errors.py"}, (
+        "a package is compared as a whole"
+    )
     for name in ("a_task", "neighbour_of_a_task"):
         del sys.modules[name]
 
