@@ -32,13 +32,13 @@ class FolderSync:
         self._lock = threading.Lock()
         self._done = threading.Event()
 
-    def pull(self) -> None:
-        """Start from what the driver has: the newest good checkpoint, and what this rank goes on writing."""
+    def pull(self, step: int | None = None, best: bool = False, mode: str = "min") -> None:
+        """Start from what the driver has: the checkpoint to restore, the newest unless said, and what goes on growing."""
         if self._place.local_rank == 0:
             shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
-            newest = self._ask("newest_checkpoint")
-            if newest is not None:
-                self._pull_files(newest)
+            checkpoint = self._ask("checkpoint", step, best, mode)
+            if checkpoint is not None:
+                self._pull_files(checkpoint)
         for path in self._own_paths():
             self._pull_files(path)
         self._on_driver = set(self._storage.steps()) if self._place.rank == 0 else set()
