@@ -2,32 +2,34 @@
 
 ARGS =
 
-# A variable named ENV may be in anyone's shell for other reasons: only `make test ENV=xla` counts.
-ifneq ($(origin ENV),command line)
-ENV = torch
-endif
-
-ifeq ($(ENV),torch)
-TEST = test
-TEST_CONSTRAINTS = constraints/torch.txt
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev
-else ifeq ($(ENV),xla)
-TEST = test-xla
-TEST_CONSTRAINTS = constraints/xla.txt
-TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev,xla
+TEST_PYTHON = .venv-test/bin/python
+PYTEST = -m pytest --numprocesses 2 --dist loadgroup
+
+# torch_xla has builds for 64-bit x86 Linux alone, and wants a torch of its own: what needs it has an environment of its own.
+MACHINE := $(shell uname -s) $(shell uname -m)
+XLA_PYTHON = .venv-test-xla/bin/python
+XLA_TESTS = tests/xla tests/ray/test_ray_xla.py tests/unit/test_pjrt.py
+ifeq ($(MACHINE),Linux x86_64)
+WITH_XLA = test-xla
+VERIFY_ENVIRONMENT = xla-environment
+VERIFY_PYTHON = $(XLA_PYTHON)
 else
-$(error ENV=$(ENV) is not known: use ENV=torch or ENV=xla)
+WITH_XLA = without-xla
+VERIFY_ENVIRONMENT = test-environment
+VERIFY_PYTHON = $(TEST_PYTHON)
 endif
 
-TEST_PYTHON = .venv-$(TEST)/bin/python
 BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
     benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py benchmarks/ray.py
 
-.PHONY: help train test faults verify lint format bench clean train-environment test-environment bench-environment
+.PHONY: help train check test test-torch test-xla without-xla faults verify lint format bench clean
+.PHONY: train-environment test-environment xla-environment bench-environment
 
 help:
 	@echo 'make train    train the digits example: lockstep train examples/digits.yaml'
-	@echo 'make test     lint, then all tests; ENV=xla runs them with torch_xla'
+	@echo 'make check    lint, then the unit tests: minutes'
+	@echo 'make test     lint, then all tests; those of XLA in an environment of their own, where torch_xla has a build'
 	@echo 'make faults   every cell of the fault matrix; writes the table of docs/reliability.md'
 	@echo 'make verify   lockstep verify on the examples; writes the tables of docs/verify.md'
 	@echo 'make lint     ruff, mypy and the import layers'
@@ -42,17 +44,30 @@ help:
 train: train-environment
 	@.venv-train/bin/lockstep train examples/digits.yaml $(ARGS)
 
+check: lint
+	$(TEST_PYTHON) $(PYTEST) tests/unit $(ARGS)
+
+test: test-torch $(WITH_XLA)
+
 # One test waits for its processes too often to keep two cores busy: two at once.
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
-test: lint
+test-torch: lint
 	$(TEST_PYTHON) -m compileall -q src tests examples
-	$(TEST_PYTHON) -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(TEST_PYTHON) $(PYTEST) $(ARGS)
+
+# Without torch_xla these tests would be skipped, so it is imported first. ARGS may choose none of them: pytest's exit code 5.
+test-xla: xla-environment
+	$(XLA_PYTHON) -c 'import torch_xla'
+	$(XLA_PYTHON) $(PYTEST) $(XLA_TESTS) $(ARGS) || [ $$? -eq 5 ]
+
+without-xla:
+	@echo 'make test: what needs torch_xla was left out ($(XLA_TESTS)): torch_xla has no build for $(MACHINE)'
 
 faults: test-environment
 	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix --long $(ARGS)
 
-verify: test-environment
-	$(TEST_PYTHON) scripts/verify_tables.py $(ARGS)
+verify: $(VERIFY_ENVIRONMENT)
+	$(VERIFY_PYTHON) scripts/verify_tables.py $(ARGS)
 
 lint: test-environment
 	$(TEST_PYTHON) -m ruff check
@@ -72,7 +87,10 @@ train-environment:
 	@scripts/environment train constraints/torch.txt examples,tensorboard
 
 test-environment:
-	@scripts/environment $(TEST) $(TEST_CONSTRAINTS) $(TEST_EXTRAS)
+	@scripts/environment test constraints/torch.txt $(TEST_EXTRAS)
+
+xla-environment:
+	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla
 
 bench-environment:
 	@scripts/environment bench constraints/torch.txt examples,tensorboard,ray,bench

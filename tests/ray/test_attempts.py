@@ -39,16 +39,16 @@ def test_what_ray_says_of_a_death_in_a_sentence(text: str, meaning: str) -> None
     assert describe(text).startswith(meaning)
 
 
-def _event(kind: str, rank: int, life: str, **content: object) -> dict[str, object]:
-    return {"kind": kind, "rank": rank, "life": life, **content}
+def _event(kind: str, rank: int, worker: str, **content: object) -> dict[str, object]:
+    return {"kind": kind, "rank": rank, "worker": worker, **content}
 
 
 def test_a_rank_that_died_without_a_word_is_the_cause_of_what_others_report() -> None:
     attempts = Attempts()
     for rank in (0, 1):
-        attempts.note(_event("started", rank, f"life-{rank}", host=f"node-{rank}"))
+        attempts.note(_event("started", rank, f"worker-{rank}", host=f"node-{rank}"))
     lost = asdict(report(PeerLost("lost the connection to another rank"), 0, "node-0"))
-    attempts.note(_event("failed", 0, "life-0", report=lost))
+    attempts.note(_event("failed", 0, "worker-0", report=lost))
     failure = attempts.conclude({0: "PeerLost: lost", 1: KILLED})
     assert (failure.rank, failure.host, failure.exit_code) == (1, "node-1", 5)
     assert failure.render(2).startswith("rank 1 of 2 on node-1 failed: its process was killed")
@@ -58,9 +58,9 @@ def test_a_rank_that_died_without_a_word_is_the_cause_of_what_others_report() ->
 def test_a_rank_that_nobody_has_noticed_to_be_gone_is_still_the_cause() -> None:
     attempts = Attempts()
     for rank in (0, 1):
-        attempts.note(_event("started", rank, f"life-{rank}", host=f"node-{rank}"))
+        attempts.note(_event("started", rank, f"worker-{rank}", host=f"node-{rank}"))
     lost = asdict(report(PeerLost("lost the connection to another rank"), 1, "node-1"))
-    attempts.note(_event("failed", 1, "life-1", report=lost))
+    attempts.note(_event("failed", 1, "worker-1", report=lost))
     failure = attempts.conclude({1: "PeerLost: lost"})
     assert (failure.rank, failure.host) == (0, "node-0") and "not heard of any more" in failure.cause
 
@@ -77,9 +77,9 @@ def test_late_words_of_an_attempt_do_not_count_for_the_next() -> None:
 
 def test_a_stall_keeps_its_exit_code() -> None:
     attempts = Attempts()
-    attempts.note(_event("started", 0, "life", host="node"))
+    attempts.note(_event("started", 0, "worker", host="node"))
     told = asdict(report(RankStalled("rank 1: in loss of step 3, since 4 s"), 0, "node"))
-    attempts.note(_event("failed", 0, "life", report=told))
+    attempts.note(_event("failed", 0, "worker", report=told))
     assert attempts.conclude({0: KILLED, 1: KILLED}).exit_code == 4
 
 

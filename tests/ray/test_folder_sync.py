@@ -15,6 +15,7 @@ from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.topology import Place
+from lockstep.errors import CheckpointError
 from lockstep.ray.folder_store import FolderStore
 from lockstep.ray.folder_sync import FolderSync
 
@@ -28,31 +29,32 @@ class Direct(FolderSync):
         return getattr(self._driver, what)(*arguments)
 
 
-def save(folder: Path, step: int) -> None:
-    write(CheckpointStorage(folder / "checkpoints"), Snapshot(step, {"w": torch.full((3,), float(step))}, {}, {}))
+def save(folder: Path, step: int, value: float | None = None) -> None:
+    snapshot = Snapshot(step, {"w": torch.full((3,), float(step))}, {}, {}, about={"value": value})
+    write(CheckpointStorage(folder / "checkpoints"), snapshot)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_what_is_newer_than_what_was_brought_is_set_aside_on_the_drivers_disk_too(tmp_path: Path) -> None:
+def test_what_is_newer_than_what_was_pulled_is_set_aside_on_the_drivers_disk_too(tmp_path: Path) -> None:
     driver, node = tmp_path / "driver", tmp_path / "node"
     for step in (5, 10):
         save(driver, step)
     file = driver / "checkpoints" / "step-00000010" / MODEL_FILE
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     sync = Direct(driver, node)
-    sync.bring()
+    sync.pull()
     assert names(node) == ["step-00000005"]
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["step-00000005", "step-00000010"], "nothing new, nothing changed"
     save(node, 6)
     shutil.rmtree(node / "checkpoints" / "step-00000005")  # keep: last 1
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["damaged-step-00000010", "step-00000006"]
     save(node, 7)
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["damaged-step-00000010", "step-00000006", "step-00000007"]
 
 
@@ -60,8 +62,24 @@ def test_what_the_node_set_aside_is_not_deleted_on_the_drivers_disk(tmp_path: Pa
     driver, node = tmp_path / "driver", tmp_path / "node"
     save(driver, 5)
     sync = Direct(driver, node)
-    sync.bring()
+    sync.pull()
     CheckpointStorage(node / "checkpoints").set_aside_after(None)
     save(node, 1)
-    sync.take_back()
+    sync.push()
     assert names(driver) == ["aside-step-00000005", "step-00000001"]
+
+
+def test_the_checkpoint_that_is_pulled_is_the_one_to_restore(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    for step, value in [(1, 2.0), (2, 1.0), (3, 3.0)]:
+        save(driver, step, value)
+    for which, expected in [({}, 3), ({"best": True}, 2), ({"best": True, "mode": "max"}, 3), ({"step": 1}, 1)]:
+        Direct(driver, node).pull(**which)
+        assert names(node) == [f"step-{expected:08d}"]
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 7 \(steps with one: 1, 2, 3\)"):
+        Direct(driver, node).pull(step=7)
+    sync = Direct(driver, node)
+    sync.pull(step=1)
+    save(node, 2)
+    sync.push()
+    assert names(driver) == ["aside-step-00000002", "aside-step-00000003", "step-00000001", "step-00000002"]

@@ -96,7 +96,7 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
 
 
 @pytest.mark.long
-def test_what_the_desk_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
+def test_what_the_mailbox_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> None:
     from lockstep.ray.folder_store import FolderStore
 
     (tmp_path / "secret").write_text("hidden")
@@ -111,4 +111,4 @@ def test_what_the_desk_keeps_is_inside_of_the_runs_folder(tmp_path: Path) -> Non
     assert folder_store.files("checkpoints") == [("checkpoints/step-00000001/file", 7)]
     assert folder_store.read("checkpoints/step-00000001/file", 2, 4) == b"e tw"
     folder_store.remove("checkpoints/step-00000001")
-    assert folder_store.files("checkpoints") == [] and folder_store.newest_checkpoint() is None
+    assert folder_store.files("checkpoints") == [] and folder_store.checkpoint() is None

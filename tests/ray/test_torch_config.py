@@ -27,7 +27,7 @@ from lockstep.ray.backend import TorchBackend, XlaBackend, _resolved, answer
 from lockstep.ray.capacity import scaling
 from lockstep.ray.failure import cause_of
 from lockstep.ray.installed import RayMissing, require_ray, require_train_v2, version_problem
-from lockstep.ray.placement import Spot, device_index, meeting_place, topologies
+from lockstep.ray.placement import WorkerInfo, device_index, rendezvous_address, topologies
 from lockstep.ray.xla import mesh_shape, run_settings
 from lockstep.runtime import pjrt
 
@@ -183,7 +183,7 @@ def test_ray_is_told_of_gpus_and_of_the_slice_that_tpu_workers_form() -> None:
 @pytest.mark.requirement("R13")
 def test_xla_settings_follow_from_what_ray_gave_the_workers() -> None:
     """Memory limits go by names that PJRT reads; one backend serves TPUs and other PJRT devices."""
-    found = run_settings(RunSettings(), None, (0.8, False), _spot("a", "one", tpus=4), 2)
+    found = run_settings(RunSettings(), None, (0.8, False), _info("a", "one", tpus=4), 2)
     assert found.runtime == "xla"
     assert pjrt.variables(found, {}) == {
         "PJRT_DEVICE": "TPU",
@@ -191,21 +191,21 @@ def test_xla_settings_follow_from_what_ray_gave_the_workers() -> None:
         "PJRT_ALLOCATOR_PREALLOCATE": "false",
     }
     for more, family in (({"gpus": ("0",)}, "CUDA"), ({}, "CPU")):
-        found = run_settings(RunSettings(), None, (None, None), _spot("a", "one", **more), 2)
+        found = run_settings(RunSettings(), None, (None, None), _info("a", "one", **more), 2)
         assert pjrt.variables(found, {}) == {"PJRT_DEVICE": family}
 
 
 @pytest.mark.requirement("R11")
 def test_the_mesh_of_an_spmd_config() -> None:
     spmd = {"data_parallel_size": 2, "model_parallel_size": 4}
-    on_tpu = run_settings(RunSettings(), spmd, (None, None), _spot("a", "one", tpus=4), 2)
+    on_tpu = run_settings(RunSettings(), spmd, (None, None), _info("a", "one", tpus=4), 2)
     assert (on_tpu.strategy.type, on_tpu.strategy.mesh) == ("spmd", {"data": 2, "model": 4})
-    alone = run_settings(RunSettings(), spmd, (None, None), _spot("a", "one"), 1)
+    alone = run_settings(RunSettings(), spmd, (None, None), _info("a", "one"), 1)
     assert (alone.strategy.type, alone.devices) == ("spmd", 8)
-    apart = run_settings(RunSettings(), {"data_parallel_size": 2}, (None, None), _spot("a", "one"), 2)
+    apart = run_settings(RunSettings(), {"data_parallel_size": 2}, (None, None), _info("a", "one"), 2)
     assert (apart.strategy.type, apart.strategy.mesh) == ("ddp", {"data": 2, "model": 1})
     with pytest.raises(ConfigError, match="on PJRT CPU no mesh spans the 2 workers"):
-        run_settings(RunSettings(), {"model_parallel_size": 2}, (None, None), _spot("a", "one"), 2)
+        run_settings(RunSettings(), {"model_parallel_size": 2}, (None, None), _info("a", "one"), 2)
 
 
 @pytest.mark.requirement("R11")
@@ -245,15 +245,15 @@ def test_the_run_is_there_only_where_it_can_be() -> None:
 # Where the workers are
 
 
-def _spot(node: str, host: str, address: str = "10.0.0.1", port: int = 4000, **more: Any) -> Spot:
-    return Spot(node, host, address, port, **more)
+def _info(node: str, host: str, address: str = "10.0.0.1", port: int = 4000, **more: Any) -> WorkerInfo:
+    return WorkerInfo(node, host, address, port, **more)
 
 
 @pytest.mark.requirement("R04")
 def test_topologies_from_where_ray_put_the_workers() -> None:
-    spots = [_spot("aaaaaaaaaa", "one"), _spot("bbbbbbbbbb", "two", "10.0.0.2"), _spot("aaaaaaaaaa", "one")]
-    assert meeting_place(spots) == ("10.0.0.1", 4000)
-    found = topologies(spots, *meeting_place(spots))
+    workers = [_info("aaaaaaaaaa", "one"), _info("bbbbbbbbbb", "two", "10.0.0.2"), _info("aaaaaaaaaa", "one")]
+    assert rendezvous_address(workers) == ("10.0.0.1", 4000)
+    found = topologies(workers, *rendezvous_address(workers))
     assert [each.place.rank for each in found] == [0, 1, 2]
     assert [each.place.local_rank for each in found] == [0, 0, 1]
     assert [each.local_world_size for each in found] == [2, 1, 2]
@@ -262,19 +262,19 @@ def test_topologies_from_where_ray_put_the_workers() -> None:
 
 
 def test_workers_of_one_machine_meet_on_loopback_and_nodes_are_told_apart() -> None:
-    spots = [_spot("aaaaaaaaaa", "one"), _spot("bbbbbbbbbb", "one")]
-    assert meeting_place(spots) == ("127.0.0.1", 4000)
-    assert [each.place.host for each in topologies(spots, "127.0.0.1", 1)] == ["one/aaaaaaaa", "one/bbbbbbbb"]
+    workers = [_info("aaaaaaaaaa", "one"), _info("bbbbbbbbbb", "one")]
+    assert rendezvous_address(workers) == ("127.0.0.1", 4000)
+    assert [each.place.host for each in topologies(workers, "127.0.0.1", 1)] == ["one/aaaaaaaa", "one/bbbbbbbb"]
 
 
 @pytest.mark.requirement("R05")
 def test_a_worker_uses_the_gpu_that_ray_gave_it() -> None:
     shared = {"visible_gpus": ("4", "6")}
-    assert device_index(_spot("a", "one", gpus=("6",), **shared), 0) == 1
-    assert device_index(_spot("a", "one", gpus=("4",), **shared), 1) == 0
-    assert device_index(_spot("a", "one"), 3) == 3
+    assert device_index(_info("a", "one", gpus=("6",), **shared), 0) == 1
+    assert device_index(_info("a", "one", gpus=("4",), **shared), 1) == 0
+    assert device_index(_info("a", "one"), 3) == 3
     with pytest.raises(LaunchError, match="Ray gave GPU 5 on one"):
-        device_index(_spot("a", "one", gpus=("5",), **shared), 0)
+        device_index(_info("a", "one", gpus=("5",), **shared), 0)
 
 
 def _nothing_is_reserved() -> bool:

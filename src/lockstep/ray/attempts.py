@@ -15,8 +15,8 @@ class Attempts:
     """Collects what is known of the attempt under way, until a failure concludes it."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[str, str]] = {}  # rank -> the name of its life, and its node
-        self._over: set[str] = set()  # lives of attempts before
+        self._places: dict[int, tuple[str, str]] = {}  # rank -> the id of its worker, and its node
+        self._over: set[str] = set()  # workers of attempts before
         self._reports: list[Report] = []
         self.exit_codes: dict[int, int] = {}
         self.count = 0
@@ -27,12 +27,12 @@ class Attempts:
         return bool(self._places)
 
     def note(self, event: Event) -> None:
-        """Take in an event, unless it is a late word of an attempt that is over."""
-        if event["life"] in self._over:
+        """Take in an event, unless it comes late, of an attempt that is over."""
+        if event["worker"] in self._over:
             return
         rank = event["rank"]
         if event["kind"] == "started":
-            self._places[rank] = (event["life"], event["host"])
+            self._places[rank] = (event["worker"], event["host"])
         elif event["kind"] == "failed":
             self._reports.append(Report(**event["report"]))
         elif event["kind"] == "ended":
@@ -51,16 +51,16 @@ class Attempts:
             if rank not in reported
         ]
         failure = find_cause([*self._reports, *lost], {}, "the cluster")
-        self._over |= {life for life, _ in self._places.values()}
+        self._over |= {worker for worker, _ in self._places.values()}
         self._places, self._reports, self.exit_codes = {}, [], {}
         self.count += 1
         return failure
 
     def conclude_before_training(self, error: BaseException) -> Failure:
-        """An attempt that did not get as far as training: no room for the workers, or the roll call failed."""
+        """An attempt that did not get as far as training: the workers could not be placed, or the roll call failed."""
         cause = getattr(error, "controller_failure", None) or error
         cause = getattr(cause, "cause", None) or cause  # of a call to a worker
-        if no_room(error):
+        if no_capacity(error):
             cause = LaunchError("the workers could not be placed in time (launch.ray.placement_timeout)")
         told = report(cause, 0, "the cluster")
         self.count += 1
@@ -70,8 +70,8 @@ class Attempts:
         return self._places[rank][1] if rank in self._places else "an unknown node"
 
 
-def no_room(error: BaseException | None) -> bool:
-    """Whether Ray gave up waiting for room for all workers."""
+def no_capacity(error: BaseException | None) -> bool:
+    """Whether Ray gave up waiting until all workers could be placed."""
     return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
 
 

@@ -19,10 +19,10 @@ from lockstep.distributed.rollcall.faults import SHOWN
 from lockstep.distributed.rollcall.report import table
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
-from lockstep.ray import session
-from lockstep.ray.placement import Spot, look_around, meeting_place, topologies
-from lockstep.ray.session import Joined
-from lockstep.ray.torch_config import XLA_BACKENDS, TorchConfig
+from lockstep.ray import joining
+from lockstep.ray.joining import Joined
+from lockstep.ray.placement import WorkerInfo, rendezvous_address, topologies, worker_info
+from lockstep.ray.worker_settings import XLA_BACKENDS, WorkerSettings
 from lockstep.ray.xla import mesh_shape, require_torch_xla
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class TorchBackend(Backend):  # type: ignore[misc]
 
     share_cuda_visible_devices = True
 
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: WorkerSettings) -> None:
         """Every worker gets the address, then all join at once; returns when the roll call has proven the world."""
         try:
             self._join(worker_group, backend_config)
@@ -49,34 +49,36 @@ class TorchBackend(Backend):  # type: ignore[misc]
             _give_back(worker_group)
             raise
 
-    def _join(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        world_size = len(worker_group)
+    def _join(self, worker_group: Any, backend_config: WorkerSettings) -> None:
         backend = _resolved(backend_config.backend, worker_group.get_resources_per_worker())
         if backend_config.xla_spmd_config is not None and backend not in XLA_BACKENDS:
             raise ConfigError(f"TorchConfig: xla_spmd_config is given, but backend='auto' is {backend!r} here")
         if backend in XLA_BACKENDS:
             answer(worker_group.execute_async(_check_torch_xla), "looking for torch_xla", _ANSWER_SECONDS)
-        spots: list[Spot] = answer(worker_group.execute_async(look_around), "saying where they are", _ANSWER_SECONDS)
-        address, port = meeting_place(spots)
-        everyone = topologies(spots, address, port)
-        setting = worker_group.execute_async(session.set_meeting_place, address, port)
+        workers: list[WorkerInfo] = answer(
+            worker_group.execute_async(worker_info), "saying where they are", _ANSWER_SECONDS
+        )
+        address, port = rendezvous_address(workers)
+        everyone = topologies(workers, address, port)
+        setting = worker_group.execute_async(joining.set_master_address, address, port)
         answer(setting, "setting MASTER_ADDR and MASTER_PORT", _ANSWER_SECONDS)
-        joining = [
-            worker_group.execute_single_async(rank, session.join, everyone[rank], spots[rank], backend, backend_config)
-            for rank in range(world_size)
+        futures = [
+            worker_group.execute_single_async(rank, joining.join, everyone[rank], each, backend, backend_config)
+            for rank, each in enumerate(workers)
         ]
-        joined: list[Joined] = answer(joining, "joining the group", session.join_limit(backend_config) + _GRACE_SECONDS)
+        limit = joining.join_limit(backend_config) + _GRACE_SECONDS
+        joined: list[Joined] = answer(futures, "joining the group", limit)
         if backend in XLA_BACKENDS and backend_config.xla_spmd_config is not None:
             mesh_shape(backend_config.xla_spmd_config, sum(each.devices for each in joined))
         _show(joined)
 
-    def on_training_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_training_start(self, worker_group: Any, backend_config: WorkerSettings) -> None:
         """Variables only, for code that looks for them."""
-        answer(worker_group.execute_async(session.set_rank_variables), "setting RANK and the like", _ANSWER_SECONDS)
+        answer(worker_group.execute_async(joining.set_rank_variables), "setting RANK and the like", _ANSWER_SECONDS)
 
-    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_shutdown(self, worker_group: Any, backend_config: WorkerSettings) -> None:
         """Leave the group. A worker that is gone, or stuck, does not hold up the end."""
-        leaving = worker_group.execute_async(session.leave)
+        leaving = worker_group.execute_async(joining.leave)
         left, late = ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
         if late:
             ranks = [rank for rank, future in enumerate(leaving) if future in late]

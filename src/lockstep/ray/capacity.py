@@ -1,4 +1,4 @@
-"""Whether a cluster has room for the workers of a run, and for how many."""
+"""Whether a cluster has the capacity for the workers of a run, and for how many."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Mapping[str, Any]) -> Iterator[Cluster]:
-    """Connect to the cluster of a config, or start one with room for the run; leave, or end it, at the end."""
+    """Connect to the cluster of a config, or start one of the run's size; leave, or end it, at the end."""
     if ray.is_initialized():  # by a program of the user's own
         with environment(config):
             yield Cluster(ray.get_runtime_context().gcs_address, ours=False)
@@ -41,7 +41,7 @@ def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Ma
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     with environment(config):
         if address is None:
-            cluster = _start(_room_for(int(config.processes), resources), dict(runtime_env), quiet)
+            cluster = _start(_total(int(config.processes), resources), dict(runtime_env), quiet)
         else:
             cluster = _connect(address, dict(runtime_env), quiet)
         try:
@@ -51,24 +51,24 @@ def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Ma
                 ray.shutdown()
 
 
-def _room_for(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
+def _total(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
     """What a cluster of our own must have."""
     return {name: math.ceil(amount * workers) for name, amount in resources.items()}
 
 
-def _start(room: Mapping[str, float], runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
-    custom = {name: amount for name, amount in room.items() if name not in ("CPU", "GPU", "memory")}
-    accelerators = {"num_gpus": int(room["GPU"])} if "GPU" in room else {}
+def _start(total: Mapping[str, float], runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
+    custom = {name: amount for name, amount in total.items() if name not in ("CPU", "GPU", "memory")}
+    accelerators = {"num_gpus": int(total["GPU"])} if "GPU" in total else {}
     try:
         ray.init(
             address="local",
-            num_cpus=int(room.get("CPU", 1)),
+            num_cpus=int(total.get("CPU", 1)),
             resources=custom or None,
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
             runtime_env=runtime_env or None,
             _node_ip_address="127.0.0.1",  # nobody but this machine has to reach it
-            **({"_memory": int(room["memory"])} if "memory" in room else {}),
+            **({"_memory": int(total["memory"])} if "memory" in total else {}),
             **accelerators,
             **quiet,
         )

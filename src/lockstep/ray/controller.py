@@ -1,11 +1,9 @@
-"""`launch: ray`: the driver of a run on a cluster. It finds room, shows what the ranks say, and tells how it ended."""
+"""`launch: ray`: the driver of a run on a cluster. It finds capacity, shows what the ranks say, tells how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -30,17 +28,18 @@ from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
 from lockstep.ray import capacity, code
 from lockstep.ray.address import address_of
-from lockstep.ray.attempts import Attempts, no_room
+from lockstep.ray.attempts import Attempts, no_capacity
+from lockstep.ray.background_fit import BackgroundFit, ReportedFailures
 from lockstep.ray.cluster import Cluster, connected
 from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
-from lockstep.ray.screen import Screen
+from lockstep.ray.screen import Screen, say
 from lockstep.ray.torch_config import TorchConfig
 from lockstep.ray.worker import Order, main
 from lockstep.record import run_folder
 
 # How often the driver looks for signals; events come at once.
 _LOOK_SECONDS = 0.5
-# How long to wait for word of a failure that Ray Train has already concluded from.
+# How long to wait for the reports of a failure that Ray Train has already concluded from.
 _LAST_WORD_SECONDS = 5.0
 
 
@@ -55,7 +54,7 @@ class Ended:
 
 
 def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
-    """Train a config on a cluster. The folder is made once it is known that there is room for the run."""
+    """Train a config on a cluster. The folder is made once it is known that the cluster has the capacity."""
     signals = Signals(save_on_request=True)
     config, env, task = resolved(config)
     # Ray puts handlers of its own in place of ours when it connects.
@@ -91,9 +90,9 @@ def train_on(
     workers = capacity.find(config, _sizes(config), resources)
     folder = make_folder(config)
     with run_folder.locked(folder):
-        driver = _Driver(config, folder, cluster, task, resources, signals, callbacks)
-        result = driver.run(workers)
-    return Ended(config, folder, result, driver.train_result)
+        controller = _Controller(config, folder, cluster, task, resources, signals, callbacks)
+        result = controller.run(workers)
+    return Ended(config, folder, result, controller.train_result)
 
 
 def described(config: RunConfig) -> str:
@@ -124,7 +123,7 @@ def _sizes(config: RunConfig) -> list[int]:
     return capacity.sizes(int(config.processes), config.launch.ray.min_workers, limits.batch_size, limits.accumulate)
 
 
-class _Driver:
+class _Controller:
     """One run, from its first attempt to its last."""
 
     def __init__(
@@ -145,7 +144,7 @@ class _Driver:
         self._asked = 0
         self._given_up: Failure | None = None
         self._workers = 0
-        self._looked_for_room = 0
+        self._capacity_checked_after = 0
         self.train_result: TrainResult | None = None
         # On the driver's own node: it lives and dies with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -155,12 +154,12 @@ class _Driver:
         with self._screen.open(self._folder), _marked(self._folder) as mark:
             while True:
                 self._workers = workers
-                fit = Fit(self._trainer(workers, mark))
+                fit = BackgroundFit(self._trainer(workers, mark))
                 result = self._supervise(fit)
                 self.train_result = fit.result
                 if result is not None:
                     return result
-                # Ray has waited long enough for the room that was there before.
+                # Ray has waited long enough for the capacity that was there before.
                 workers = capacity.find(self._config, _sizes(self._config), self._resources, limit=1.0)
 
     def _trainer(self, workers: int, mark: str) -> TorchTrainer:
@@ -195,14 +194,14 @@ class _Driver:
                 storage_path=str(self._folder),
                 name="checkpoints",
                 failure_config=FailureConfig(max_failures=restarts, controller_failure_limit=0),
-                callbacks=[_Watching(self._mailbox), *self._callbacks],
+                callbacks=[ReportedFailures(self._mailbox), *self._callbacks],
             ),
         )
 
     def _backend(self) -> str:
         return {"cuda": "nccl", "xla": "xla", "cpu": "gloo"}.get(self._config.runtime, "auto")
 
-    def _supervise(self, fit: Fit) -> Result | None:
+    def _supervise(self, fit: BackgroundFit) -> Result | None:
         """Follow an attempt and the restarts that Ray makes of it; None where another size is worth a try."""
         while not fit.done:
             self._hear(_LOOK_SECONDS)
@@ -260,14 +259,14 @@ class _Driver:
             return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
         return None
 
-    def _concluded(self, fit: Fit) -> Result | None:
-        """The end of the run, or None where it goes on with another attempt of our own, in the room that is there."""
+    def _concluded(self, fit: BackgroundFit) -> Result | None:
+        """The end of the run, or None where it goes on with another attempt of our own, of the size that fits."""
         if self._given_up is None and fit.error is None:
             return Result(max(self._attempts.exit_codes.values(), default=0))
         if self._given_up is None and self._asked and not self._attempts.began:
             return Result(PREEMPTED_EXIT_CODE)
-        if self._given_up is None and no_room(fit.error) and self._attempts.count > self._looked_for_room:
-            self._looked_for_room = self._attempts.count  # once after every failure
+        if self._given_up is None and no_capacity(fit.error) and self._attempts.count > self._capacity_checked_after:
+            self._capacity_checked_after = self._attempts.count  # once after every failure
             return None
         if self._given_up is None and isinstance(fit.error, WorkerGroupError):
             errors = {rank: str(each) for rank, each in fit.error.worker_failures.items()}
@@ -279,38 +278,6 @@ class _Driver:
         return Result(failure.exit_code, failure=failure) if failure is not None else None
 
 
-class Fit:
-    """`fit()` of a Trainer or Tuner in a thread of its own: the main thread hears signals and shows what comes in."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.result: Any = None
-        self.error: Exception | None = None
-        self._trainer = trainer
-        self._thread = threading.Thread(target=self._run, name="lockstep-ray-train", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._trainer.fit()
-        except Exception as error:
-            self.error = error
-
-
-class _Watching(UserCallback):  # type: ignore[misc]
-    """Runs beside Ray Train's controller, and passes on which workers it saw fail."""
-
-    def __init__(self, mailbox: Any) -> None:
-        self._mailbox = mailbox
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        errors = {rank: f"{type(error).__name__}: {error}" for rank, error in worker_exceptions.items()}
-        self._mailbox.tell.remote([{"kind": "died", "errors": errors}])
-
-
 @contextlib.contextmanager
 def _marked(folder: Path) -> Any:
     """A file by which workers know that the folder they see is this one."""
@@ -320,8 +287,3 @@ def _marked(folder: Path) -> Any:
         yield mark.name
     finally:
         mark.unlink(missing_ok=True)
-
-
-def say(text: str) -> None:
-    for line in text.splitlines():
-        print(f"lockstep: {line}" if line else "", file=sys.stderr, flush=True)

@@ -16,9 +16,12 @@ class FolderStore:
         self._folder = Path(folder).resolve()
         self._checkpoints = CheckpointStorage(self._folder / "checkpoints")
 
-    def newest_checkpoint(self) -> str | None:
-        """The newest whole one, by its path."""
-        step = self._checkpoints.newest_good()
+    def checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> str | None:
+        """The path of the checkpoint of a step, of the best whole one, or of the newest whole one."""
+        if step is not None:
+            self._checkpoints.require(step)
+        else:
+            step = self._checkpoints.best_good(mode) if best else self._checkpoints.newest_good()
         return None if step is None else str(self._checkpoints.path(step).relative_to(self._folder))
 
     def set_aside_after(self, step: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Where ranks leave word for the driver, and the driver for the ranks: one small actor beside the driver."""
+"""Messages between the ranks and the driver, both ways: one small actor beside the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Mailbox:
     """Plain data only. Nothing here waits for ever: whoever asks says for how long."""
 
     def __init__(self, folder: str) -> None:
-        self._depot = FolderStore(folder)
+        self._folder_store = FolderStore(folder)
         self._events: list[Event] = []
         self._news = asyncio.Event()
         self._requests: dict[str, str] = {}
@@ -25,7 +25,7 @@ class Mailbox:
         self._closed = False
 
     async def tell(self, events: list[Event]) -> dict[str, Any]:
-        """Leave word for the driver; what the ranks are asked for in return."""
+        """Messages for the driver; what the ranks are asked for in return."""
         self._events.extend(events)
         if events:
             self._news.set()
@@ -58,4 +58,4 @@ class Mailbox:
         """Something of the run's folder, for a rank that does not see it; in a thread, since disks take their time."""
         if what.startswith("_"):
             raise ValueError(f"{what!r} is not for ranks to call")
-        return await asyncio.to_thread(getattr(self._depot, what), *arguments)
+        return await asyncio.to_thread(getattr(self._folder_store, what), *arguments)

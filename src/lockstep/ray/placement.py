@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Spot:
+class WorkerInfo:
     """What a worker says of where it is."""
 
     node: str
@@ -28,12 +28,12 @@ class Spot:
     tpus: int = 0
 
 
-def look_around() -> Spot:
+def worker_info() -> WorkerInfo:
     """Runs on a worker."""
     context = ray.get_runtime_context()
     given = context.get_accelerator_ids()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return Spot(
+    return WorkerInfo(
         node=context.get_node_id(),
         host=socket.gethostname(),
         address=ray.util.get_node_ip_address(),
@@ -44,53 +44,56 @@ def look_around() -> Spot:
     )
 
 
-def meeting_place(spots: Sequence[Spot]) -> tuple[str, int]:
+def rendezvous_address(workers: Sequence[WorkerInfo]) -> tuple[str, int]:
     """The address and port of rank 0's store: on loopback, where nobody else needs to reach it."""
-    alone = len({spot.address for spot in spots}) == 1
-    return LOOPBACK if alone else spots[0].address, spots[0].free_port
+    alone = len({worker.address for worker in workers}) == 1
+    return LOOPBACK if alone else workers[0].address, workers[0].free_port
 
 
-def topologies(spots: Sequence[Spot], address: str, port: int) -> list[Topology]:
+def topologies(workers: Sequence[WorkerInfo], address: str, port: int) -> list[Topology]:
     """The topology of every worker, by rank. Nodes are numbered in the order of their first rank."""
-    nodes = list(dict.fromkeys(spot.node for spot in spots))
-    members = {node: [rank for rank, spot in enumerate(spots) if spot.node == node] for node in nodes}
-    names = _node_names(spots)
+    nodes = list(dict.fromkeys(worker.node for worker in workers))
+    members = {node: [rank for rank, worker in enumerate(workers) if worker.node == node] for node in nodes}
+    names = _node_names(workers)
     return [
         Topology(
             place=Place(
                 rank=rank,
-                local_rank=members[spot.node].index(rank),
-                host_index=nodes.index(spot.node),
-                host=names[spot.node],
+                local_rank=members[worker.node].index(rank),
+                host_index=nodes.index(worker.node),
+                host=names[worker.node],
             ),
-            world_size=len(spots),
-            local_world_size=len(members[spot.node]),
+            world_size=len(workers),
+            local_world_size=len(members[worker.node]),
             address=address,
             port=port,
             hosts=len(nodes),
         )
-        for rank, spot in enumerate(spots)
+        for rank, worker in enumerate(workers)
     ]
 
 
-def device_index(spot: Spot, local_rank: int) -> int:
+def device_index(worker: WorkerInfo, local_rank: int) -> int:
     """The GPU that Ray gave to a worker, as torch counts those it sees; its local rank where Ray does not say."""
-    if not spot.gpus:
+    if not worker.gpus:
         return local_rank
-    if spot.gpus[0] in spot.visible_gpus:
-        return spot.visible_gpus.index(spot.gpus[0])
+    if worker.gpus[0] in worker.visible_gpus:
+        return worker.visible_gpus.index(worker.gpus[0])
     raise LaunchError(
-        f"Ray gave GPU {spot.gpus[0]} on {spot.host} to a worker whose CUDA_VISIBLE_DEVICES is "
-        f"{','.join(spot.visible_gpus) or 'empty'}: leave that variable to Ray"
+        f"Ray gave GPU {worker.gpus[0]} on {worker.host} to a worker whose CUDA_VISIBLE_DEVICES is "
+        f"{','.join(worker.visible_gpus) or 'empty'}: leave that variable to Ray"
     )
 
 
-def _node_names(spots: Sequence[Spot]) -> Mapping[str, str]:
+def _node_names(workers: Sequence[WorkerInfo]) -> Mapping[str, str]:
     """Hosts by name; nodes that share one are told apart by their ids."""
     nodes: dict[str, set[str]] = {}
-    for spot in spots:
-        nodes.setdefault(spot.host, set()).add(spot.node)
-    return {spot.node: spot.host if len(nodes[spot.host]) == 1 else f"{spot.host}/{spot.node[:8]}" for spot in spots}
+    for worker in workers:
+        nodes.setdefault(worker.host, set()).add(worker.node)
+    return {
+        worker.node: worker.host if len(nodes[worker.host]) == 1 else f"{worker.host}/{worker.node[:8]}"
+        for worker in workers
+    }
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""What connects a rank with the driver: its words, its rows and its failure on the way out, requests on the way in."""
+"""What connects a rank with the driver: log lines, rows and its failure on the way out, requests on the way in."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Relay:
 
     def __init__(self, mailbox: Any, rank: int, requests: Requests) -> None:
         self._mailbox, self._rank = mailbox, rank
-        self._life = uuid.uuid4().hex  # so that a late word of a rank is not taken for one of its successor
+        self._worker = uuid.uuid4().hex  # so that a late message is not taken for one of the worker that came after
         self.requests = requests
         self._saves: int | None = None  # how often a save had been asked for before this rank began
         self._pending: list[Event] = []
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._carry, name="lockstep-relay", daemon=True)
+        self._thread = threading.Thread(target=self._exchange_regularly, name="lockstep-relay", daemon=True)
 
     def may_begin(self) -> bool:
         return bool(ray.get(self._mailbox.may_begin.remote(), timeout=ANSWER_SECONDS))
@@ -51,14 +51,14 @@ class Relay:
 
     def send(self, kind: str, **content: Any) -> None:
         with self._lock:
-            self._pending.append({"kind": kind, "rank": self._rank, "life": self._life, **content})
+            self._pending.append({"kind": kind, "rank": self._rank, "worker": self._worker, **content})
 
     def failed(self, report: Report) -> None:
         """Say at once why this rank ends: its process may be gone in a moment."""
         self.send("failed", report=asdict(report))
         self._exchange()
 
-    def _carry(self) -> None:
+    def _exchange_regularly(self) -> None:
         while not self._done.wait(_INTERVAL):
             # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
             with contextlib.suppress(Exception):

@@ -69,3 +69,8 @@ class Screen:
 
     def close(self) -> None:
         self._display.close()
+
+
+def say(text: str) -> None:
+    for line in text.splitlines():
+        print(f"lockstep: {line}" if line else "", file=sys.stderr, flush=True)

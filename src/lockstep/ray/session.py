@@ -1,82 +1,55 @@
-"""What happens on a worker: joining before the training function runs, the Run inside of it, leaving after it.
+"""A worker's part in a run: the Run inside the training function, and how it ends.
 
-Ray calls join, set_rank_variables and leave in the worker's main thread, and the training function in another.
+Ray calls the training function in a thread of its own; joining and leaving happen in the worker's main thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import ray.train
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from lockstep import worker
 from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
-from lockstep.distributed.rollcall.report import Report
-from lockstep.distributed.topology import Topology, ranks_text
+from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.ray import xla
-from lockstep.ray.placement import Spot, device_index
-from lockstep.ray.report import Reporter
-from lockstep.ray.torch_config import XLA_BACKENDS, TorchConfig, checked_settings
-from lockstep.runtime.base import Runtime
+from lockstep.ray.reporting import BlockingReporter, Reporter
+from lockstep.ray.worker_settings import WorkerSettings
 from lockstep.train import trainer
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
-from lockstep.train.task import import_object
-
-logger = logging.getLogger(__name__)
 
 # How long a folder that rank 0 made may take to be seen on other nodes.
 _SEEN_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What a worker tells the controller once it has joined."""
-
-    reports: list[Report]  # of everybody from rank 0, else its own
-    seconds: float
-    devices: int = 1
-
-
-class Hears(Protocol):
-    """Passes on to Ray what a run measures: every row on every rank, and the end."""
-
-    ending: bool  # nothing but the end is still to be passed on
-
-    def heard(self, row: Mapping[str, Any]) -> None: ...
-
-    def last(self, more: Mapping[str, Any]) -> None: ...
-
-
 class Session:
     """One worker's part in a run, from joining to leaving."""
 
-    def __init__(self, config: TorchConfig, settings: RunSettings, present: worker.Present) -> None:
-        self.config, self.settings, self.present = config, settings, present
+    def __init__(
+        self, config: WorkerSettings, settings: RunSettings, present: worker.Present, joined: contextlib.ExitStack
+    ) -> None:
+        """`joined` is closed when the worker leaves."""
+        self.config, self.settings, self.present, self._joined = config, settings, present, joined
         self.requests = Requests()  # to save and leave, to stop, to save: set by whoever hears of it on this worker
         self.outlet: worker.Outlet | None = None  # where rank 0's words go, where a driver of ours shows them
-        self.make_reporter: Callable[[Run], Hears] = lambda run: Reporter(run, config.report_every_s)
+        self.make_reporter: Callable[[Run], Reporter] = lambda run: BlockingReporter(run, config.report_every_s)
         self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
         self.shares_folder = True  # all workers see one folder; else somebody takes care of it
-        self.met = contextlib.ExitStack()
         self.outcome: dict[str, Any] = {}
         self.training = False
         self._opened = contextlib.ExitStack()
         self._run: Run | None = None
-        self._reporter: Hears | None = None
+        self._reporter: Reporter | None = None
 
     def run(self) -> Run:
         if self._run is None:
@@ -89,7 +62,7 @@ class Session:
             if self.shares_folder:
                 _check_shared(run)
             self._reporter = self.make_reporter(run)
-            run.journal.listener = self._reporter.heard
+            run.journal.listener = self._reporter.on_row
             self._run = run
         return self._run
 
@@ -135,7 +108,7 @@ class Session:
     def _conclude(self, run: Run, outcome: dict[str, Any]) -> None:
         worker.conclude(run, outcome)
         assert self._reporter is not None
-        self._reporter.last({"status": outcome["status"]})
+        self._reporter.finish({"status": outcome["status"]})
 
     def leave(self) -> None:
         """Take the group apart where all is done; a training function that is still at work loses it by itself."""
@@ -143,7 +116,7 @@ class Session:
             self.present.leave()
             if dist.is_initialized():  # of a world of one
                 dist.destroy_process_group()
-        self.met.close()
+        self._joined.close()
 
 
 _session: Session | None = None  # of this process
@@ -172,6 +145,20 @@ def current() -> Session:
     return _session
 
 
+def begin(session: Session) -> None:
+    """This worker has joined."""
+    global _session
+    _session = session
+
+
+def end() -> None:
+    """This worker leaves, if it has joined."""
+    global _session
+    if _session is not None:
+        _session.leave()
+        _session = None
+
+
 def run() -> Run:
     """The Run of this worker: group joined, roll called, device and folder known. All workers call it."""
     return current().run()
@@ -183,95 +170,6 @@ def fit(config: RunConfig) -> dict[str, Any]:
     check_batch_size(config.train.batch_size, session.present.topology.world_size, config.train.accumulate)
     session.outcome = trainer.fit(session.run(), config)
     return dict(session.outcome["metrics"])
-
-
-# What the controller has workers do
-
-
-def set_meeting_place(address: str, port: int) -> None:
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-
-
-def join(topology: Topology, spot: Spot, backend: str, config: TorchConfig) -> Joined:
-    """Join the group as the rank that the topology says, and hold the roll call."""
-    global _session
-    place = topology.place
-    settings = _settings(config, backend, spot, topology.world_size)
-    stack = contextlib.ExitStack()
-    load_source = _source_loader(config, settings, place.rank, place.host)
-    index = device_index(spot, place.local_rank) if settings.runtime == "cuda" else None
-
-    def adapt(device: Runtime) -> None:
-        if backend in XLA_BACKENDS and settings.strategy.type != "spmd" and topology.world_size > 1:
-            xla.join(place.rank, topology.world_size, config.join_timeout_s)
-        elif backend == "gloo":
-            device.backend = "gloo"  # also between GPUs
-
-    present = stack.enter_context(worker.met(settings, topology, load_source, index, adapt))
-    if topology.world_size == 1:
-        dist.init_process_group(present.runtime.backend, store=HashStore(), rank=0, world_size=1)
-    mine = next(each for each in present.reports if each.rank == place.rank)
-    _log().info(
-        "Worker %d: %s device initialized: %s for worker rank %d (physical device %s)",
-        place.rank, present.runtime.name.upper(), mine.device, place.rank, mine.physical_device,
-    )  # fmt: skip
-    _session = Session(config, settings, present)
-    _session.met = stack
-    return Joined(present.reports, present.seconds, present.runtime.addressable_device_count())
-
-
-def join_limit(config: TorchConfig) -> float:
-    """The longest that joining takes by its own limits: ways to join XLA, the store, the roll call, its proof."""
-    return (4 + len(xla.WAYS_TO_JOIN)) * config.join_timeout_s
-
-
-def set_rank_variables() -> None:
-    topology = current().present.topology
-    variables = topology.to_env()
-    device = str(current().present.runtime.device)
-    # As Ray's own backend has it.
-    more = {"NODE_RANK": str(topology.place.host_index), "ACCELERATE_TORCH_DEVICE": device}
-    os.environ.update({**variables, **more})
-
-
-def leave() -> None:
-    global _session
-    if _session is not None:
-        _session.leave()
-        _session = None
-
-
-# Inside
-
-
-def _settings(config: TorchConfig, backend: str, spot: Spot, world_size: int) -> RunSettings:
-    settings = checked_settings(config.settings)
-    limits = {"join_timeout": config.join_timeout_s, "timeout": float(config.timeout_s)}
-    launch = settings.launch.model_copy(update={**limits, "share_devices": config.share_devices})
-    settings = settings.model_copy(update={"runtime": "cuda" if spot.gpus else "cpu", "launch": launch})
-    if backend not in XLA_BACKENDS:
-        return settings
-    memory = (config.xla_memory_fraction, config.xla_memory_preallocate)
-    return xla.run_settings(settings, config.xla_spmd_config, memory, spot, world_size)
-
-
-def _source_loader(config: TorchConfig, settings: RunSettings, rank: int, host: str) -> Callable[[], Any]:
-    task = config.task or (settings.task.type if isinstance(settings, RunConfig) else None)
-
-    def load() -> Any:
-        if task is None:
-            return None
-        try:
-            return import_object(task, "task")
-        except (ConfigError, ImportError, SyntaxError) as error:
-            kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            raise ConfigError(
-                f"rank {rank} on {host}: the task's code cannot be imported on this worker: {kind}{error}. What a task "
-                "imports must be installed on every node, or travel there: runtime_env={'working_dir': ...}, "
-                "{'py_modules': [...]} or {'pip': [...]}"
-            ) from None
-
-    return load
 
 
 def _folder_maker(folder: str | None) -> Callable[[], Path]:
@@ -322,8 +220,3 @@ def _check_shared(run: Run) -> None:
 
 def _outcome(run: Run) -> dict[str, Any]:
     return {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped}
-
-
-def _log() -> logging.Logger:
-    """Ray brings what its own logger writes to the driver; ours has no handler until the run's folder is known."""
-    return logging.getLogger("ray.train.lockstep")

@@ -10,15 +10,12 @@ from typing import Any
 import ray.train.torch
 from ray.train.backend import Backend
 
-from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
+from lockstep.ray.backend import TorchBackend, XlaBackend
+from lockstep.ray.session import Training
+from lockstep.ray.worker_settings import BACKENDS, XLA_BACKENDS, checked_settings
 from lockstep.ray.xla import SPMD_KEYS, check_spmd_config
-
-XLA_BACKENDS = ("xla", "xla_tpu")
-BACKENDS = ("auto", "gloo", "nccl", *XLA_BACKENDS)
-# What a run on Ray is told by Ray or by the fields of the config, and must not be told twice.
-_NOT_SETTINGS = ("processes", "runtime", "launch")
 
 
 @dataclass
@@ -66,14 +63,10 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Backend]:
-        from lockstep.ray.backend import TorchBackend, XlaBackend
-
         return XlaBackend if self.backend in XLA_BACKENDS else TorchBackend
 
     @property
     def train_func_context(self) -> Any:
-        from lockstep.ray.session import Training
-
         return Training
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,18 +80,6 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
             "xla_spmd_config": spmd,
             "folder": self.folder,
         }
-
-
-def checked_settings(settings: RunSettings | Mapping[str, Any]) -> RunSettings:
-    if isinstance(settings, RunSettings):
-        return settings
-    twice = [name for name in _NOT_SETTINGS if name in settings]
-    if twice:
-        raise ConfigError(
-            f"TorchConfig: settings[{twice[0]!r}]: Ray's ScalingConfig says how many workers there are and what they "
-            "get, and backend, timeout_s, join_timeout_s and share_devices of TorchConfig the rest; leave it out"
-        )
-    return validate(RunSettings, dict(settings), {}, "lockstep.ray.TorchConfig(settings=...)")
 
 
 def _check_number(name: str, value: Any, above: float, most: float = math.inf) -> None:

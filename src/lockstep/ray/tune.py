@@ -24,8 +24,10 @@ from lockstep.config.sweep import Axis, Sweep
 from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
 from lockstep.ray import capacity
+from lockstep.ray.background_fit import BackgroundFit
 from lockstep.ray.cluster import Cluster, connected, environment
-from lockstep.ray.controller import Fit, resolved, say, train_on
+from lockstep.ray.controller import resolved, train_on
+from lockstep.ray.screen import say
 from lockstep.record import run_folder
 
 SWEEP_FILE, BEST_FILE = "sweep.json", "best.yaml"
@@ -64,7 +66,7 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     with signals.listening(), connected(at_once, resources, env) as cluster, signals.listening():
         capacity.find(config, [workers * sweep.concurrency], resources)
         with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
-            fit = Fit(_tuner(config, sweep, folder, task, cluster))
+            fit = BackgroundFit(_tuner(config, sweep, folder, task, cluster))
             while not fit.done and not signals.count:
                 time.sleep(0.2)
         if signals.count:

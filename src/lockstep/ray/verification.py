@@ -34,7 +34,7 @@ def verify(
 ) -> list[str]:
     """A line per worker and the verdict; raises what the roll call found to be wrong. `config` is of TorchConfig."""
     with _connected(address, workers, resources, placement_timeout):
-        check_room(workers, resources)
+        check_capacity(workers, resources)
         board = ray.remote(num_cpus=0)(_Board).remote()
         trainer = TorchTrainer(
             _say_who_is_here,
@@ -64,7 +64,7 @@ def verdict(reports: list[Report]) -> str:
     return f"verdict: OK, {len(reports)} workers on {devices} devices, none shared, and a sum over all of them is right"
 
 
-def check_room(workers: int, resources: Mapping[str, float]) -> None:
+def check_capacity(workers: int, resources: Mapping[str, float]) -> None:
     """Refuse more workers than the cluster could ever place, at once and with what it has."""
     total = ray.cluster_resources()
     for name, each in resources.items():

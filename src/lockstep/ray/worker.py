@@ -1,4 +1,4 @@
-"""What runs on every Ray worker of `lockstep train`: a rank, from the driver's order to its last word."""
+"""What runs on every Ray worker of `lockstep train`: a rank, from the driver's order to its last message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, RankStalled
 from lockstep.ray import session
 from lockstep.ray.folder_sync import FolderSync
 from lockstep.ray.relay import Relay, RelayedDisplay, RelayedLog, printing_through
-from lockstep.ray.reports import Reports
+from lockstep.ray.reporting import BackgroundReporter
 from lockstep.train.requests import Preempted
 
 
@@ -35,20 +35,20 @@ class Order:
 
 
 def main(orders: dict[str, Order]) -> None:
-    """Train as one rank; what follows the last step, and the last word to the driver, are the session's to do."""
+    """Train as one rank; what follows the last step, and the last message to the driver, are the session's to do."""
     order, current = orders["order"], session.current()
     place, config = current.present.topology.place, current.settings
     relay = Relay(order.mailbox, place.rank, current.requests)
     if not relay.may_begin():
         return
-    relaying, carrying = contextlib.ExitStack(), contextlib.ExitStack()
+    relaying, syncing = contextlib.ExitStack(), contextlib.ExitStack()
     folder_sync: FolderSync | None = None
     relaying.enter_context(relay.running())
     if place.rank == 0:
         relaying.enter_context(printing_through(relay))
-    current.ended = lambda error: _ended(error, place, relay, relaying, carrying)
+    current.ended = lambda error: _ended(error, place, relay, relaying, syncing)
     current.outlet = worker.Outlet(RelayedDisplay(relay), RelayedLog(relay))
-    current.make_reporter = lambda run: Reports(run, folder_sync.take_back if folder_sync else None)
+    current.make_reporter = lambda run: BackgroundReporter(run, folder_sync.push if folder_sync else None)
     current.present.heartbeat.tell = lambda message: relay.failed(report(RankStalled(message), place.rank, place.host))
     relay.send("started", host=place.host)
     if order.here is not None:
@@ -57,7 +57,7 @@ def main(orders: dict[str, Order]) -> None:
         torch.set_num_threads(order.threads)
     folder_sync = _folder_sync(order, current)
     if folder_sync is not None:
-        carrying.enter_context(folder_sync.running())
+        syncing.enter_context(folder_sync.running())
     assert isinstance(config, RunConfig)
     session.fit(config)
 
@@ -77,7 +77,7 @@ def _folder_sync(order: Order, current: session.Session) -> FolderSync | None:
     current.shares_folder = False
     folder_sync = None if sees else FolderSync(order.mailbox, Path(order.folder), place)
     if folder_sync is not None:
-        folder_sync.bring()
+        folder_sync.pull()
     group.barrier("the run's folder on all nodes")
     return folder_sync
 
@@ -87,11 +87,11 @@ def _ended(
     place: Place,
     relay: Relay,
     relaying: contextlib.ExitStack,
-    carrying: contextlib.ExitStack,
+    syncing: contextlib.ExitStack,
 ) -> None:
     try:
-        carrying.close()
-    except Exception as failed:  # what was not brought back is lost with this node
+        syncing.close()
+    except Exception as failed:  # what was not pushed is lost with this node
         error = error or failed
     with relaying, contextlib.suppress(Exception):  # the driver may be what is gone
         if error is None or isinstance(error, Preempted):

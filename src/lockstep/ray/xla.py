@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.config.schema import RunSettings, Xla
 from lockstep.errors import ConfigError, RollCallError
-from lockstep.ray.placement import Spot
+from lockstep.ray.placement import WorkerInfo
 from lockstep.runtime import pjrt
 from lockstep.runtime.environment import with_variables
 
@@ -79,13 +79,15 @@ def run_settings(
     settings: RunSettings,
     spmd: Mapping[str, Any] | None,
     memory: tuple[float | None, bool | None],
-    spot: Spot,
+    worker: WorkerInfo,
     world: int,
 ) -> RunSettings:
     """The settings of a run on XLA devices: the family that Ray gave the workers, memory limits, and the mesh."""
     fraction, preallocate = memory
     family = (
-        settings.xla.device or os.environ.get(pjrt.DEVICE) or ("TPU" if spot.tpus else "CUDA" if spot.gpus else "CPU")
+        settings.xla.device
+        or os.environ.get(pjrt.DEVICE)
+        or ("TPU" if worker.tpus else "CUDA" if worker.gpus else "CPU")
     )
     given = {"device": family, "memory_fraction": fraction, "preallocate": preallocate}
     section = settings.xla.model_dump() | {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,130 @@
+"""What Ray Train hears of a run: metrics, and the newest checkpoint."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.errors import LaunchError
+from lockstep.train.run import Run
+
+# How long Ray Train may take to receive the last reports.
+_FINISH_SECONDS = 120.0
+
+
+class Reporter(Protocol):
+    """Every rank makes the same calls in the same order."""
+
+    ending: bool  # set before the last rows: these wait for the last report
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics was written."""
+
+    def finish(self, more: Mapping[str, Any]) -> None:
+        """The last report, with the last checkpoint."""
+
+
+class BlockingReporter:
+    """For a training function of the user's: a report waits for all workers, and Ray copies the newest checkpoint.
+
+    Ray fetches a report every two seconds at most, so it is made at rows of metrics, which all ranks write at the same
+    steps, and not at each of them: at most every so many seconds of the clock that all ranks share, and at the end.
+    """
+
+    def __init__(self, run: Run, every: float) -> None:
+        self._run, self._every = run, every
+        self._metrics: dict[str, Any] = {}
+        self._last = -every
+        self._reported_step: int | None = None
+        self.ending = False
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics was written; called on every rank."""
+        self._metrics.update({name: value for name, value in row.items() if value is not None})
+        if not self.ending and self._run.seconds_since_start - self._last >= self._every:
+            self._report()
+
+    def finish(self, more: Mapping[str, Any]) -> None:
+        """The end of the run; called on every rank. Ray's Result has the metrics that came with a checkpoint."""
+        self._metrics.update(more)
+        self._reported_step = None
+        self._report()
+
+    def _report(self) -> None:
+        self._last = self._run.seconds_since_start
+        self._run.barrier("the report to Ray")  # a rank that does not come is named here, and not waited for by Ray
+        with self._run.working("the report to Ray", limit=self._run.settings.checkpoint.timeout):
+            ray.train.report(dict(self._metrics), checkpoint=self._checkpoint())
+
+    def _checkpoint(self) -> ray.train.Checkpoint | None:
+        """Rank 0's newest that Ray does not have yet. Ray copies it while nothing else is being saved."""
+        if not self._run.is_main:
+            return None
+        step, folder = self._run.newest_saved() or (None, None)
+        if step is None or step == self._reported_step:
+            return None
+        self._reported_step = step
+        return ray.train.Checkpoint.from_directory(str(folder))
+
+
+class BackgroundReporter:
+    """For `lockstep train`: metrics of every validation and the newest checkpoint, from a thread of its own.
+
+    Ray Train takes a report only when its controller has seen the one before, and training does not wait for that. The
+    checkpoint is rank 0's to name. It stays where it is: the run's folder is Ray Train's storage as well.
+    """
+
+    def __init__(self, run: Run, before_checkpoint: Callable[[], None] | None = None) -> None:
+        """`before_checkpoint` brings it to where Ray Train looks for it."""
+        self._before_checkpoint, self._run = before_checkpoint, run
+        self._storage = CheckpointStorage(run.folder / "checkpoints")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-reports")
+        self._pending: list[concurrent.futures.Future[None]] = []
+        self._metrics: dict[str, Any] = {}
+        self._reported: int | None = None
+        self.ending = False
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        self._metrics.update({name: value for name, value in row.items() if value is not None})
+        # The rows of log.every, in between, count examples.
+        measured = "examples" not in row and any("/" in name for name in row)
+        if measured and not self.ending:
+            self._report()
+
+    def finish(self, more: Mapping[str, Any]) -> None:
+        """The last report, with the last checkpoint; all of them have arrived when this returns."""
+        self._metrics.update(more)
+        self._report()
+        done, late = concurrent.futures.wait(self._pending, timeout=_FINISH_SECONDS)
+        if late:
+            raise LaunchError(
+                f"rank {self._run.rank}: Ray Train did not take {len(late)} reports within {_FINISH_SECONDS:g} s: its "
+                "controller, on the driver's node, does not answer"
+            )
+        for each in done:
+            each.result()
+        self._thread.shutdown()
+
+    def _report(self) -> None:
+        self._pending = [each for each in self._pending if not each.done() or each.exception()]
+        self._pending.append(self._thread.submit(self._send, dict(self._metrics)))
+
+    def _send(self, metrics: dict[str, Any]) -> None:
+        ray.train.report(metrics, checkpoint=self._newest(), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+    def _newest(self) -> Checkpoint | None:
+        if not self._run.is_main:
+            return None
+        # What is newer than the run itself is damaged or of a branch that was left, and about to be set aside.
+        steps = [each for each in self._storage.steps() if each <= self._run.progress.step]
+        if not steps or steps[-1] == self._reported:
+            return None
+        if self._before_checkpoint is not None:
+            self._before_checkpoint()
+        self._reported = steps[-1]
+        return Checkpoint.from_directory(str(self._storage.path(steps[-1])))
