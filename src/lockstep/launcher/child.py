@@ -21,6 +21,7 @@ import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def run_rank(
     envs: Sequence[Mapping[str, str]],
     error_files: Sequence[str],
     outcomes: Sequence[Any],
+    all_returned: Event,
 ) -> None:
     """One process from its first line to its last: what it came to goes to the launcher before it leaves."""
     os.environ.update(envs[index])
@@ -74,6 +76,8 @@ def run_rank(
     finally:
         leave(index, exit_code, error_file)
         parent.work_is_done()
+    # Its connections stay until all are done: who waits for a rank that has left is told so, and not that it fell.
+    all_returned.wait()
 
 
 def run_command(argv: tuple[str, ...]) -> None:

@@ -40,7 +40,6 @@ def leave(rank: int, exit_code: int, error_file: Path) -> None:
     with contextlib.suppress(OSError):  # where the launcher is gone, so is its folder
         leaving_file(error_file).touch()
     _keep_the_launchers_signals_away()
-    # It stays until the process is gone: what comes after this function may take long as well.
     limit = threading.Timer(LEAVE_SECONDS, _end, (rank, exit_code, error_file, threading.get_ident()))
     limit.daemon = True
     limit.start()
@@ -49,6 +48,7 @@ def leave(rank: int, exit_code: int, error_file: Path) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _write_buffers()
+    limit.cancel()
 
 
 def _keep_the_launchers_signals_away() -> None:

@@ -82,9 +82,8 @@ class Ranks:
 class _Functions(MultiprocessContext):
     """Elastic's function processes, started and polled by rules of our own.
 
-    Elastic's own keep a rank until all have returned and then let it go without the end of a process; they report one
-    failure, wait for ever for a rank that left with exit code 0 before it returned, and give the survivors half a
-    minute.
+    Elastic's own let a rank go without what Python does at the end of a process; they report one failure, wait for ever
+    for a rank that left with exit code 0 before it returned, and give the survivors half a minute.
     """
 
     def __init__(self, arguments: list[Any], error_files: list[Path], **more: Any) -> None:
@@ -103,6 +102,7 @@ class _Functions(MultiprocessContext):
                 [self.envs[rank] for rank in ranks],
                 [str(each) for each in self._error_files],
                 [self._ret_vals[rank] for rank in ranks],
+                self._worker_finished_event,
             ),
             nprocs=self.nprocs,
             join=False,
@@ -122,8 +122,9 @@ class _Functions(MultiprocessContext):
             return Ended(exit_codes=self._all_failures(failed))
         if len(codes) == self.nprocs:
             return self.done()
-        if self.done() is not None:
-            self._returned_at = min(self._returned_at, time.monotonic())
+        if self.done() is not None and self._returned_at == math.inf:
+            self._worker_finished_event.set()
+            self._returned_at = time.monotonic()
         return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
