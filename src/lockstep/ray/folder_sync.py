@@ -33,7 +33,7 @@ class FolderSync:
         self._done = threading.Event()
 
     def pull(self, step: int | None = None, best: bool = False, mode: str = "min") -> None:
-        """Start from what the driver has: the checkpoint to restore, the newest unless said, and what goes on to grow."""
+        """Start from what the driver has: the checkpoint to restore, the newest unless said, and what still grows."""
         if self._place.local_rank == 0:
             shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
             checkpoint = self._ask("checkpoint", step, best, mode)
