@@ -132,7 +132,8 @@ class ThreadsStrategy(Strategy):
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         self._wait_for_all()
         tensors = [each for each in counts if isinstance(each, Tensor)]
-        known = math.fsum(float(each) for each in self.runtime.to_host(tensors))
+        # One by one: they are on different devices, which no single program spans.
+        known = math.fsum(float(self.runtime.to_host([each])[0]) for each in tensors)
         known += math.fsum(float(each) for each in counts if not isinstance(each, Tensor))
         return torch.tensor(known, dtype=self.runtime.count_dtype).to(self._devices[0])
 
