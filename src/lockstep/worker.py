@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import runtime
-from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.activity import LEFT, Activity
 from lockstep.distributed.group import Group
@@ -50,7 +49,6 @@ def train(
     opened: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Train as one rank; the exit code of an orderly end. `opened` is told the run's folder, on every rank."""
-    check_batch_size(config.train.batch_size, topology.world_size, config.train.accumulate)
 
     def load_task() -> Any:
         return import_object(config.task.type, "task")

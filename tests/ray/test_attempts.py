@@ -92,13 +92,10 @@ def test_a_roll_call_that_failed_keeps_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "fewest", "batch", "accumulate", "sizes"),
-    [(4, None, 12, 1, [4]), (4, 1, 12, 1, [4, 3, 2, 1]), (4, 2, 16, 1, [4, 2]), (4, 1, 16, 2, [4, 2, 1])],
+    ("workers", "fewest", "sizes"), [(4, None, [4]), (4, 1, [4, 3, 2, 1]), (4, 2, [4, 3, 2]), (1, 1, [1])]
 )
-def test_the_numbers_of_workers_that_share_out_a_batch(
-    workers: int, fewest: int | None, batch: int, accumulate: int, sizes: list[int]
-) -> None:
-    assert capacity.sizes(workers, fewest, batch, accumulate) == sizes
+def test_the_numbers_of_workers_that_a_run_may_have(workers: int, fewest: int | None, sizes: list[int]) -> None:
+    assert capacity.sizes(workers, fewest) == sizes
 
 
 def test_how_many_workers_living_nodes_hold() -> None:

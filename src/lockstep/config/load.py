@@ -128,22 +128,17 @@ def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyP
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def check_batch_size(
-    batch_size: int, world_size: int, accumulate: int = 1, name: str = "train.batch_size"
-) -> str | None:
-    """Refuse a batch of which some process would never get an example; what to say once where shares are uneven."""
-    if batch_size < world_size:
-        raise ConfigError(
-            f"{name}: {batch_size} is less than {world_size} processes, some of which would never get an example: "
-            f"set it to {world_size} or more, or processes to {batch_size} or less"
-        )
+def uneven_shares(batch_size: int, world_size: int, name: str = "train.batch_size") -> str | None:
+    """What to say once where the processes do not get equal shares of a batch: any number trains any batch size."""
     few, more = divmod(batch_size, world_size)
     if not more:
         return None
-    return (
-        f"{name} {batch_size} on {world_size} processes: ranks get {few} or {few + 1} examples of every batch; "
-        f"the mean is still over all {batch_size}"
+    shares = (
+        f"ranks get {few} or {few + 1} examples of every batch"
+        if few
+        else f"{world_size - more} of them get no example of a batch, and compute one that counts for nothing"
     )
+    return f"{name} {batch_size} on {world_size} processes: {shares}; the mean is still over all {batch_size}"
 
 
 def check_strategy(strategy: str, world_size: int) -> None:

@@ -52,10 +52,9 @@ def scaling(
         raise ConfigError(f"{workers} workers with {_amounts(resources)} each: Ray says: {error}") from None
 
 
-def sizes(workers: int, fewest: int | None, batch_size: int, accumulate: int) -> list[int]:
-    """The numbers of workers that a run may have, the wanted one first: each must share out a batch evenly."""
-    fewer = range(workers - 1, (fewest or workers) - 1, -1)
-    return [workers, *(size for size in fewer if size and batch_size % (size * accumulate) == 0)]
+def sizes(workers: int, fewest: int | None) -> list[int]:
+    """The numbers of workers that a run may have, the wanted one first; any of them trains any batch size."""
+    return [workers, *range(workers - 1, max(fewest or workers, 1) - 1, -1)]
 
 
 def capacity(nodes: Iterable[Mapping[str, Any]], resources: Mapping[str, float]) -> int:

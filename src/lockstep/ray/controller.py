@@ -21,7 +21,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError  # since 2.51 also wher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep import runtime
-from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
+from lockstep.config.load import check_profile_ranks, check_strategy
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, Result, worth_retrying
 from lockstep.distributed.signals import Signals
@@ -114,13 +114,11 @@ def _checked(config: RunConfig) -> RunConfig:
     if config.processes != "auto":
         check_strategy(config.strategy.type, config.processes)
         check_profile_ranks(config.profile, config.processes)
-        check_batch_size(config.train.batch_size, config.processes, config.train.accumulate)
     return config
 
 
 def _sizes(config: RunConfig) -> list[int]:
-    limits = config.train
-    return capacity.sizes(int(config.processes), config.launch.ray.min_workers, limits.batch_size, limits.accumulate)
+    return capacity.sizes(int(config.processes), config.launch.ray.min_workers)
 
 
 class _Controller:

@@ -7,7 +7,6 @@ from typing import Any
 
 import ray.train
 
-from lockstep.config.load import check_batch_size
 from lockstep.errors import ConfigError
 from lockstep.train.evaluation import Measure
 from lockstep.train.run import Run
@@ -36,7 +35,11 @@ def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[An
 
     `options` are those of Ray's `iter_torch_batches`, e.g. local_shuffle_buffer_size.
     """
-    check_batch_size(batch_size, run.world_size, name="batch_size")
+    if batch_size < run.world_size:
+        raise ConfigError(
+            f"batch_size: {batch_size} rows cannot be shared by {run.world_size} workers, each of which takes its rows "
+            f"from a shard of its own: set it to {run.world_size} or more"
+        )
     return run.stream(_shard(run, name, batch_size, options), row_count, name)
 
 
@@ -58,6 +61,7 @@ def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> 
         shard = None
     if shard is None:
         raise ConfigError(f"there is no dataset {name!r}: TorchTrainer(datasets={{{name!r}: ...}}) names them")
-    share = max(batch_size // run.world_size, 1)
+    first, last = (batch_size * rank // run.world_size for rank in (run.rank, run.rank + 1))
+    share = max(last - first, 1)
     # The runtime moves batches to its device itself, which Ray does not know in the case of XLA.
     return iter(shard.iter_torch_batches(batch_size=share, device="cpu", **options))

@@ -18,7 +18,6 @@ import ray.train
 import torch.distributed as dist
 
 from lockstep import worker
-from lockstep.config.load import check_batch_size
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError, LaunchError
@@ -167,7 +166,6 @@ def run() -> Run:
 def fit(config: RunConfig) -> dict[str, Any]:
     """Train a config's task in the run of this worker, as `lockstep train` does; the metrics it ended with."""
     session = current()
-    check_batch_size(config.train.batch_size, session.present.topology.world_size, config.train.accumulate)
     session.outcome = trainer.fit(session.run(), config)
     return dict(session.outcome["metrics"])
 

@@ -92,6 +92,8 @@ class Journal:
     def skipped(self, step: int) -> None:
         """A step left the weights as they were: its gradients were not finite. Known to all ranks alike."""
         skips = self._skips
+        if skips["last"] == step:  # by another optimizer
+            return
         skips["in_a_row"] = skips["in_a_row"] + 1 if skips["last"] == step - 1 else 1
         skips["since_row"], skips["last"] = skips["since_row"] + 1, step
         logger.warning("step %d: the gradients are not finite; the weights are left as they were", step)

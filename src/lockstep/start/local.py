@@ -19,14 +19,14 @@ Tell = Callable[[str], None]
 def resolved(config: RunConfig, tell: Tell) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
-    from lockstep.config.load import check_batch_size, check_profile_ranks, check_strategy
+    from lockstep.config.load import check_profile_ranks, check_strategy, uneven_shares
 
     family, processes = runtime.resolve(config)
     if idle := runtime.unused_devices(family, processes):
         tell(idle)
     check_strategy(config.strategy.type, processes)
     check_profile_ranks(config.profile, processes)
-    if uneven := check_batch_size(config.train.batch_size, processes, config.train.accumulate):
+    if uneven := uneven_shares(config.train.batch_size, processes):
         tell(uneven)
     return config.model_copy(update={"runtime": family, "processes": processes})
 

@@ -25,6 +25,8 @@ class Strategy(abc.ABC):
     """
 
     name: ClassVar[str]
+    # Whether ranks wait for each other in reduce_gradients, and not in the backward pass.
+    reduces_in_step: ClassVar[bool] = False
     # Whether reading the state off the devices takes all ranks: where tensors are spread over hosts.
     gathers_state: ClassVar[bool] = False
 
@@ -87,8 +89,15 @@ class Strategy(abc.ABC):
         """Make gradients of a sum those of the mean over all that was counted, on this rank and on the others."""
         total = self.total_count(counts)
         factor = torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
+        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
         for gradient in gradients_of(parameters):
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            kinds.setdefault((gradient.dtype, gradient.is_sparse), []).append(gradient)
+        for (dtype, sparse), gradients in kinds.items():
+            if sparse:
+                for gradient in gradients:
+                    gradient.mul_(factor.to(dtype))
+            else:  # all of a kind at once: a kernel for each would cost more than the arithmetic
+                torch._foreach_mul_(gradients, factor.to(dtype))
 
     @property
     def _replicas_averaged(self) -> int:

@@ -10,6 +10,7 @@ copied out again. All replicas are therefore equal bit for bit, also where devic
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Sequence
@@ -37,9 +38,20 @@ class Replicas(nn.Module):
         self.each = [module, *others]  # a plain list: the others are no part of the model's state
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._replica_of(inputs, keywords)(*inputs, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(super().__getattr__("module"), name)
+        if not inspect.ismethod(found) or hasattr(nn.Module, name):
+            return found
+        return lambda *inputs, **keywords: getattr(self._replica_of(inputs, keywords), name)(*inputs, **keywords)
+
+    def _replica_of(self, inputs: Any, keywords: Any) -> nn.Module:
         tensor = next((each for _, each in tensors_of((inputs, keywords))), None)
-        index = 0 if tensor is None or tensor.device.type != "xla" else tensor.device.index or 0
-        return self.each[index](*inputs, **keywords)
+        return self.each[0 if tensor is None or tensor.device.type != "xla" else tensor.device.index or 0]
 
     def requires_grad_(self, requires_grad: bool = True) -> Replicas:
         for each in self.each:

@@ -27,6 +27,7 @@ class XlaDdpStrategy(Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    reduces_in_step: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lockstep.config.load import check_batch_size
+from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
 from lockstep.data.cursors import Cursor, Cursors
 from lockstep.data.loader import Collate
@@ -107,7 +107,7 @@ class Feed:
         accumulate: int,
     ) -> Iterator[Any]:
         accumulate *= self._strategy.micro_batches
-        self._check_batch_size(batch_size, accumulate)
+        self._tell_uneven_shares(batch_size)
         plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, shuffle=shuffle, drop_last=drop_last)
         if plan.batches == 0:
             raise ConfigError(
@@ -240,8 +240,8 @@ class Feed:
                 self._abandon()
             self.step = None
 
-    def _check_batch_size(self, batch_size: int, accumulate: int) -> None:
-        uneven = check_batch_size(batch_size, self._group.world_size, accumulate, "batch_size")
+    def _tell_uneven_shares(self, batch_size: int) -> None:
+        uneven = uneven_shares(batch_size, self._group.world_size, "batch_size")
         if uneven and batch_size not in self._told_uneven:
             self._told_uneven.add(batch_size)
             logger.info(uneven)

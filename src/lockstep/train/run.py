@@ -366,7 +366,9 @@ class Run:
             return
         self.journal.note(self._stepper.number, step.examples, means)
         for name, value in totals.items():
-            self.journal.note_total(self._stepper.number, name, value.total * step.scale, value.count * step.scale)
+            scale = step.scale
+            total, count = (value.total, value.count) if scale == 1.0 else (value.total * scale, value.count * scale)
+            self.journal.note_total(self._stepper.number, name, total, count)
 
     @property
     def completes_batch(self) -> bool:
@@ -481,6 +483,7 @@ class Run:
     # Inside
 
     def _save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
+        self._models.require_any()
         # A row that is due belongs to what was before the checkpoint, not to what is resumed.
         self.journal.write_due_row(self.progress, self.seconds_since_start)
         self.journal.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved

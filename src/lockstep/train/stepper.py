@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -100,10 +101,12 @@ class Stepper:
 
     def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
         """Make gradients those of the whole batch, where the backward pass left something to do."""
+        waits = self._group.world_size > 1 and (self._strategy.reduces_in_step or bool(counts))
         try:
-            self._strategy.reduce_gradients(parameters)
-            if counts:
-                self._strategy.divide_gradients(parameters, counts)
+            with self._activity.within("gradient reduction", waits=waits) if waits else contextlib.nullcontext():
+                self._strategy.reduce_gradients(parameters)
+                if counts:
+                    self._strategy.divide_gradients(parameters, counts)
         except RuntimeError as error:
             raise self._group.explain(error, f"the gradients of step {self.number}") from error
 
