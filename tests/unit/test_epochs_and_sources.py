@@ -182,6 +182,23 @@ def test_two_sources_may_be_walked_together(new_run: Runs) -> None:
     assert (run.progress.step, run.progress.examples) == (4, 32)
 
 
+def test_what_follows_two_sources_that_were_walked_together_is_saved_as_done(new_run: Runs) -> None:
+    """Also where something still holds on to them."""
+    first, second = new_run(), new_run()
+    set_up(first)
+    a, b = numbered(8), numbered(8, 100)
+    for _ in first.epochs(1):
+        pairs = zip(first.batches(a, 4), first.batches(b, 4), strict=False)
+        for (left,), _ in pairs:
+            step(first, left)
+        first.checkpoint()
+    set_up(second)
+    second.restore()
+    assert second.progress.epoch == 1
+    for _ in second.epochs(2):
+        assert len(list(zip(second.batches(a, 4), second.batches(b, 4), strict=False))) == 2
+
+
 def test_the_same_data_is_not_walked_twice_at_once(new_run: Runs) -> None:
     run, data = new_run(), numbered(8)
     first = run.batches(data, 4)

@@ -36,14 +36,17 @@ class Step:
         return cursor.name in self._at_hand
 
     @property
+    def cursors(self) -> list[Cursor]:
+        return [cursor for cursor, _ in self._at_hand.values()]
+
+    @property
     def is_bare(self) -> bool:
         return not self._at_hand
 
     @property
     def was_left(self) -> bool:
         """Whether the loops that its micro-batches came from were left before an optimizer stepped."""
-        cursors = [cursor for cursor, _ in self._at_hand.values()]
-        return not self.counted and bool(cursors) and not any(cursor.is_open for cursor in cursors)
+        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor in self.cursors)
 
     @property
     def completes_batch(self) -> bool:
