@@ -88,7 +88,7 @@ def test_a_port_in_use_is_named_with_the_remedy(project: Project) -> None:
     [
         ({"type": f"{TASK_FILE}:NoLoss"}, "does not define loss(self, model"),
         ({"type": f"{TASK_FILE}:Empty"}, "train_data() returned a dataset of length 0"),
-        ({"type": TINY, "exampels": 3}, "got an unexpected keyword argument 'exampels'"),
+        ({"type": TINY, "exampels": 3}, "task.exampels: Tiny has no such argument"),
         ({"type": "yaml:YAMLError"}, "is not a class derived from lockstep.Task"),
     ],
     ids=["no loss", "no data", "wrong argument", "not a task"],
