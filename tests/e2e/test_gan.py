@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, Project, rows, summary
 
+pytestmark = pytest.mark.xdist_group("gan")  # they share a run
+
 GAN = ROOT / "examples" / "gan.yaml"
 QUICK = ("--set", "train={epochs: 2, batch_size: 128}", "--set", "log.every=1 step", "--set", "task.hidden=32")
 NAMES = ("train/generator", "train/discriminator", "val/made_taken_for_real", "lr/generator")

@@ -57,6 +57,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Row | None]]:
         write(rows)
 
 
+@pytest.mark.xdist_group("matrix")  # whoever runs one of them has them all under way
 def test_a_cell(cell: Cell, outcomes: dict[Cell, Future], seen: dict[Cell, Row | None]) -> None:  # type: ignore[type-arg]
     seen[cell] = None
     outcome: Outcome = outcomes[cell].result()
