@@ -67,6 +67,7 @@ class Started:
 
     def __init__(self, argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> None:
         environment = {**os.environ, **(env or {})}
+        environment.pop("PYTHONBREAKPOINT", None)  # which Ray sets wherever it was imported
         self._out, self._err = (cwd / ".stdout").open("w+"), (cwd / ".stderr").open("w+")
         self.process = subprocess.Popen(
             argv, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,

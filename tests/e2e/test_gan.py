@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 
 from conftest import ROOT, Project, rows, summary
 
-pytestmark = pytest.mark.xdist_group("gan")  # they share a run
-
 GAN = ROOT / "examples" / "gan.yaml"
 QUICK = ("--set", "train={epochs: 2, batch_size: 128}", "--set", "log.every=1 step", "--set", "task.hidden=32")
 NAMES = ("train/generator", "train/discriminator", "val/made_taken_for_real", "lr/generator")
@@ -31,13 +29,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(Project(tmp_path_factory.mktemp("gan")), "two", "--set", "processes=2")
-
-
-def test_a_gan_has_the_same_losses_on_one_and_two_processes(project: Project, calm: Path) -> None:
-    alone = train(project, "one", "--set", "processes=1")
+def test_a_gan_has_the_same_losses_on_one_and_two_processes_and_goes_on_bit_for_bit(project: Project) -> None:
+    calm, alone = train(project, "two", "--set", "processes=2"), train(project, "one", "--set", "processes=1")
     for name, values in logged(calm).items():
         ours = logged(alone)[name]
         assert [step for step, _ in ours] == [step for step, _ in values]
@@ -45,13 +38,11 @@ def test_a_gan_has_the_same_losses_on_one_and_two_processes(project: Project, ca
     assert summary(calm)["step"] == 26, "one step for every batch, whatever the number of optimizers"
     assert {name.split(".")[0] for name in weights(calm)} == {"generator", "discriminator"}
 
-
-def test_a_gan_goes_on_bit_for_bit(project: Project, calm: Path) -> None:
     run = train(project, "stopped", "--set", "processes=2", "--set", "train={steps: 9, batch_size: 128}")
     finished = project.run("resume", run, "--set", "train.steps=null", "--set", "train.epochs=2")
     assert finished.code == 0, finished.text
     trained = [[row for row in rows(each) if "examples_per_second" in row] for each in (run, calm)]
-    ours, theirs = ([(row["step"], *(row.get(name) for name in NAMES)) for row in each] for each in trained)
-    assert len(ours) == 26 and ours == theirs
-    mine, others = weights(run), weights(calm)
-    assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+    mine, theirs = ([(row["step"], *(row.get(name) for name in NAMES)) for row in each] for each in trained)
+    assert len(mine) == 26 and mine == theirs
+    after, others = weights(run), weights(calm)
+    assert after.keys() == others.keys() and all(torch.equal(after[name], others[name]) for name in after)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -28,6 +28,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", chosen, ids=[cell.id for cell in chosen])
 
 
+class _WhenAsked(dict[Cell, Future]):  # type: ignore[type-arg]
+    """Runs a cell when somebody asks for it."""
+
+    def __init__(self, pool: ThreadPoolExecutor, run: Callable[[Cell], Outcome]) -> None:
+        self._pool, self._run = pool, run
+
+    def __missing__(self, cell: Cell) -> Future[Outcome]:
+        return self._pool.submit(self._run, cell)
+
+
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future]]:  # type: ignore[type-arg]
     """All chosen cells under way, a few at a time, in the order of the tests."""
@@ -43,7 +53,9 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             return experiment(cell, folder / cell.id, references[cell.world_size].result())
 
         try:
-            yield {cell: pool.submit(run, cell) for cell in chosen}
+            # Beside other workers of the tests, each runs the cells that it is given, and not all of them.
+            shared = "PYTEST_XDIST_WORKER" in os.environ
+            yield _WhenAsked(pool, run) if shared else {cell: pool.submit(run, cell) for cell in chosen}
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -57,7 +69,6 @@ def seen(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Row | None]]:
         write(rows)
 
 
-@pytest.mark.xdist_group("matrix")  # whoever runs one of them has them all under way
 def test_a_cell(cell: Cell, outcomes: dict[Cell, Future], seen: dict[Cell, Row | None]) -> None:  # type: ignore[type-arg]
     seen[cell] = None
     outcome: Outcome = outcomes[cell].result()

@@ -140,7 +140,7 @@ def from_ray_data(config: dict[str, Any]) -> None:
     for epoch in run.epochs(2):
         for batch in lockstep.ray.batches(run, "train", 8):
             loss = (run.model(batch["x"].float()[:, None]).squeeze(1) - batch["x"].float()).square().mean()
-            counts = run._part.examples if run._part else 0
+            counts = run._feed.step.examples if run._feed.step else 0
             run.backward(loss)
             run.step()
             run.log(loss=loss)
