@@ -25,7 +25,7 @@ class Strategy(abc.ABC):
     """
 
     name: ClassVar[str]
-    # Whether ranks wait for each other in reduce_gradients, and not in the backward pass.
+    # Whether there is something to do in reduce_gradients, since the backward pass exchanges nothing.
     reduces_in_step: ClassVar[bool] = False
     # Whether reading the state off the devices takes all ranks: where tensors are spread over hosts.
     gathers_state: ClassVar[bool] = False

@@ -66,6 +66,7 @@ class Replicas(nn.Module):
 
 class ThreadsStrategy(Strategy):
     name: ClassVar[str] = "threads"
+    reduces_in_step: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime) -> None:
         super().__init__(runtime)

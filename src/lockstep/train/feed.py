@@ -53,7 +53,7 @@ class Feed:
         self.progress = Progress()
         self.cursors = Cursors()
         self.step: Step | None = None  # under way, or just done, until what follows it begins
-        self._together: list[Cursor] = []  # the sources of the step before
+        self._before: Step | None = None  # the step before the one under way
         self.busy_since = 0.0
         self._in_epochs = False
         self.was_asked = False  # for an epoch or a batch
@@ -185,8 +185,7 @@ class Feed:
         try:
             while True:
                 if not self._joins_step(cursor):
-                    self._together = self.step.cursors if self.step is not None else []
-                    self.step = None
+                    self._before, self.step = self.step, None
                     if not self._safe_point():
                         return
                     self._profiler.next_step(self.progress.step + 1)
@@ -221,11 +220,12 @@ class Feed:
 
     def _leave(self, cursor: Cursor, finished: bool) -> None:
         # Of sources that are walked together (zip) the first to end ends them all: nobody asks the others again.
-        over = [each for each in self._together if finished and each.ended]
+        together = self._before.cursors if finished and self._before is not None else []
+        over = [each for each in together if each.ended]
         for each in {id(each): each for each in (cursor, *over)}.values():
             if each.is_open:
                 each.leave(finished)
-        self._together = []
+        self._before = None
         self._strategy.sync_gradients(True)
         if self.step is not None and (self.step.counted or not self.step.pending):
             self.step = None

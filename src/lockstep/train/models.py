@@ -34,11 +34,15 @@ class Models:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.entries: dict[str, Entry] = {}
+        self.optimizers: dict[str, Optimizer] = {}
         self._known: set[int] = set()  # the parameters of all modules, by identity
-        self._checked: set[int] = set()  # optimizers whose parameters are all known
+        # By optimizer: its model, its parameters, and in how many groups they were, all of them known.
+        self._checked: dict[int, tuple[Entry, list[nn.Parameter], int]] = {}
 
     def add(self, entry: Entry) -> None:
         self.entries[entry.name] = entry
+        if entry.optimizer is not None:
+            self.optimizers[entry.name] = entry.optimizer
         self._known.update(id(each) for each in entry.module.parameters())
 
     def free_name(self, name: str | None) -> str:
@@ -53,10 +57,6 @@ class Models:
     @property
     def modules(self) -> dict[str, nn.Module]:
         return {name: each.module for name, each in self.entries.items()}
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        return {name: each.optimizer for name, each in self.entries.items() if each.optimizer is not None}
 
     def require_any(self) -> None:
         if not self.entries:
@@ -73,21 +73,26 @@ class Models:
 
     def stepped_by(self, optimizer: Optimizer | None) -> tuple[Entry, Optimizer, list[nn.Parameter]]:
         """The model that an optimizer was set up with, and all parameters that it steps."""
-        entry = self.only() if optimizer is None else self._of(optimizer)
-        found = optimizer or entry.optimizer
-        if found is None:
+        if optimizer is None:
+            optimizer = self.only().optimizer
+        if optimizer is None:
             raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
-        parameters = [parameter for group in found.param_groups for parameter in group["params"]]
-        if id(found) not in self._checked:
-            strange = sum(id(each) not in self._known for each in parameters)
-            if strange:
-                raise ConfigError(
-                    f"run.step: {strange} of the {len(parameters)} parameters of this optimizer belong to no model "
-                    "that went through run.setup: replicas would drift apart, and nothing of them would be saved. "
-                    "Call run.setup for every model"
-                )
-            self._checked.add(id(found))
-        return entry, found, parameters
+        known = self._checked.get(id(optimizer))
+        if known is None or known[2] != len(optimizer.param_groups):
+            known = self._checked[id(optimizer)] = self._check(optimizer)
+        return known[0], optimizer, known[1]
+
+    def _check(self, optimizer: Optimizer) -> tuple[Entry, list[nn.Parameter], int]:
+        entry = self._of(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(each) not in self._known for each in parameters)
+        if strange:
+            raise ConfigError(
+                f"run.step: {strange} of the {len(parameters)} parameters of this optimizer belong to no model "
+                "that went through run.setup: replicas would drift apart, and nothing of them would be saved. "
+                "Call run.setup for every model"
+            )
+        return entry, parameters, len(optimizer.param_groups)
 
     def _of(self, optimizer: Optimizer) -> Entry:
         for entry in self.entries.values():

@@ -357,7 +357,7 @@ class Run:
         self._activity.progress()
         step = self._feed.step
         totals = {name: value for name, value in values.items() if isinstance(value, Mean)}
-        means = {name: value for name, value in values.items() if name not in totals}
+        means = {name: value for name, value in values.items() if name not in totals} if totals else values
         if step is None:
             meter = self.journal.note_apart(self.progress)
             meter.add(self.progress.step, 1, means)

@@ -22,6 +22,7 @@ class Step:
 
     def __init__(self) -> None:
         self._at_hand: dict[str, tuple[Cursor, MicroBatch]] = {}
+        self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
         self._counts: list[Count | None] = []  # of the backward passes that no optimizer has claimed yet
@@ -29,8 +30,8 @@ class Step:
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
         """Another micro-batch of the same step is at hand, in place of the last one of its source."""
-        self._at_hand.pop(cursor.name, None)
         self._at_hand[cursor.name] = (cursor, micro)
+        self._micro = micro
 
     def has_taken(self, cursor: Cursor) -> bool:
         return cursor.name in self._at_hand
@@ -51,11 +52,15 @@ class Step:
     @property
     def completes_batch(self) -> bool:
         """Whether the micro-batches at hand are the last of their global batch."""
+        if len(self._at_hand) == 1 and self._micro is not None:
+            return self._micro.completes_batch
         return all(micro.completes_batch for _, micro in self._at_hand.values())
 
     @property
     def weight(self) -> float:
         """What a mean over the micro-batch at hand is multiplied with."""
+        if len(self._at_hand) == 1 and self._micro is not None:
+            return self._micro.weight
         weights = {cursor.name: micro.weight for cursor, micro in self._at_hand.values()}
         if len(set(weights.values())) > 1:
             shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
@@ -68,12 +73,12 @@ class Step:
     @property
     def scale(self) -> float:
         """What a sum over the micro-batch at hand is multiplied with."""
-        return next((micro.scale for _, micro in reversed(self._at_hand.values())), 1.0)
+        return 1.0 if self._micro is None else self._micro.scale
 
     @property
     def examples(self) -> int:
         """How many examples a mean over the micro-batch that was handed out last counts for."""
-        return next((micro.examples for _, micro in reversed(self._at_hand.values())), 1)
+        return 1 if self._micro is None else self._micro.examples
 
     def computed(self, count: Count | None) -> None:
         """Gradients of the micro-batch at hand were added up, of a mean or (with a count) of a sum."""
@@ -84,6 +89,8 @@ class Step:
         """What the gradients of an optimizer are to be divided by: the counts of the backward passes before its step,
         in every micro-batch so far; nothing where they were means."""
         counts, self._counts = self._counts, []
+        if not self._claimed and counts == [None]:
+            return []  # the usual case: one loss, a mean
         counted = [each for each in counts if each is not None]
         if counted and len(counts) > 1:
             raise ConfigError(

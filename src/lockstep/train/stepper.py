@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
@@ -51,16 +50,17 @@ class Stepper:
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete
+        number = self.number
         self._guard.computed(total)
-        self._journal.note_loss(self.number, total)
-        self._activity.enter("gradient reduction" if exchanges else "backward", self.number, waits=exchanges)
+        self._journal.note_loss(number, total)
+        self._activity.enter("gradient reduction" if exchanges else "backward", number, waits=exchanges)
         self._be_patient_while_compiling()
         self._profiler.enter("backward")
         try:
             (total if factor == 1.0 else total * factor).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
         except RuntimeError as error:
-            raise self._group.explain(error, f"the gradients of step {self.number}") from error
+            raise self._group.explain(error, f"the gradients of step {number}") from error
         step.computed(None if count is None else count * factor)
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
@@ -101,9 +101,10 @@ class Stepper:
 
     def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
         """Make gradients those of the whole batch, where the backward pass left something to do."""
-        waits = self._group.world_size > 1 and (self._strategy.reduces_in_step or bool(counts))
+        if not self._strategy.reduces_in_step and not counts:
+            return
         try:
-            with self._activity.within("gradient reduction", waits=waits) if waits else contextlib.nullcontext():
+            with self._activity.within("gradient reduction", waits=self._group.world_size > 1):
                 self._strategy.reduce_gradients(parameters)
                 if counts:
                     self._strategy.divide_gradients(parameters, counts)
