@@ -69,8 +69,7 @@ class Session:
         """The training function starts, in a thread of its own."""
         self.training = True
         self.present.heartbeat.follow_this_thread()
-        if self.present.runtime.name == "cuda":
-            self.present.runtime.prepare()  # torch's current device is the thread's
+        self.present.runtime.prepare()  # again, since torch's current GPU is the thread's
         # A function of one's own need not use anything of the run: until it does, nothing says whether it gets on.
         self.present.group.activity.enter("main", limit=math.inf)
 

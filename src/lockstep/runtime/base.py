@@ -42,7 +42,7 @@ class Runtime(abc.ABC):
         self.device = device
 
     def prepare(self) -> None:  # noqa: B027  not every family has something to do
-        """Make this process ready to use its device; called once, before anything is placed there."""
+        """Make this thread ready to use its device, before anything is placed there; may be called again."""
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
