@@ -81,7 +81,8 @@ def at_a_terminal(project: Project, *arguments: str) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *arguments],
-        cwd=project.folder, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "PYTHONBREAKPOINT": ""},
+        cwd=project.folder, stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "PYTHONBREAKPOINT": ""},  # not Ray's, which sets it where it was imported
         start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(theirs)
