@@ -45,7 +45,7 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self.process, self._end, self.shown = process, end, ""
 
-    def expect(self, text: str, limit: float = 60.0) -> None:
+    def expect(self, text: str, limit: float = 120.0) -> None:
         deadline = time.monotonic() + limit
         while text not in self.shown:
             assert time.monotonic() < deadline, f"no {text!r} in:\n{self.shown}"
@@ -102,11 +102,11 @@ def test_a_breakpoint_in_a_task(project: Project) -> None:
         watch={"stall_after": 2, "first_time": 2},
     )  # fmt: skip
     with at_a_terminal(project, "train", str(config)) as terminal:
-        terminal.expect("(Pdb)")
+        terminal.expect("(Pdb) ")
         assert "mine.py" in terminal.shown and "return model(batch[0])" in terminal.shown
         terminal.type("p self.steps * 21")
         terminal.expect("42\r\n")
-        terminal.expect("(Pdb)")
+        terminal.expect("(Pdb) ")
         terminal.shown = ""
         terminal.watch(5)  # longer than a rank may go without progress
         assert not terminal.shown, "nothing draws over the prompt"
@@ -119,7 +119,7 @@ def test_a_breakpoint_in_a_task(project: Project) -> None:
 def test_a_breakpoint_in_a_script(project: Project) -> None:
     (project.folder / "script.py").write_text(SCRIPT)
     with at_a_terminal(project, "run", "--processes", "1", "script.py") as terminal:
-        terminal.expect("(Pdb)")
+        terminal.expect("(Pdb) ")
         terminal.type("p number * 7")
         terminal.expect("42\r\n")
         terminal.type("c")
