@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip = pytest.mark.skip(reason="takes long, and a shorter test is near: --long runs it")
     for item in items:
         if "ray" in item.path.parent.name or "nodes" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster for all of them, where xdist heeds it (decision 013)
+            item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster for all; see decision 013
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip)
 
