@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,7 @@ def split_dataset(dataset: Dataset[Any], fractions: Mapping[str, float], seed: i
     return {name: Subset(dataset, indices.tolist()) for name, indices in parts.items() if len(indices)}
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What a rank computes at once: its share of a global batch, or one of the pieces that the share is taken in."""
 
     batch: int  # which global batch of the epoch
@@ -108,7 +107,8 @@ class GlobalBatches:
         full = self._full_size if self.fill else 1
         # Every rank takes part in every exchange, also in those of a forward pass (SyncBatchNorm): so all of them have
         # the same number of micro-batches, and one without examples computes one that counts for nothing.
-        for piece in np.array_split(mine, min(self.accumulate, largest)):
+        pieces = min(self.accumulate, largest)
+        for piece in [mine] if pieces == 1 else np.array_split(mine, pieces):
             if len(piece) == 0:
                 yield np.repeat(whole[:1], full), 0
                 continue
