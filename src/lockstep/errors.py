@@ -77,6 +77,12 @@ class PeerLost(LockstepError):
     exit_code = 5
 
 
+class RankLeft(LockstepError):
+    """The user's code ended a rank before its work was done."""
+
+    exit_code = 5
+
+
 class ClusterLost(LockstepError):
     """The cluster that a run is on does not answer any more."""
 

@@ -26,15 +26,15 @@ from lockstep.distributed.rollcall.hold import hold
 from lockstep.distributed.rollcall.report import Evidence, Report, comparable, table
 from lockstep.distributed.rollcall.source import source_files
 from lockstep.distributed.topology import Topology
-from lockstep.distributed.watch.heartbeat import Heartbeat
+from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
-from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.record import display, run_folder
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.writers import write_json
 from lockstep.runtime.base import Runtime
-from lockstep.train.requests import Preempted, Requests
+from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
 from lockstep.train.task import import_object
 from lockstep.train.trainer import fit
@@ -61,6 +61,8 @@ def train(
             conclude(run, {"status": "preempted", "reason": preempted.reason})
             logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
             return PREEMPTED_EXIT_CODE
+        except SystemExit as leaving:
+            raise _left_early(run, leaving) from None
         run.finish()
         conclude(run, outcome)
     return 0
@@ -78,9 +80,30 @@ def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, ma
         except Preempted as preempted:
             _conclude_own(run, {"status": "preempted", "reason": preempted.reason})
             raise
+        except SystemExit as leaving:
+            if run.world_size == 1:  # a program on its own may end where it likes
+                raise
+            raise _left_early(run, leaving) from None
         run.finish()
         _conclude_own(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
         return returned
+
+
+def _left_early(run: Run, leaving: SystemExit) -> BaseException:
+    """What to raise where the end of a process was asked for in the midst of the work, by whom it was."""
+    if isinstance(leaving, Interrupted):
+        if not run_folder.read_summary(run.folder):  # of an earlier start, which still holds
+            conclude(run, {"status": "interrupted", "reason": leaving.reason})
+        return leaving
+    entry = leaving.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    where = user_line(entry.tb_frame) if entry is not None else "?"
+    return RankLeft(
+        f"sys.exit({'' if leaving.code is None else repr(leaving.code)}) was called at {where}, in step "
+        f"{run.progress.step + 1}, before the work was done: the other ranks would wait for this one. Return from the "
+        "function instead; run.stop(reason) ends training on all ranks"
+    )
 
 
 def _conclude_own(run: Run, outcome: dict[str, Any]) -> None:
@@ -104,7 +127,7 @@ def joined(
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
     requests = Requests()
     with (
-        requests.listening(topology.launched_by_us),
+        requests.listening(topology.launched_by_us, alone=topology.world_size == 1),
         met(settings, topology, load_source) as present,
         opened(present, settings, make_folder, requests, redirect) as run,
     ):
@@ -191,6 +214,8 @@ def opened(
     with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
         _announce(present, folder)
         run = Run(topology, present.runtime, group, settings, folder, screen, requests)
+        if run.summons is not None:
+            present.heartbeat.errand = run.summons.look
         try:
             yield run
         except (Exception, KeyboardInterrupt):  # the latter in a notebook, which lives on
@@ -198,6 +223,7 @@ def opened(
             run.give_up()
             raise
         finally:
+            run.end_workers()
             screen.close()
 
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.distributed.group import Group
-from lockstep.errors import PREEMPTED_EXIT_CODE
-from lockstep.train.requests import PULSE_SECONDS, Asked, Preempted, Pulse, Requests, steps_between_pulses
+from lockstep.distributed.signals import Signals
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from lockstep.train.pulse import PULSE_SECONDS, Asked, Pulse, steps_between_pulses
+from lockstep.train.requests import Interrupted, Preempted, Requests
 
 
 @settings(deadline=None)
@@ -53,9 +55,15 @@ def test_a_steady_pace_is_reached_and_kept(step_seconds: float) -> None:
 # Signals
 
 
+def at_work() -> Requests:
+    request = Requests()
+    request.begun = True
+    return request
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_remembered_and_handlers_are_put_back(number: signal.Signals) -> None:
-    request, before = Requests(), signal.getsignal(number)
+    request, before = at_work(), signal.getsignal(number)
     with request.listening(launched=False):
         assert request.leave is None
         os.kill(os.getpid(), number)
@@ -65,7 +73,7 @@ def test_a_signal_is_remembered_and_handlers_are_put_back(number: signal.Signals
 
 def test_a_second_signal_at_once_is_the_same_request() -> None:
     """A terminal signals the launcher and all ranks together, and the launcher passes it on."""
-    request = Requests()
+    request = at_work()
     with request.listening(launched=False):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -75,7 +83,7 @@ def test_a_second_signal_at_once_is_the_same_request() -> None:
 def test_a_second_request_in_a_notebook_ends_the_cell_and_not_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.train.requests.SAME_REQUEST_SECONDS", 0.0)
     monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
-    request = Requests()
+    request = at_work()
     with pytest.raises(KeyboardInterrupt), request.listening(launched=False):
         os.kill(os.getpid(), signal.SIGINT)
         assert request.leave == "SIGINT"
@@ -85,12 +93,59 @@ def test_a_second_request_in_a_notebook_ends_the_cell_and_not_the_kernel(monkeyp
 
 
 def test_under_a_launcher_the_terminal_is_left_to_it() -> None:
-    request = Requests()
+    request = at_work()
     with request.listening(launched=True):
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
+            os.kill(os.getpid(), number)
         assert request.leave is None
         os.kill(os.getpid(), signal.SIGTERM)
     assert request.leave == "SIGTERM"
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+    request = Requests()
+    with pytest.raises(Interrupted) as raised, request.listening(launched=True, alone=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert (raised.value.code, raised.value.reason) == (INTERRUPTED_EXIT_CODE, "SIGTERM")
+    several = Requests()
+    with several.listening(launched=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert several.leave == "SIGTERM", "the others would wait for this one: they leave together, after the first step"
+
+
+def test_a_terminal_that_hangs_up_asks_to_leave_unless_that_was_ignored_from_the_start() -> None:
+    request, before = at_work(), signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with request.listening(launched=False):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.leave is None
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with request.listening(launched=False):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.leave == "SIGHUP"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_only_ctrl_c_a_second_time_means_at_once() -> None:
+    signals = Signals(save_on_request=True)
+    signals._SAME_REQUEST_SECONDS = 0.0  # type: ignore[misc]
+    with signals.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.count, signals.how_to_end) == (1, "Ctrl-C (SIGINT)")
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.count == 2
+
+
+def test_signals_that_ask_for_nothing_end_nobody() -> None:
+    signals = Signals(save_on_request=False)
+    with signals.listening():
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGPROF):
+            os.kill(os.getpid(), number)
+    assert (signals.count, signals.save) == (0, False)
 
 
 def test_handlers_are_put_back_after_a_failure() -> None:

@@ -15,11 +15,16 @@ from lockstep.cli.run import run
 from lockstep.cli.schema import schema
 from lockstep.cli.train import resume, train
 from lockstep.cli.verify import verify
-from lockstep.errors import LockstepError
+from lockstep.errors import INTERRUPTED_EXIT_CODE, LockstepError
+from lockstep.terminal import make_safe
 
 
 class Commands(click.Group):
     """Turns our errors into a message and an exit code: a user never sees a bare traceback for a mistake."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        make_safe()
+        return super().main(*args, **kwargs)
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -27,6 +32,9 @@ class Commands(click.Group):
         except LockstepError as error:
             say(str(error))
             sys.exit(error.exit_code)
+        except KeyboardInterrupt:  # before there was anything to end, or after
+            say("interrupted")
+            sys.exit(INTERRUPTED_EXIT_CODE)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -22,12 +22,14 @@ def conclude(folder: Path, result: Result, config: RunConfig) -> NoReturn:
     """Tell it, and leave with the run's exit code."""
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
-    _tell(folder, result, config)
-    sys.exit(result.exit_code)
+    sys.exit(_tell(folder, result, config))
 
 
-def _tell(folder: Path, result: Result, config: RunConfig) -> None:
+def _tell(folder: Path, result: Result, config: RunConfig) -> int:
+    """The exit code: that of the run, and 75 only where there is a checkpoint to go on from."""
     from lockstep.record.run_folder import SUMMARY_FILE, record
+
+    saved = any((folder / "checkpoints").glob("step-*"))
 
     if result.failure is not None:
         failure = result.failure
@@ -36,15 +38,22 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> None:
         log = folder / "logs" / f"rank-{failure.rank}.log"
         if log.exists():  # a rank has one from the roll call on
             say(f"log: {log}")
-        if any((folder / "checkpoints").glob("step-*")):
+        if saved:
             say(f"go on from the last checkpoint with: lockstep resume {folder}")
-        return
+        return result.exit_code
     if result.exit_code == PREEMPTED_EXIT_CODE:
         say(f"saved and stopped; go on with: lockstep resume {folder}")
-        return
+        return result.exit_code
+    if result.nothing_to_save:
+        record(folder, "interrupted", "asked to stop before the first step")
+        then = "nothing has changed since the last checkpoint" if saved else "there was nothing to save"
+        say(f"stopped before the first step: {then}; go on with: lockstep resume {folder}")
+        return PREEMPTED_EXIT_CODE if saved else result.exit_code
     if result.exit_code:
-        say(f"ended at once; go on from the last checkpoint with: lockstep resume {folder}")
-        return
+        record(folder, "interrupted", "asked to end at once")
+        then = "go on from the last checkpoint" if saved else "nothing was saved; start over"
+        say(f"ended at once; {then} with: lockstep resume {folder}")
+        return result.exit_code
     summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     say(f"{summary['status']}: {_outcome(summary)}")
     say(f"run folder: {folder}")
@@ -52,6 +61,7 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> None:
     say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
     say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
     say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
+    return 0
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:

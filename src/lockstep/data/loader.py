@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
+from lockstep.data import workers
 from lockstep.data.order import GlobalBatches, Indices, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
@@ -71,14 +74,30 @@ class Loader:
                 pin_memory=self._loading.pin_memory and torch.cuda.is_available(),
                 prefetch_factor=self._loading.prefetch or 2,
                 persistent_workers=True,
+                multiprocessing_context=workers.context(),
+                worker_init_fn=workers.begin,
                 # Of its own, since making an iterator draws a number: a resumed epoch makes one more than the original.
                 generator=torch.Generator(),
             )
-        yield from zip(micros, self._worker_loader, strict=True)
+        with _signals_kept_back():
+            fetched = iter(self._worker_loader)
+        yield from zip(micros, fetched, strict=True)
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """End the worker processes."""
-        self._worker_loader = None  # its iterator ends them when it goes
+        loader, self._worker_loader = self._worker_loader, None
+        if loader is not None:
+            workers.end(loader, at_once)
+
+
+@contextlib.contextmanager
+def _signals_kept_back() -> Iterator[None]:
+    """Workers that are being made cannot take notice of any signal before they have said which they ignore."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, workers.IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Callable[[Indices], Any]:

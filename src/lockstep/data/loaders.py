@@ -62,6 +62,6 @@ class Loaders:
             self._evaluating.pop(next(iter(self._evaluating))).close()
         return known
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         for loader in [*self._training.values(), *self._evaluating.values()]:
-            loader.close()
+            loader.close(at_once)

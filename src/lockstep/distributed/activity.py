@@ -35,6 +35,7 @@ class Activity:
 
     def __init__(self, patience: float = 0.0) -> None:
         self.patience = patience  # how long may be taken by what is not known to be short
+        self.begun = False  # whether there was a step: before the first, nothing can be lost
         self._known = {STARTING}
         self._now: tuple[int, int, str, bool, bool, float, float] = (0, 0, STARTING, False, True, monotonic(), 0.0)
 
@@ -83,6 +84,7 @@ class Beat:
     limit: float
     still: float  # seconds since that moment began, by the rank's own clock
     where: str  # the line of the user's code that the rank is in, where it has been there for a while
+    begun: bool = False  # whether it has made a step
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -71,6 +71,7 @@ class Result:
     exit_code: int
     returned: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None
+    nothing_to_save: bool = False  # asked to stop before the first step: what was there before is as it was
 
 
 def stop_file(error_file: Path) -> Path:

@@ -144,6 +144,10 @@ class Group:
             return PeerLost(f"lost the connection to another rank in {name}")
         return error
 
+    def word(self, key: str) -> str | None:
+        """What was left in the store under a key, if there is anything yet."""
+        return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else None
+
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""
         if self.world_size > 1 and dist.is_initialized():

@@ -28,10 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed.descendants import end_below
 from lockstep.distributed.failure import report, stop_file
 from lockstep.distributed.group import settle
+from lockstep.distributed.signals import nothing
+from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE
 from lockstep.launcher.leaving import leave
+from lockstep.terminal import make_safe
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +60,18 @@ def run_rank(
     error_files: Sequence[str],
     outcomes: Sequence[Any],
     all_returned: Event,
+    ignored: Sequence[int],
 ) -> None:
-    """One process from its first line to its last: what it came to goes to the launcher before it leaves."""
+    """One process from its first line to its last: what it came to goes to the launcher before it leaves.
+
+    `ignored` are signals that the launcher was started to ignore.
+    """
     os.environ.update(envs[index])
     error_file = Path(error_files[index])
     parent, exit_code = _Parent(), 1
     try:
         with _writing_failure(error_file):
-            _become_a_process_of_its_own(error_file)
+            _become_a_process_of_its_own(error_file, ignored)
             if len(envs) == 1:
                 _read_from_the_terminal()
             outcome = _outcome(entry, arguments[index])
@@ -100,10 +108,16 @@ def _outcome(entry: Callable[[Any], Any], argument: Any) -> Outcome:
         raise
 
 
-def _become_a_process_of_its_own(error_file: Path) -> None:
-    """Undo what is right for the fork server alone."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # which the fork server ignores
+def _become_a_process_of_its_own(error_file: Path, ignored: Sequence[int]) -> None:
+    """Undo what is right for the fork server alone. A request to save, or to write down stacks, that comes before the
+    rank listens must not end it, as it would by default."""
+    make_safe()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    if Topology.from_env(os.environ).watched:
+        # A rank of ours leaves the terminal to the launcher from its first moment on; a script does as it likes.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
+            signal.signal(number, nothing)
     if stop_file(error_file).exists():
         os.kill(os.getpid(), signal.SIGTERM)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in our words
@@ -177,6 +191,7 @@ class _Parent:
         """From here on there is nothing to save: without a launcher to report to, leave at once."""
         self._done = True
         if self.gone():
+            end_below([os.getpid()])
             os._exit(1)
 
     def _watch(self) -> None:
@@ -187,4 +202,5 @@ class _Parent:
             deadline = time.monotonic() + _ORPHAN_SECONDS
             while not self._done and time.monotonic() < deadline:
                 time.sleep(0.1)
+        end_below([os.getpid()])
         os._exit(1)

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import resource
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
-from lockstep.distributed.signals import Signals
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError, RankStalled
+from lockstep.distributed.signals import QUIET_SIGNALS, Signals, handled, unless_ignored
+from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, RankStalled
 from lockstep.launcher.plan import LaunchPlan
+from lockstep.terminal import tell
 
 if TYPE_CHECKING:
     from lockstep.distributed.watch.stall import Limits, Stall
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5
+# How long ranks that have not made a step get to leave by themselves, once they are asked to.
+_EARLY_SECONDS = 10.0
 # How long ranks get to write down their stacks before they are ended.
 _DUMP_SECONDS = 0.5
 
@@ -44,7 +48,11 @@ def warm_up(threads: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.launcher.preload"])
-    multiprocessing.forkserver.ensure_running()
+    # Neither it nor multiprocessing's own helper may go with a signal to the whole process group: the launcher would
+    # lose sight of its ranks. They begin with it ignored, as there are seconds before they could say so themselves.
+    with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)):
+        multiprocessing.resource_tracker.ensure_running()
+        multiprocessing.forkserver.ensure_running()
 
 
 def launch(
@@ -74,11 +82,9 @@ def launch(
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
-            print(
+            tell(
                 f"lockstep: {failure.render(len(plan.processes))}\n"
-                f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})",
-                file=sys.stderr,
-                flush=True,
+                f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})"
             )
     raise AssertionError("an attempt returns or is followed by another")
 
@@ -129,22 +135,25 @@ def cannot_start(count: int, error: OSError) -> str:
 def _supervise(
     ranks: Ranks, error_files: list[Path], grace: float, signals: Signals, watcher: Watcher | None
 ) -> Result:
-    asked = 0
+    asked, began = 0, math.inf
     deadline = float("inf")
     next_look = time.monotonic()
     while True:
         ended = ranks.poll()
+        if ended is not None and ended.without_server is not None:
+            return Result(5, failure=Failure(0, socket.gethostname(), ended.without_server, 5, concerns_all_ranks=True))
         if ended is not None and ended.exit_codes:
             return _failed(error_files, ended.exit_codes, stopping=asked > 0)
         if ended is not None:
             return _returned(ended)
         if signals.count > asked:
-            asked, deadline = signals.count, time.monotonic() + grace
+            asked, began = signals.count, time.monotonic()
+            deadline = began + grace
             if asked > 1:
                 done = ranks.done()
                 return Result(INTERRUPTED_EXIT_CODE) if done is None else _returned(done)
             doing = "finishing the step, saving and leaving" if ranks.done() is None else "done, and leaving"
-            print(f"lockstep: {signals.name}: {doing}; once more to end at once", file=sys.stderr, flush=True)
+            tell(f"lockstep: {signals.name}: {doing}; {signals.how_to_end} to end at once")
             ranks.ask_to_stop()
             stop_file(error_files[0]).touch()  # for a rank that is only now being made and did not hear it
         if signals.save:
@@ -155,6 +164,9 @@ def _supervise(
             stall = watcher.look()
             if stall is not None:
                 return _end_stalled(ranks, stall, error_files)
+            if asked and not watcher.begun and time.monotonic() > began + _EARLY_SECONDS and ranks.done() is None:
+                # Still compiling, connecting or fetching, in code that no signal reaches; no step has been made.
+                return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
         if time.monotonic() > deadline:
             if (done := ranks.done()) is not None:
                 return _returned(done)
@@ -174,7 +186,7 @@ def _tell_who_was_late(error_files: list[Path]) -> None:
 
     for file in map(late_file, error_files):
         with contextlib.suppress(FileNotFoundError):
-            print(f"lockstep: {file.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
+            tell(f"lockstep: {file.read_text(encoding='utf-8')}")
 
 
 def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:
@@ -193,8 +205,8 @@ def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:
 
 def _failed(error_files: list[Path], exit_codes: dict[int, int], stopping: bool) -> Result:
     failure = find_cause(_reports(error_files), exit_codes, socket.gethostname())
-    if stopping and exit_codes.get(failure.rank) == -signal.SIGTERM:
-        return Result(PREEMPTED_EXIT_CODE)  # asked to stop before it had begun: there was nothing to save
+    if stopping and exit_codes.get(failure.rank) in (-signal.SIGTERM, INTERRUPTED_EXIT_CODE):
+        return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)  # asked to stop before its first step
     return Result(failure.exit_code, failure=failure)
 
 

@@ -3,7 +3,7 @@
 import atexit
 import gc
 import os
-import signal
+import warnings
 import weakref
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
@@ -13,11 +13,11 @@ import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
 import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before
+from lockstep.distributed.descendants import adopt_orphans
 
-# A signal to the whole process group must not take the fork server away: the launcher would lose sight of its ranks.
-# Nor may a request to save or to write down stacks end a rank that does not listen to it yet, as it would by default.
-for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, signal.SIG_IGN)
+# What ranks leave behind becomes the server's, where the launcher finds it and ends it.
+adopt_orphans()
+warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
 
 
 def _leave_at_once(server: int) -> None:

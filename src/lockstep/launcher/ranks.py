@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,10 @@ from torch.distributed.elastic.multiprocessing.api import (
 )
 from torch.multiprocessing.spawn import start_processes
 
+from lockstep.distributed.descendants import end_below, state_of
+from lockstep.distributed.signals import QUIET_SIGNALS
 from lockstep.launcher.child import Outcome, run_command, run_rank
+from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.leaving import LEAVE_SECONDS, leaving_file
 from lockstep.launcher.plan import LaunchPlan
 
@@ -31,6 +33,8 @@ _FALL_SECONDS = 0.5
 END_SECONDS = 5.0
 # A rank ends itself where it takes too long to leave; this is for one that cannot.
 _GONE_SECONDS = LEAVE_SECONDS + 10.0
+# How long ranks get to save that nobody could report the end of.
+_SAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Ended:
 
     returned: dict[int, Outcome] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
+    without_server: str | None = None  # the fork server went away: nobody can tell how its ranks ended
 
 
 class Ranks:
@@ -65,11 +70,8 @@ class Ranks:
 
     def suspended(self, rank: int) -> bool:
         """Whether a rank was stopped by a signal, where the system says so."""
-        try:
-            status = Path(f"/proc/{self._context.pids()[rank]}/stat").read_text()
-        except (OSError, KeyError):
-            return False
-        return status.rpartition(")")[2].split()[0] in "Tt"
+        pid = self._context.pids().get(rank)
+        return pid is not None and state_of(pid) in ("T", "t")
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -91,6 +93,7 @@ class _Functions(MultiprocessContext):
         super().__init__(args=args, start_method="forkserver", **more)
         self._error_files = error_files
         self._returned_at = math.inf
+        self._server = ForkServer()
 
     def _start(self) -> None:
         ranks = range(self.nprocs)
@@ -103,6 +106,7 @@ class _Functions(MultiprocessContext):
                 [str(each) for each in self._error_files],
                 [self._ret_vals[rank] for rank in ranks],
                 self._worker_finished_event,
+                [int(each) for each in QUIET_SIGNALS if signal.getsignal(each) is signal.SIG_IGN],
             ),
             nprocs=self.nprocs,
             join=False,
@@ -112,20 +116,60 @@ class _Functions(MultiprocessContext):
     def done(self) -> Ended | None:
         return Ended(returned=dict(self._return_values)) if len(self._return_values) == self.nprocs else None
 
+    def begin(self) -> None:
+        self._server.start(self.start)
+
     def ended(self) -> Ended | None:
+        if self._server.is_gone:
+            return self._ended_without_server()
+        self._server.go_on()
         codes = self._exit_codes()  # before the values: one that has left by now has returned before
-        for rank, queue in self._ret_vals.items():
-            if not queue.empty():
-                self._return_values[rank] = queue.get()
+        self._collect()
         failed = {rank: code for rank, code in codes.items() if code != 0 or rank not in self._return_values}
         if failed:
             return Ended(exit_codes=self._all_failures(failed))
         if len(codes) == self.nprocs:
             return self.done()
+        return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
+
+    def _collect(self) -> None:
+        """What ranks returned since the last time; once all have, they may leave."""
+        for rank, queue in self._ret_vals.items():
+            if not queue.empty():
+                self._return_values[rank] = queue.get()
         if self.done() is not None and self._returned_at == math.inf:
             self._worker_finished_event.set()
             self._returned_at = time.monotonic()
-        return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
+
+    def _ended_without_server(self) -> Ended:
+        """Ranks go on without it, but nothing would be heard of their end: they save and leave while they can."""
+        pids = [pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _SAVE_SECONDS
+        while any(state_of(pid) not in (None, "Z") for pid in pids) and time.monotonic() < deadline:
+            self._collect()
+            time.sleep(0.05)
+        self._end_ranks_of_no_server(pids)
+        cause = (
+            f"the fork server (pid {self._server.pid}), which the ranks were made by, is gone: it was killed (out of "
+            "memory? see the kernel log). The ranks were asked to save and leave"
+        )
+        return Ended(without_server=cause)
+
+    def _end_ranks_of_no_server(self, pids: list[int]) -> None:
+        end_below(pids)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        self._server.go_on()
+        if self._server.is_gone:  # and elastic takes all of its ranks for dead
+            self._end_ranks_of_no_server([pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")])
+        super()._close(death_sig, timeout)
+        self._server.end_what_is_left()
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
         """End the other ranks; those that fell in the same moment by themselves belong to the snapshot."""
@@ -157,7 +201,13 @@ class _Functions(MultiprocessContext):
 
 
 class _Commands(SubprocessContext):
-    """Elastic's command processes: new interpreters."""
+    """Elastic's command processes: new interpreters, each with a session of its own."""
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        super()._close(death_sig, timeout)
+        for pid in self.pids().values():  # what they left behind
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def ended(self) -> Ended | None:
         codes = {rank: each.proc.poll() for rank, each in self.subprocess_handlers.items()}
@@ -181,7 +231,7 @@ def start_functions(
         envs={rank: dict(process.env) for rank, process in enumerate(plan.processes)},
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
-    _start(context)
+    _start(context, context.begin)
     return Ranks(context, context.ended, context.done)
 
 
@@ -194,16 +244,15 @@ def start_commands(plan: LaunchPlan, folder: Path) -> Ranks:
         envs={rank: dict(process.env) for rank, process in enumerate(plan.processes)},
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
-    _start(context)
+    _start(context, lambda: ForkServer().start(context.start))
     return Ranks(context, context.ended)
 
 
-def _start(context: PContext) -> None:
+def _start(context: PContext, start: Callable[[], None]) -> None:
     """Start from another thread: in the main thread, elastic would replace the launcher's signal handlers."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
-    with ThreadPoolExecutor(1, thread_name_prefix="lockstep-start") as elsewhere:
-        try:
-            elsewhere.submit(context.start).result()
-        except BaseException:
-            context.close(signal.SIGKILL)
-            raise
+    try:
+        start()
+    except BaseException:
+        context.close(signal.SIGKILL)
+        raise

@@ -249,7 +249,7 @@ class _Controller:
                 return Result(INTERRUPTED_EXIT_CODE)
             if not self._attempts.began:
                 return Result(PREEMPTED_EXIT_CODE)  # before it had begun: there is nothing to save
-            say(f"{signals.name}: finishing the step, saving and leaving; once more to end at once")
+            say(f"{signals.name}: finishing the step, saving and leaving; {signals.how_to_end} to end at once")
             ray.get(self._mailbox.ask_to_leave.remote(signals.name), timeout=ANSWER_SECONDS)
         if time.monotonic() > self._deadline:
             grace = self._config.launch.grace

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,13 +53,20 @@ def rank_log(
 
 def screen_handler(console: Console | None) -> logging.Handler:
     """What shows rank 0's words: above a live display, or as plain lines."""
-    handler = logging.StreamHandler(sys.stdout) if console is None else _ConsoleHandler(console)
+    handler = _Lines(sys.stdout) if console is None else _ConsoleHandler(console)
     handler.setFormatter(_ScreenFormatter(0))
     return handler
 
 
 class _LogFile(logging.FileHandler):
     """A log that cannot be written (the disk is full) does not add to the trouble that it was to report."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+class _Lines(logging.StreamHandler[Any]):
+    """Plain lines on a screen that may be gone: who reads them is no concern of the run's."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -85,7 +92,8 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False, soft_wrap=True)
+        with contextlib.suppress(OSError, ValueError):
+            self._console.print(self.format(record), markup=False, soft_wrap=True)
 
 
 def _redirect_output(path: Path) -> None:

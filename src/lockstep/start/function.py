@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
 from lockstep.start import cluster, local
 from lockstep.start import folder as folders
+from lockstep.terminal import tell
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -174,4 +175,4 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
 
 def _tell(text: str) -> None:
     for line in text.splitlines():
-        print(f"lockstep: {line}", file=sys.stderr, flush=True)
+        tell(f"lockstep: {line}")

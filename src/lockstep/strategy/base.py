@@ -46,6 +46,11 @@ class Strategy(abc.ABC):
         return 1
 
     @property
+    def measures_together(self) -> bool:
+        """Whether the forward pass of an evaluation takes all ranks: then none of them may leave it alone."""
+        return False
+
+    @property
     def meshes(self) -> Mapping[str, Any]:
         """The device meshes, by name, where there are any."""
         return {}

@@ -52,6 +52,10 @@ class SpmdStrategy(Strategy):
         return self._shapes[meshing.MAIN].get(meshing.DATA_AXIS, 1)
 
     @property
+    def measures_together(self) -> bool:
+        return self.world_size > 1
+
+    @property
     def meshes(self) -> Mapping[str, Any]:
         return {name.rpartition(".")[2]: each for name, each in self._meshes.items()}
 

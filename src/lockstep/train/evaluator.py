@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ from lockstep.train.feed import Feed
 from lockstep.train.models import Models
 
 
+class _GivenUp(Exception):
+    """This rank was asked to leave in the midst of an evaluation."""
+
+
 class Evaluator:
     def __init__(
         self,
@@ -28,24 +33,47 @@ class Evaluator:
         models: Models,
         feed: Feed,
         checkpointer: Checkpointer,
+        leaves: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`leaves` says whether this rank was asked to save and leave."""
         self._group, self._runtime, self._strategy = group, runtime, strategy
-        self._models, self._feed, self._checkpointer = models, feed, checkpointer
+        self._models, self._feed, self._checkpointer, self._leaves = models, feed, checkpointer, leaves
 
     def evaluate(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, on: str, collate: Collate | None, name: str
     ) -> dict[str, float]:
+        found = self._evaluate(measure, dataset, batch_size, on, collate, name, lambda: False)
+        assert found is not None
+        return found
+
+    def evaluate_or_leave(
+        self, measure: Measure, dataset: Dataset[Any], batch_size: int, on: str, collate: Collate | None, name: str
+    ) -> dict[str, float] | None:
+        """The same, given up as soon as a rank is asked to leave: then None, on all of them."""
+        leaves = (lambda: False) if self._strategy.measures_together else self._leaves
+        return self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
+
+    def _evaluate(
+        self,
+        measure: Measure,
+        dataset: Dataset[Any],
+        batch_size: int,
+        on: str,
+        collate: Collate | None,
+        name: str,
+        leaves: Callable[[], bool],
+    ) -> dict[str, float] | None:
         count = check_dataset(dataset, name)
         self._checkpointer.equalize_buffers()
         alone = on == "rank0"
         loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
 
         def here() -> Any:
-            with evaluating(self._models.modules.values()):
-                return measure_sums(measure, loader, self._next_of(name), self._runtime.end_of_program)
+            with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
+                return measure_sums(measure, loader, self._next_of(name, leaves), self._runtime.end_of_program)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
-        return combine(parts, count, name)
+        return None if None in parts else combine(parts, count, name)
 
     def evaluate_stream(
         self, measure: Measure, batches: Iterator[Any], count: Callable[[Any], int], expected: int | None, name: str
@@ -67,10 +95,12 @@ class Evaluator:
         set_generator_states(self._runtime, states)
         return list(found)
 
-    def _next_of(self, name: str) -> Callable[[Any], Any]:
+    def _next_of(self, name: str, leaves: Callable[[], bool] = lambda: False) -> Callable[[Any], Any]:
         """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
 
         def move(batch: Any) -> Any:
+            if leaves():
+                raise _GivenUp
             self._group.activity.enter(name)
             return self._strategy.move(batch)
 

@@ -160,8 +160,8 @@ class Feed:
         progress.batch = max((micro.batch + 1 for micro in taken), default=0)
         return True
 
-    def close(self) -> None:
-        self._loaders.close()
+    def close(self, at_once: bool = False) -> None:
+        self._loaders.close(at_once)
 
     # Inside
 

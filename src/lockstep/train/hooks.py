@@ -46,6 +46,7 @@ class Validation:
         self._settings, self._early_stopping, self._collate = settings, early_stopping, collate
         self._due = Due(settings.every)
         self._last_step = -1
+        self.unfinished: int | None = None  # the step after which it was due and given up, to be done on resume
         self.history: list[dict[str, float]] = []
 
     @property
@@ -54,7 +55,13 @@ class Validation:
         return {name: value for name, value in (self.history or [{}])[-1].items() if name not in ("step", "epoch")}
 
     def after_step(self, run: Run) -> str | None:
-        return self.validate(run) if self._due.now(run.progress, run.seconds_since_start) else None
+        step = run.progress.step
+        if not self._due.now(run.progress, run.seconds_since_start) and self.unfinished != step:
+            return None
+        self.unfinished = step
+        stop = self.validate(run)
+        self.unfinished = None
+        return stop
 
     def validate(self, run: Run) -> str | None:
         """Train metrics, validation, one decision on rank 0, and the same answer on every rank."""
@@ -62,11 +69,15 @@ class Validation:
             return None
         run.journal.write_due_row(run.progress, run.seconds_since_start)
         run.journal.bring_together(run.progress)
+        trained = dict(run.journal.since_validation.sums)
         metrics = run.journal.since_validation.take()
         if self._dataset is not None:
-            found = run.evaluate(
-                self._measure, self._dataset, self._batch_size, on=self._settings.on, collate=self._collate
+            found = run.evaluate_or_leave(
+                self._measure, self._dataset, self._batch_size, self._settings.on, self._collate
             )
+            if found is None:
+                run.journal.since_validation.sums = trained
+                run.leave()
             metrics.update({f"val/{name}": value for name, value in found.items()})
         self._last_step = run.progress.step
         run.barrier("the end of validation")
@@ -84,10 +95,16 @@ class Validation:
 
     def state_dict(self) -> dict[str, Any]:
         early = self._early_stopping.state_dict() if self._early_stopping is not None else None
-        return {"history": self.history, "last_step": self._last_step, "early_stopping": early}
+        return {
+            "history": self.history,
+            "last_step": self._last_step,
+            "early_stopping": early,
+            "unfinished": self.unfinished,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.history, self._last_step = state["history"], state["last_step"]
+        self.unfinished = state.get("unfinished")
         if self._early_stopping is not None and state["early_stopping"] is not None:
             self._early_stopping.load_state_dict(state["early_stopping"])
 

@@ -16,10 +16,21 @@ from lockstep.train.task import Task, has_training_step
 
 
 def train(
-    run: Run, task: Task, data: Dataset[Any], collate: Collate | None, config: RunConfig, hooks: Sequence[Hook]
+    run: Run,
+    task: Task,
+    data: Dataset[Any],
+    collate: Collate | None,
+    config: RunConfig,
+    hooks: Sequence[Hook],
+    unfinished: bool = False,
 ) -> str | None:
-    """Train until a limit is reached; returns why it stopped before that, if it did."""
+    """Train until a limit is reached; returns why it stopped before that, if it did.
+
+    `unfinished` is a run that was left before its hooks were done with the last step: they begin with that.
+    """
     limits = config.train
+    if unfinished and (stop := _after_step(run, hooks)):
+        return stop
     training_step = _own_step if has_training_step(task) else _usual_step
     for _ in run.epochs(limits.epoch_limit):
         batches = run.batches(
@@ -35,11 +46,15 @@ def train(
                 return None
             if not training_step(run, task, batch):
                 continue
-            reasons = [hook.after_step(run) for hook in hooks]
-            stop = next((reason for reason in reasons if reason), None)
+            stop = _after_step(run, hooks)
             if stop or run.progress.step == limits.steps:
                 return stop
     return run.stopped
+
+
+def _after_step(run: Run, hooks: Sequence[Hook]) -> str | None:
+    reasons = [hook.after_step(run) for hook in hooks]
+    return next((reason for reason in reasons if reason), None)
 
 
 def _usual_step(run: Run, task: Task, batch: Any) -> bool:

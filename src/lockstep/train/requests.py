@@ -1,4 +1,4 @@
-"""Being asked to stop or to save: what one rank may see, and the pulse by which all ranks come to know of it."""
+"""Being asked to stop or to save, as one rank sees it; the pulse is how all ranks come to know of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
-from lockstep.distributed.group import Group
-from lockstep.distributed.signals import handled, interactive
-from lockstep.distributed.topology import ranks_text
+from lockstep.distributed.signals import handled, interactive, nothing, unless_ignored
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 
-# A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
-PULSE_SECONDS = 0.5
 # Two signals closer together than this are one request: a terminal and a launcher may both deliver it.
 SAME_REQUEST_SECONDS = 1.0
 
@@ -29,32 +23,47 @@ class Preempted(SystemExit):
         self.reason = reason
 
 
+class Interrupted(SystemExit):
+    """Raised where a process is asked to stop before its first step: nothing has changed that could be saved."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(INTERRUPTED_EXIT_CODE)
+        self.reason = reason
+
+
 class Requests:
-    """What this process was asked for: to save and leave (the first signal counts, and a second one, later, ends it at
-    once, or in a notebook the cell), to save and go on, or, by the user's own code, to end training."""
+    """What this process was asked for: to save and leave, to save and go on; by the user's own code, to end training.
+
+    The first request to leave counts, and others repeat it, but for Ctrl-C a while later, which ends the process at
+    once (in a notebook, the cell).
+    """
 
     def __init__(self) -> None:
         self.leave: str | None = None
         self.stop: str | None = None
         self.save = False
+        self.begun = False  # whether this process has made a step: before, it leaves as it is
         self._since = 0.0
-        self._launched = False
+        self._launched = self._alone = False
 
     @property
     def any(self) -> bool:
         return self.save or self.leave is not None or self.stop is not None
 
-    def listening(self, launched: bool) -> AbstractContextManager[None]:
-        """Listen to SIGTERM, SIGINT and SIGUSR1. Under our launcher the terminal is left to it: it sends SIGTERM, and
-        it ends those that do not follow."""
-        self._launched = launched
-        return handled(
-            {
-                signal.SIGTERM: self._received,
-                signal.SIGINT: signal.SIG_IGN if launched else self._received,
-                signal.SIGUSR1: self._received,
-            }
-        )
+    def listening(self, launched: bool, alone: bool = False) -> AbstractContextManager[None]:
+        """Listen to what asks for something. Under our launcher the terminal is left to it, also when it hangs up: it
+        sends SIGTERM, and it ends those that do not follow. A process that is `alone` leaves nobody waiting."""
+        self._launched, self._alone = launched, alone
+        terminal = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        if launched:
+            return handled(
+                {
+                    **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1), self._received),
+                    **dict.fromkeys((*terminal, signal.SIGXCPU), nothing),
+                }
+            )
+        asking = (signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU, *unless_ignored(terminal))
+        return handled(dict.fromkeys(asking, self._received))
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -62,93 +71,9 @@ class Requests:
             self.save = True
         elif self.leave is None:
             self.leave, self._since = signal.Signals(number).name, now
-        elif not self._launched and now - self._since > SAME_REQUEST_SECONDS:
+            if self._alone and not self.begun:
+                raise KeyboardInterrupt if interactive() else Interrupted(self.leave)
+        elif not self._launched and number == signal.SIGINT and now - self._since > SAME_REQUEST_SECONDS:
             if interactive():
                 raise KeyboardInterrupt
             os._exit(INTERRUPTED_EXIT_CODE)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What any of the ranks was asked for; the same on all of them."""
-
-    leave: str | None = None
-    stop: str | None = None
-    save: str | None = None
-
-
-NOTHING = Asked()
-
-
-class Pulse:
-    """Every so many steps, all ranks tell each other what they were asked for, and share rank 0's clock.
-
-    The number of steps follows from the measured step time, so that the exchange costs a fixed small share of the
-    time and not something per step; it is computed from what was exchanged, so all ranks compute the same.
-    """
-
-    def __init__(self, group: Group, requests: Requests) -> None:
-        self._group, self._requests = group, requests
-        self._start = self._last_time = time.monotonic()
-        self._last_step = 0
-        self._next_step = 0
-        self._every = 1
-        self.exchanged = False  # whether the last beat was one at which ranks told each other
-        self.clock = 0.0  # seconds of training, as all ranks know it
-        self._clock_at_start = 0.0
-
-    def start(self, step: int, clock: float) -> None:
-        """Begin at a step and a clock that all ranks know, fresh or restored."""
-        now = time.monotonic()
-        self._start, self._last_time = now - clock, now
-        self.clock = self._clock_at_start = clock
-        self._last_step, self._next_step, self._every = step, step + 1, 1
-
-    def elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    @property
-    def since_start(self) -> float:
-        """Seconds since this start of the run, restored or not, as all ranks know them."""
-        return self.clock - self._clock_at_start
-
-    def beat(self, step: int) -> Asked:
-        """What all ranks are to do at this step, if any of them was asked for something."""
-        now = time.monotonic()
-        self.exchanged = self._group.world_size == 1 or step >= self._next_step
-        if self._group.world_size == 1:
-            self.clock = now - self._start
-            return _asked([self._take()]) if self._requests.any else NOTHING
-        if not self.exchanged:
-            return NOTHING
-        message = {
-            **self._take(),
-            "clock": now - self._start,
-            "step_seconds": (now - self._last_time) / max(step - self._last_step, 1),
-        }
-        messages = self._group.gather(message, f"the pulse at step {step}")
-        self.clock = float(messages[0]["clock"])
-        slowest = max(float(each["step_seconds"]) for each in messages)
-        self._every = steps_between_pulses(slowest, self._every)
-        self._last_step, self._last_time, self._next_step = step, time.monotonic(), step + self._every
-        return _asked(messages)
-
-    def _take(self) -> dict[str, Any]:
-        requests = self._requests
-        save = requests.save
-        if save:  # whoever asks again after this asks for another save
-            requests.save = False
-        return {"leave": requests.leave, "stop": requests.stop, "save": "SIGUSR1" if save else None}
-
-
-def _asked(messages: list[dict[str, Any]]) -> Asked:
-    def first(name: str) -> str | None:
-        asked = [(rank, each[name]) for rank, each in enumerate(messages) if each[name]]
-        return f"{asked[0][1]} on {ranks_text([rank for rank, _ in asked])}" if asked else None
-
-    return Asked(first("leave"), first("stop"), first("save"))
-
-
-def steps_between_pulses(step_seconds: float, before: int) -> int:
-    """As many steps as fit into the pulse's time, growing no faster than fourfold from one to the next."""
-    return max(1, min(int(PULSE_SECONDS / max(step_seconds, 1e-9)), before * 4, 10_000))

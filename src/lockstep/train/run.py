@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,10 @@ from lockstep.train.evaluator import Evaluator
 from lockstep.train.feed import Feed
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
-from lockstep.train.requests import Preempted, Pulse, Requests
+from lockstep.train.pulse import Pulse
+from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
+from lockstep.train.summons import Summons
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,9 @@ class Run:
     ) -> None:
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
-        self._activity, self._requests, self._pulse = group.activity, requests, Pulse(group, requests)
+        self._activity, self._requests = group.activity, requests
+        self.summons = Summons(group, lambda: requests.any) if group.world_size > 1 else None
+        self._pulse = Pulse(group, requests, self.summons)
         self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
         self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
         self._devices = Devices(group, runtime, self._strategy)
@@ -82,7 +86,15 @@ class Run:
         self._stepper = Stepper(
             group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler
         )
-        self._evaluator = Evaluator(group, runtime, self._strategy, self._models, self._feed, self.checkpointer)
+        self._evaluator = Evaluator(
+            group,
+            runtime,
+            self._strategy,
+            self._models,
+            self._feed,
+            self.checkpointer,
+            lambda: requests.leave is not None,
+        )
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._restored = False
@@ -347,6 +359,8 @@ class Run:
 
         With several optimizers each is stepped on its own; together they are one step of the run.
         """
+        if not self._requests.begun:
+            self._requests.begun = self._activity.begun = True
         return self._stepper.step(optimizer)
 
     def log(self, **values: Tensor | Mean | float) -> None:
@@ -394,6 +408,19 @@ class Run:
         then waits for others.
         """
         return self._evaluator.evaluate(measure, dataset, batch_size, on, collate, name)
+
+    @in_region("validate")
+    def evaluate_or_leave(
+        self,
+        measure: Measure,
+        dataset: Dataset[Any],
+        batch_size: int,
+        on: str,
+        collate: Collate | None,
+        name: str = "validation",
+    ) -> dict[str, float] | None:
+        """The same for whoever can begin it anew after a resume: None as soon as a rank is asked to leave."""
+        return self._evaluator.evaluate_or_leave(measure, dataset, batch_size, on, collate, name)
 
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
@@ -475,6 +502,10 @@ class Run:
         self._feed.close()
         self.journal.close()
 
+    def end_workers(self) -> None:
+        """However a run ends, its data workers end with it."""
+        self._feed.close(at_once=True)
+
     def give_up(self) -> None:
         """What a run that failed still does: the save under way may come to its end."""
         self.profiler.give_up()
@@ -492,6 +523,20 @@ class Run:
         about = {"epoch": position["progress"]["epoch"], "world_size": self.world_size}
         self.checkpointer.save(self.progress.step, position, state, about, value, metrics, automatic=not explicit)
 
+    def leave(self) -> NoReturn:
+        """Save and leave here and now, on all ranks: one of them was asked to."""
+        asked = self._pulse.meet(self.progress.step)
+        self._save_and_leave(str(asked.leave))
+
+    def _save_and_leave(self, reason: str) -> NoReturn:
+        with self.profiler.region("checkpoint"):
+            self._save(None, None, explicit=False)
+        # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
+        self.agree(self.checkpointer.finish, "the last save")
+        self.profiler.close()
+        self._feed.close()
+        raise Preempted(reason)
+
     def _safe_point(self) -> bool:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
         progress = self.progress
@@ -502,15 +547,11 @@ class Run:
         self.checkpointer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
             self.checkpointer.compared({}, f"the fingerprint of step {progress.step}", progress.step)
-        if asked.leave or asked.save:
+        if asked.leave:
+            self._save_and_leave(asked.leave)
+        if asked.save:
             with self.profiler.region("checkpoint"):
                 self._save(None, None, explicit=False)
-        if asked.leave:
-            # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
-            self.agree(self.checkpointer.finish, "the last save")
-            self.profiler.close()
-            raise Preempted(asked.leave)
-        if asked.save:
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
         return self.stopped is None

@@ -65,16 +65,17 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     measured = run.names_of(measure, datasets["val"], batch_size, collate) if "val" in datasets else []
     check_metrics(config, monitor, [f"val/{name}" for name in measured], has_training_step(task))
     run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
-    stopped = train(run, task, datasets["train"], collate, config, hooks)
+    unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
+    stopped = train(run, task, datasets["train"], collate, config, hooks, unfinished)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
     checkpointing.save(run)
     metrics = dict(validation.latest)
     if "test" in datasets:
-        found = run.evaluate(
-            measure, datasets["test"], batch_size, on=config.validation.on, collate=collate, name="test"
-        )
+        found = run.evaluate_or_leave(measure, datasets["test"], batch_size, config.validation.on, collate, "test")
+        if found is None:
+            run.leave()
         tested = {f"test/{name}": value for name, value in found.items()}
         run.journal.write(run.progress, tested)
         metrics.update(tested)

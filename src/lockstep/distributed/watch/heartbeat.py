@@ -55,6 +55,7 @@ class Heartbeat:
         self._last_answer = self._clock.now()
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
+        self.errand: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
         self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
         self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
         self._threads = [threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True)]
@@ -85,6 +86,8 @@ class Heartbeat:
             self._send()
             while not self._stopping.wait(interval(self._limits)):
                 self._send()
+                if self.errand is not None:
+                    self.errand(self._store)
                 if watcher is not None and (stall := watcher.look()) is not None:
                     self._store.set(VERDICT, stall.message)
                 if not self._watched and self._store.check([VERDICT]):
@@ -108,8 +111,9 @@ class Heartbeat:
         still = max(taken - self._debugged, 0.0)
         where = user_line(frame) if frame is not None else ""
         beat = Beat(
-            self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where
-        )
+            self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where,
+            self._activity.begun,
+        )  # fmt: skip
         self._store.set(beat_key(self._rank), beat.encode())
 
     def _mind_the_store(self) -> None:

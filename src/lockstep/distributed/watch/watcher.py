@@ -31,6 +31,11 @@ class Watcher:
                 self._newest[rank] = (beat, now)
         return find_stall([self._seen(rank, now) for rank in self._ranks], self._limits)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any rank has made a step, as far as it is known."""
+        return any(beat is not None and beat.begun for beat, _ in self._newest.values())
+
     def _seen(self, rank: int, now: float) -> Seen:
         beat, heard = self._newest[rank]
         return Seen(rank, beat, now - heard, self._suspended(rank))

@@ -1,0 +1,68 @@
+"""Standard output and error that never break a run: what cannot be written there is dropped.
+
+Whoever reads them may be gone (`| head`, a `tee` that Ctrl-C ended), the disk behind them full, or they were closed
+from the start. The log files of a run have everything that matters.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+# How long a reader of a pipe that does not block may take to make room.
+_ROOM_SECONDS = 1.0
+
+
+def tell(text: str, end: str = "\n") -> None:
+    """Say something on standard error, if anybody hears it."""
+    try:
+        sys.stderr.write(f"{text}{end}")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # broken; closed; none at all
+        pass
+
+
+def make_safe() -> None:
+    """From here on, nothing that this process prints can raise: in the user's code neither."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # closed, so that the next file to be opened would become standard output
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = _safe(sys.stdout, 1)
+    sys.stderr = _safe(sys.stderr, 2)
+
+
+def _safe(stream: Any, number: int) -> TextIO:
+    try:
+        if stream is not None and stream.fileno() != number:
+            return stream  # type: ignore[no-any-return]  # somebody has replaced it, and knows why
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        if stream is not None and not isinstance(stream, io.TextIOWrapper):
+            return stream  # type: ignore[no-any-return]  # has no descriptor at all
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Dropping(number, "wb", closefd=False)),
+        encoding=getattr(stream, "encoding", None) or "utf-8",
+        errors="backslashreplace",
+        line_buffering=number == 2 or bool(getattr(stream, "line_buffering", False)),
+    )
+
+
+class _Dropping(io.FileIO):
+    """A descriptor to write to; what cannot be written counts as written."""
+
+    def write(self, data: Any) -> int:
+        whole = memoryview(data).nbytes
+        try:
+            written = super().write(data)
+            if written is None:  # it does not block, and is full
+                select.select([], [self], [], _ROOM_SECONDS)
+                written = super().write(data)
+        except (OSError, ValueError):
+            return whole
+        return whole if written is None else written
