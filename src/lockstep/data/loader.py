@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from lockstep.data import workers
 from lockstep.data.order import GlobalBatches, Indices, MicroBatch
+from lockstep.distributed.signals import QUIET_SIGNALS
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
 
@@ -93,7 +94,7 @@ class Loader:
 @contextlib.contextmanager
 def _signals_kept_back() -> Iterator[None]:
     """Workers that are being made cannot take notice of any signal before they have said which they ignore."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, workers.IGNORED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, QUIET_SIGNALS)
     try:
         yield
     finally:

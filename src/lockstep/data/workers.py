@@ -18,14 +18,12 @@ from torch.utils.data._utils import signal_handling
 from lockstep.distributed.descendants import die_with_parent
 from lockstep.distributed.signals import QUIET_SIGNALS
 
-IGNORED = (signal.SIGINT, *QUIET_SIGNALS)
-
 
 def begin(worker: int) -> None:
     """The first thing that a worker does."""
-    for number in IGNORED:
+    for number in QUIET_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET_SIGNALS)
     die_with_parent()
 
 

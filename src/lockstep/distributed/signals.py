@@ -14,7 +14,7 @@ Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 # What processes that serve a run take no notice of: they end with it, and not with a signal to the whole group.
 QUIET_SIGNALS = (
-    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
 
 

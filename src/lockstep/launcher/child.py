@@ -114,6 +114,8 @@ def _become_a_process_of_its_own(error_file: Path, ignored: Sequence[int]) -> No
     make_safe()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if Topology.from_env(os.environ).watched:
         # A rank of ours leaves the terminal to the launcher from its first moment on; a script does as it likes.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
