@@ -1,6 +1,15 @@
-"""`python -m lockstep`."""
+"""`python -m lockstep`, and the command `lockstep`."""
 
-from lockstep.cli import main
+import sys
+
+
+def main() -> None:
+    try:
+        from lockstep.cli import main as commands
+    except KeyboardInterrupt:
+        sys.exit(130)
+    commands()
+
 
 if __name__ == "__main__":
     main()

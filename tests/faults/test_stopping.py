@@ -273,14 +273,14 @@ def test_a_fork_server_that_is_stopped_or_killed_is_named(project: Project) -> N
 
 
 def test_ctrl_c_while_a_run_starts_is_one_line(project: Project) -> None:
-    """At ten moments of the first two seconds, from the import of the command line on."""
+    """At six moments of the first two seconds, from the import of the command line on."""
     config = project.config(**LONG)
-    for moment in range(10):
+    for moment in range(6):
         command = subprocess.Popen(
             [sys.executable, "-m", "lockstep", "train", str(config), "--out", f"out-{moment}"], cwd=project.folder,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
-        time.sleep(0.15 + 0.2 * moment)
+        time.sleep(0.2 + 0.35 * moment)
         os.killpg(command.pid, signal.SIGINT)
         out, err = command.communicate(timeout=60)
         assert command.returncode in (130, 75, -signal.SIGINT), (moment, out, err)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.ending import conclude
+from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.start import checkpoint, cluster, local
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
 @PROFILE
 @DRY_RUN
+@leaving_at_once
 def train(
     config: Path, overrides: tuple[str, ...], out: Path, sweep: Path | None, profile: bool, dry_run: bool
 ) -> None:
@@ -60,6 +62,7 @@ def train(
 @SET
 @PROFILE
 @DRY_RUN
+@leaving_at_once
 def resume(
     run_dir: Path, step: int | None, best: bool, overrides: tuple[str, ...], profile: bool, dry_run: bool
 ) -> None:
