@@ -1,0 +1,356 @@
+"""A storm over real runs, for so many minutes, from a seed: whatever happens to them, they end as if nothing had.
+
+    python tests/faults/storm.py --minutes 10 --seed 7
+
+An episode is one run: it is started, something happens to it, it is resumed, something else happens, and in the end it
+is left in peace. Signals go to single processes or to all of them, at random moments or (where there is strace) at exact
+system calls; output breaks, the disk has a limit, the clock jumps. After every start no process may be left, the folder
+must have a summary that can be read, exit code 75 means that there is a checkpoint, and nobody sees a traceback. In the
+end the run is bit for bit that of a run in peace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+# Starts that may go wrong before a run is left in peace.
+ROUGH_STARTS = 5
+# How long one start may take, its last processes included: ranks whose launcher was killed get a minute to save.
+LIMIT_SECONDS, LEFT_BEHIND_SECONDS = 120.0, 90.0
+# A run takes about 3 s to start and 3 s to train.
+LONGEST_DELAY = 7.0
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (
+    *STOPS,
+    *STOPS,
+    signal.SIGKILL,
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+CALLS = ("fsync", "rename", "openat", "write", "unlink", "mkdir", "pwrite64", "renameat")
+OUTPUTS = ("", "", "", "2>&1 | head -1", "> /dev/full 2>&1", ">&- 2>&-", "2>&1 | tee log")
+
+
+class Broken(AssertionError):
+    """A promise that did not hold."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What happens to one start."""
+
+    what: str = "peace"
+    output: str = ""
+    number: signal.Signals = signal.SIGTERM
+    target: str = ""
+    delay: float = 0.0
+    call: str = ""
+    when: int = 0
+    blocks: int = 0
+    jumps: bool = False
+
+    def __str__(self) -> str:
+        words = {
+            "peace": "peace",
+            "signal": f"{self.number.name} to {self.target} after {self.delay:.2f} s",
+            "call": f"{self.number.name} at {self.call} number {self.when}",
+            "disk": f"files of at most {self.blocks} KiB",
+        }[self.what]
+        return words + (f", output {self.output}" if self.output else "") + (", the clock jumps" if self.jumps else "")
+
+
+class Storm:
+    def __init__(self, seed: int, world_sizes: tuple[int, ...], folder: Path, tell: Any = print) -> None:
+        self.random = random.Random(seed)
+        self._seed, self._world_sizes, self._folder, self._tell = seed, world_sizes, folder, tell
+        self._references: dict[tuple[int, int], Path] = {}
+        self._clock = _jumping_clock(folder)
+        self.episodes = self.starts = 0
+
+    def rage(self, minutes: float) -> None:
+        over = time.monotonic() + minutes * 60
+        while time.monotonic() < over:
+            self._episode(over)
+
+    def _episode(self, over: float) -> None:
+        self.episodes += 1
+        world_size, workers = self.random.choice(self._world_sizes), self.random.choice((0, 0, 2))
+        reference = self._reference(world_size, workers)
+        place = self._folder / f"episode-{self.episodes}"
+        place.mkdir()
+        told: list[str] = []
+        try:
+            for start in range(ROUGH_STARTS + 1):
+                peace = start == ROUGH_STARTS or time.monotonic() > over
+                trouble = Trouble() if peace else self._trouble()
+                told.append(str(trouble))
+                if self._start(place, world_size, workers, trouble) == 0:
+                    break
+            else:
+                raise Broken("left in peace, it did not come to its end")
+            _same(_run(place), reference)
+        except Broken as broken:
+            lines = [f"seed {self._seed}, episode {self.episodes}, {world_size} ranks, {workers} workers: {broken}"]
+            lines += [f"  start {number}: {each}" for number, each in enumerate(told, start=1)]
+            raise Broken("\n".join([*lines, *_tails(place)])) from None
+        self._tell(f"episode {self.episodes}: {world_size} ranks, {workers} workers: {'; '.join(told)}: as if in peace")
+        shutil.rmtree(place)
+
+    def _trouble(self) -> Trouble:
+        draw = self.random
+        output = draw.choice(OUTPUTS)
+        jumps = self._clock is not None and draw.random() < 0.2
+        kind = draw.random()
+        if kind < 0.12:
+            return Trouble("disk", output, blocks=draw.choice((1, 4, 16, 64)), jumps=jumps)
+        if kind < 0.3 and shutil.which("strace"):
+            number = draw.choice((signal.SIGKILL, signal.SIGTERM))
+            return Trouble("call", output, number, call=draw.choice(CALLS), when=draw.randint(1, 400), jumps=jumps)
+        target = draw.choice(("the launcher", "the group", "a rank", "any process", "a data worker"))
+        return Trouble("signal", output, draw.choice(SIGNALS), target, draw.uniform(0.1, LONGEST_DELAY), jumps=jumps)
+
+    def _start(self, place: Path, world_size: int, workers: int, trouble: Trouble) -> int:
+        """Start or resume the run, with what happens to it; its exit code, once nothing of it is left."""
+        self.starts += 1
+        run = _run(place)
+        verb = ["resume", str(run)] if run is not None else ["train", str(_config(place, world_size, workers))]
+        argv = [sys.executable, "-m", "lockstep", *verb]
+        if trouble.what == "call":
+            inject = f"inject={trouble.call}:signal={trouble.number.name}:when={trouble.when}"
+            argv = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={trouble.call}", "-e", inject, *argv]
+        line = f"set -o pipefail; {shlex.join(argv)} {trouble.output}"
+        if trouble.what == "disk":
+            line = f"ulimit -f {trouble.blocks}; {line}"
+        environment = {**os.environ, **({"LD_PRELOAD": str(self._clock)} if trouble.jumps else {})}
+        with (place / "out").open("a") as out, (place / "err").open("a") as err:
+            print(f"--- {trouble}", file=err, flush=True)
+            before = err.tell()
+            shell = subprocess.Popen(
+                ["bash", "-c", line], cwd=place, env=environment, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                if trouble.what == "signal":
+                    self._strike(shell, trouble)
+                code = _wait(shell, LIMIT_SECONDS)
+                _wait_for_all(shell.pid)
+            finally:
+                for process in _members(shell.pid):
+                    process.kill()
+                shell.wait(10)
+        self._check(place, code, (place / "err").read_text(errors="replace")[before:], trouble)
+        return code
+
+    def _strike(self, shell: subprocess.Popen[bytes], trouble: Trouble) -> None:
+        time.sleep(trouble.delay)
+        members = [each for each in _members(shell.pid) if "lockstep" in " ".join(_words(each))]
+        launcher = [each for each in members if {"train", "resume"} & set(_words(each))][-1:]
+        below = [each for each in members if each not in launcher and "resource_tracker" not in " ".join(_words(each))]
+        if trouble.target == "the group":
+            _send_group(shell.pid, trouble.number)
+            return
+        groups = {
+            "the launcher": launcher,
+            "a rank": below,
+            "any process": members,
+            "a data worker": below[1 + len(below) // 2 :],
+        }
+        chosen = groups[trouble.target]
+        if not chosen:
+            return
+        process = self.random.choice(chosen)
+        _send(process, trouble.number)
+        if trouble.number == signal.SIGSTOP:
+            time.sleep(self.random.uniform(0.2, 2.0))
+            _send(process, signal.SIGCONT)
+
+    def _check(self, place: Path, code: int, told: str, trouble: Trouble) -> None:
+        run = _run(place)
+        if "Traceback" in told:
+            raise Broken(f"a traceback after {trouble}")
+        if run is None:
+            return
+        try:
+            summary = json.loads((run / "summary.json").read_text())
+        except (OSError, ValueError) as error:
+            raise Broken(f"no summary that can be read: {error}") from None
+        saved = list((run / "checkpoints").glob("step-*"))
+        if code == 75 and not saved and trouble.what != "call":
+            raise Broken(f"exit code 75 without a checkpoint; the summary says {summary}")
+        if code == 0 and summary["status"] != "completed":
+            raise Broken(f"exit code 0, but the summary says {summary}")
+
+    def _reference(self, world_size: int, workers: int) -> Path:
+        """A run in peace. Data workers draw other noise than ranks do, so that they have one of their own."""
+        key = (world_size, workers)
+        if key not in self._references:
+            place = self._folder / f"peace-{world_size}-{workers}"
+            place.mkdir()
+            if self._start(place, world_size, workers, Trouble()) != 0:
+                raise Broken("\n".join(["a run in peace failed", *_tails(place)]))
+            run = _run(place)
+            assert run is not None
+            self._references[key] = run
+        return self._references[key]
+
+
+def _config(place: Path, world_size: int, workers: int) -> Path:
+    config = {
+        "name": "storm",
+        "task": {"type": str(HERE / "storm_task.py") + ":Storm"},
+        "runtime": "cpu",
+        "processes": world_size,
+        "train": {"epochs": 5, "batch_size": 8},
+        "optimizer": {"type": "torch.optim.AdamW", "lr": 0.01},
+        "scheduler": {"type": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.8, "every": "1 epoch"},
+        "data": {"split": {"train": 0.75, "val": 0.25}, "workers": workers},
+        "validation": {"every": "6 steps"},
+        "checkpoint": {"every": "4 steps", "keep": {"last": 2, "best": 1}},
+        "log": {"every": "1 step"},
+        "watch": {"stall_after": "20 s", "first_time": "40 s"},
+        "launch": {"threads": 1},
+    }
+    path = place / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _run(place: Path) -> Path | None:
+    """The run's folder, once it can be resumed."""
+    found = [each.parent for each in place.glob("runs/*/config.yaml")]
+    return found[0] if found else None
+
+
+def _same(run: Path | None, reference: Path) -> None:
+    """Row for row and bit for bit."""
+    assert run is not None
+    ours, theirs = _rows(run), _rows(reference)
+    if ours != theirs:
+        first = next((pair for pair in zip(ours, theirs) if pair[0] != pair[1]), (len(ours), len(theirs)))
+        raise Broken(f"other rows than in peace; the first: {first[0]} instead of {first[1]}")
+    weights, others = (_last_weights(each) for each in (run, reference))
+    differing = [name for name in others if not torch.equal(weights[name], others[name])]
+    if differing:
+        raise Broken(f"other weights than in peace: {differing}")
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "examples_per_second"} for line in lines]
+
+
+def _last_weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+
+
+def _members(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.Error):
+            continue
+    return found
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _send_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+        if number == signal.SIGSTOP:
+            time.sleep(1.0)
+            os.killpg(group, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+
+
+def _wait(shell: subprocess.Popen[bytes], limit: float) -> int:
+    try:
+        return shell.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise Broken(f"it did not end within {limit:g} s") from None
+
+
+def _wait_for_all(session: int) -> None:
+    over = time.monotonic() + LEFT_BEHIND_SECONDS
+    while left := _members(session):
+        if time.monotonic() > over:
+            shown = [f"{each.pid} {each.status()} {' '.join(_words(each)[:6])}" for each in left]
+            raise Broken(f"processes left behind: {shown}")
+        time.sleep(0.05)
+
+
+def _tails(place: Path) -> list[str]:
+    files = [place / "err", *sorted(place.glob("runs/*/logs/*.log"))]
+    return [f"== {each.name}\n{each.read_text(errors='replace')[-4000:]}" for each in files if each.exists()]
+
+
+def _jumping_clock(folder: Path) -> Path | None:
+    """A library that makes the clock jump; none where there is no compiler."""
+    built = folder / "jumping_clock.so"
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        return None
+    source = str(HERE / "jumping_clock.c")
+    done = subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(built), source, "-ldl"], capture_output=True)
+    return built if done.returncode == 0 else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=None, help="another one each time, where none is given")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    chosen = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if chosen.seed is None else chosen.seed
+    print(f"storm: seed {seed}, {chosen.minutes:g} minutes, {' and '.join(map(str, chosen.ranks))} ranks", flush=True)
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder:
+        storm = Storm(seed, tuple(chosen.ranks), Path(folder), lambda text: print(text, flush=True))
+        try:
+            storm.rage(chosen.minutes)
+        except Broken as broken:
+            print(f"storm: BROKEN: {broken}")
+            return 1
+    print(f"storm: {storm.episodes} episodes, {storm.starts} starts: every run ended as if in peace")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The task of the storm: every kind of state that a resume must bring back, in steps of a few hundredths of a second."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import lockstep
+
+EXAMPLES, STEP_SECONDS = 96, 0.03
+
+
+class Points(Dataset[Any]):
+    """Points with noise from every generator: whoever fetches them, and whenever, draws the same."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._inputs = torch.randn(EXAMPLES, 8, generator=generator)
+        self._labels = (self._inputs @ torch.randn(8, 4, generator=generator)).argmax(1)
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # Only workers are seeded by the place in the data; here the generators of the rank are drawn from.
+        noise = torch.rand(8) * 0.1 + random.random() * 0.01 + float(np.random.rand()) * 0.01
+        return self._inputs[index] + noise, self._labels[index]
+
+
+class Storm(lockstep.Task):
+    """Classify points by a fixed random teacher, with dropout and batch norm."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4)
+        )  # fmt: skip
+
+    def train_data(self) -> Dataset[Any]:
+        return Points()
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        if model.training:
+            time.sleep(STEP_SECONDS)
+        inputs, labels = batch
+        return F.cross_entropy(model(inputs), labels)
+
+    def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+        inputs, labels = batch
+        return {"accuracy": (model(inputs).argmax(1) == labels).float()}
