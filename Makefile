@@ -1,6 +1,8 @@
 # GNU make 3.81 (macOS) and later. PYTHON chooses the interpreter, ARGS is passed on to the command.
 
 ARGS =
+MINUTES = 10
+SEED =
 
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,dev
 TEST_PYTHON = .venv-test/bin/python
@@ -23,7 +25,7 @@ endif
 BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
     benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py benchmarks/ray.py
 
-.PHONY: help train check test test-torch test-xla without-xla faults verify lint format bench clean
+.PHONY: help train check test test-torch test-xla without-xla faults storm verify lint format bench clean
 .PHONY: train-environment test-environment xla-environment bench-environment
 
 help:
@@ -31,6 +33,7 @@ help:
 	@echo 'make check    lint, then the unit tests: minutes'
 	@echo 'make test     lint, then all tests; those of XLA in an environment of their own, where torch_xla has a build'
 	@echo 'make faults   every cell of the fault matrix; writes the table of docs/reliability.md'
+	@echo 'make storm    random faults for MINUTES=10, from SEED=N or another seed each time'
 	@echo 'make verify   lockstep verify on the examples; writes the tables of docs/verify.md'
 	@echo 'make lint     ruff, mypy and the import layers'
 	@echo 'make format   format the code and fix what can be fixed by itself'
@@ -65,6 +68,10 @@ without-xla:
 
 faults: test-environment
 	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix --long $(ARGS)
+
+# SEED=N makes the same storm again.
+storm: test-environment
+	$(TEST_PYTHON) tests/faults/storm.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 verify: $(VERIFY_ENVIRONMENT)
 	$(VERIFY_PYTHON) scripts/verify_tables.py $(ARGS)

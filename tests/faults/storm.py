@@ -2,16 +2,17 @@
 
     python tests/faults/storm.py --minutes 10 --seed 7
 
-An episode is one run: it is started, something happens to it, it is resumed, something else happens, and in the end it
-is left in peace. Signals go to single processes or to all of them, at random moments or (where there is strace) at exact
-system calls; output breaks, the disk has a limit, the clock jumps. After every start no process may be left, the folder
-must have a summary that can be read, exit code 75 means that there is a checkpoint, and nobody sees a traceback. In the
-end the run is bit for bit that of a run in peace.
+An episode is one run: it is started, something happens to it, it is resumed, something else happens, and in the end
+it is left in peace. Signals go to single processes or to all of them, at random moments or (where there is strace) at
+exact system calls; output breaks, the disk has a limit, the clock jumps. After every start no process may be left, the
+folder must have a summary that can be read, exit code 75 means that there is a checkpoint, and nobody sees a traceback.
+In the end the run is bit for bit that of a run in peace.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -40,16 +41,8 @@ LIMIT_SECONDS, LEFT_BEHIND_SECONDS = 120.0, 90.0
 LONGEST_DELAY = 7.0
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-SIGNALS = (
-    *STOPS,
-    *STOPS,
-    signal.SIGKILL,
-    signal.SIGKILL,
-    signal.SIGSTOP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+OTHERS = (signal.SIGSTOP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+SIGNALS = (*STOPS, *STOPS, signal.SIGKILL, signal.SIGKILL, *OTHERS)
 CALLS = ("fsync", "rename", "openat", "write", "unlink", "mkdir", "pwrite64", "renameat")
 OUTPUTS = ("", "", "", "2>&1 | head -1", "> /dev/full 2>&1", ">&- 2>&-", "2>&1 | tee log")
 
@@ -249,7 +242,8 @@ def _same(run: Path | None, reference: Path) -> None:
     assert run is not None
     ours, theirs = _rows(run), _rows(reference)
     if ours != theirs:
-        first = next((pair for pair in zip(ours, theirs) if pair[0] != pair[1]), (len(ours), len(theirs)))
+        pairs = zip(ours, theirs, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), (len(ours), len(theirs)))
         raise Broken(f"other rows than in peace; the first: {first[0]} instead of {first[1]}")
     weights, others = (_last_weights(each) for each in (run, reference))
     differing = [name for name in others if not torch.equal(weights[name], others[name])]
@@ -285,10 +279,8 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        pass
 
 
 def _send_group(group: int, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""The task of the storm: every kind of state that a resume must bring back, in steps of a few hundredths of a second."""
+"""The task of the storm: every kind of state that a resume must bring back, in short steps."""
 
 from __future__ import annotations
 
