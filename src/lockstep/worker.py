@@ -53,7 +53,7 @@ def train(
     def load_task() -> Any:
         return import_object(config.task.type, "task")
 
-    with joined(config, topology, make_folder, load_task, redirect=True) as run:
+    with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True) as run:
         opened(run.folder)
         try:
             outcome = fit(run, config)
@@ -61,8 +61,9 @@ def train(
             conclude(run, {"status": "preempted", "reason": preempted.reason})
             logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
             return PREEMPTED_EXIT_CODE
-        except SystemExit as leaving:
-            raise _left_early(run, leaving) from None
+        except Interrupted as interrupted:
+            _conclude_interrupted(run, interrupted)
+            raise
         run.finish()
         conclude(run, outcome)
     return 0
@@ -71,7 +72,9 @@ def train(
 def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, make_folder: Callable[[], Path]) -> Any:
     """Call the user's own loop as one rank; what it returned."""
     # Ranks that share a terminal would talk at once; the only one of a host has a terminal of its own.
-    with joined(settings, topology, make_folder, lambda: main, redirect=topology.local_world_size > 1) as run:
+    together = _work_is_done() if topology.world_size > 1 else contextlib.nullcontext()  # one alone ends as it likes
+    redirect = topology.local_world_size > 1
+    with together, joined(settings, topology, make_folder, lambda: main, redirect) as run:
         # A loop of one's own need not use anything of the run: until it does, nothing says whether it gets on.
         activity = run.group.activity
         activity.enter("main", limit=math.inf)
@@ -80,30 +83,36 @@ def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, ma
         except Preempted as preempted:
             _conclude_own(run, {"status": "preempted", "reason": preempted.reason})
             raise
-        except SystemExit as leaving:
-            if run.world_size == 1:  # a program on its own may end where it likes
-                raise
-            raise _left_early(run, leaving) from None
+        except Interrupted as interrupted:
+            _conclude_interrupted(run, interrupted)
+            raise
         run.finish()
         _conclude_own(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
         return returned
 
 
-def _left_early(run: Run, leaving: SystemExit) -> BaseException:
-    """What to raise where the end of a process was asked for in the midst of the work, by whom it was."""
-    if isinstance(leaving, Interrupted):
-        if not run_folder.read_summary(run.folder):  # of an earlier start, which still holds
-            conclude(run, {"status": "interrupted", "reason": leaving.reason})
-        return leaving
-    entry = leaving.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        entry = entry.tb_next
-    where = user_line(entry.tb_frame) if entry is not None else "?"
-    return RankLeft(
-        f"sys.exit({'' if leaving.code is None else repr(leaving.code)}) was called at {where}, in step "
-        f"{run.progress.step + 1}, before the work was done: the other ranks would wait for this one. Return from the "
-        "function instead; run.stop(reason) ends training on all ranks"
-    )
+@contextlib.contextmanager
+def _work_is_done() -> Iterator[None]:
+    """A rank that the user's code ends in the midst of the work is one that failed: the others would wait for it."""
+    try:
+        yield
+    except (Preempted, Interrupted):
+        raise
+    except SystemExit as leaving:
+        entry = leaving.__traceback__
+        while entry is not None and entry.tb_next is not None:
+            entry = entry.tb_next
+        where = user_line(entry.tb_frame) if entry is not None else "?"
+        code = "" if leaving.code is None else repr(leaving.code)
+        raise RankLeft(
+            f"sys.exit({code}) was called at {where}, before the work was done: the other ranks would wait for this "
+            "one. Return from the function instead; run.stop(reason) ends training on all ranks"
+        ) from None
+
+
+def _conclude_interrupted(run: Run, interrupted: Interrupted) -> None:
+    if not run_folder.read_summary(run.folder):  # of an earlier start, which still holds
+        conclude(run, {"status": "interrupted", "reason": interrupted.reason})
 
 
 def _conclude_own(run: Run, outcome: dict[str, Any]) -> None:

@@ -25,12 +25,15 @@ from sabotage import (
     SAME_DEVICE,
     SAME_RANK,
     SAVING,
+    SERVER,
     SIGKILL,
     SIGSTOP,
     SIGTERM,
+    SIGTERM_GROUP,
     SIGTERM_LAUNCHER,
     SKIP,
     SOURCE,
+    SYS_EXIT,
     VALIDATION,
     WORLD_SIZE,
 )
@@ -67,6 +70,8 @@ NOT_A_CELL = {
         for moment in MOMENTS
         if moment != ROLL_CALL
     },
+    (SERVER, BEFORE_JOINING): "the other ranks may not be made yet, and then another server makes them",
+    (SYS_EXIT, SAVING): "it is the thread that writes, and sys.exit would end no more than that",
     (SKIP, BEFORE_JOINING): "there is no exchange before ranks join",
     (NAN, BEFORE_JOINING): "there is no loss yet",
     (NAN, ROLL_CALL): "there is no loss yet",
@@ -115,7 +120,7 @@ class Cell:
     @property
     def slow(self) -> float:
         """Seconds a step takes: the shorter it is, the more steps lie between two pulses by which a stop is heard."""
-        return 0.15 if self.kind in (SIGTERM, SIGTERM_LAUNCHER) or self.moment == SAVING else 0.02
+        return 0.15 if self.kind in (SIGTERM, SIGTERM_LAUNCHER, SIGTERM_GROUP) or self.moment == SAVING else 0.02
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,11 @@ SELECTION = {
     Cell(SIGSTOP, SAVING, 2),
     Cell(SIGTERM, MID_EPOCH, 2),
     Cell(SIGTERM_LAUNCHER, VALIDATION, 2),
+    Cell(SIGTERM_GROUP, MID_EPOCH, 2),
     Cell(EXCEPTION, DECIDING, 2),
     Cell(EXIT, FIRST_STEP, 2),
+    Cell(SYS_EXIT, DECIDING, 2),
+    Cell(SERVER, MID_EPOCH, 2),
     Cell(LOOP, BEFORE_JOINING, 2),
     Cell(LOOP, VALIDATION, 2),
     Cell(SKIP, MID_EPOCH, 2),
@@ -175,11 +183,17 @@ def expected(cell: Cell) -> Expected:
         return _with(at_once, says=failed + "killed by SIGKILL")
     if cell.kind == EXIT:
         return _with(at_once, says=failed + r"the process left without finishing its work \(exit code 0\)")
+    if cell.kind == SYS_EXIT:
+        return _with(
+            at_once, says=failed + r"sys\.exit\(0\) was called at sabotage\.py:\d+", names=f"rank {rank}, the line"
+        )
+    if cell.kind == SERVER:
+        return _without_server(cell)
     if cell.kind == EXCEPTION:
         return _with(at_once, says=failed + "ValueError: this example cannot be right", names=f"rank {rank}, the line")
     if cell.kind in (SIGSTOP, LOOP):
         return _stuck(cell)
-    if cell.kind in (SIGTERM, SIGTERM_LAUNCHER):
+    if cell.kind in (SIGTERM, SIGTERM_LAUNCHER, SIGTERM_GROUP):
         return _asked_to_stop(cell)
     if cell.kind == SKIP:
         return _out_of_step(cell)
@@ -224,6 +238,13 @@ def _asked_to_stop(cell: Cell) -> Expected:
     # The launcher passes it on to one rank after the other, and the first that heard it speak for all.
     who, names = (f"rank {cell.rank}",) * 2 if cell.kind == SIGTERM else (r"ranks? [\d, ]+", "the signal")
     return Expected(75, rf"saved at step \d+ and leaving: SIGTERM on {who}\n", names, MARGIN, 0)
+
+
+def _without_server(cell: Cell) -> Expected:
+    """Ranks live on without the server, save and leave; once the work is done, nobody misses it."""
+    if cell.moment == LAST:
+        return Expected(0, "completed: epoch 2, step 14", "-", MARGIN, 0)
+    return Expected(5, r"the fork server \(pid \d+\), which the ranks were made by, is gone", "the server", MARGIN, 0)
 
 
 def _out_of_step(cell: Cell) -> Expected:

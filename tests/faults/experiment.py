@@ -31,12 +31,13 @@ class Outcome:
     differences: list[str] = field(default_factory=list)
 
 
-def settings(world_size: int, stall_after: int = cells.STALL_AFTER) -> dict[str, Any]:
+def settings(world_size: int, stall_after: int = cells.STALL_AFTER, workers: int = 0) -> dict[str, Any]:
     """Limits of seconds, so that a cell takes seconds; a row every third step, so that the last is left to the end."""
     return {
         "task": {"type": f"{TASK_FILE}:Faulty"},
         "processes": world_size,
         "train": {"epochs": 2, "batch_size": 12},
+        "data": {"split": {"train": 0.8, "val": 0.2}, "workers": workers},
         "early_stop": {"patience": 50},
         "checkpoint": {"every": f"{cells.CHECKPOINT_EVERY} steps", "timeout": f"{cells.WRITE_TIMEOUT} s"},
         "log": {"every": "3 steps"},
@@ -59,7 +60,8 @@ def experiment(cell: Cell, folder: Path, reference: Path | None) -> Outcome:
     if cell.starts_by_hand:
         return _by_hand(cell, project)
     fault = sabotage.fail_at(cell.rank, cell.step, cell.kind, cell.moment, folder, cell.slow)
-    config = project.config(**settings(cell.world_size, cell.stall_after))
+    workers = 2 if cell.kind == sabotage.SIGTERM_GROUP else 0
+    config = project.config(**settings(cell.world_size, cell.stall_after, workers))
     finished = project.run("train", config, env=fault.env())
     seconds = (folder / ".stderr").stat().st_mtime - sabotage.happened(fault)
     if reference is None or cell.kind in sabotage.IDENTITIES:

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,13 +34,30 @@ BEFORE_JOINING, ROLL_CALL, FIRST_STEP, MID_EPOCH, VALIDATION, SAVING, DECIDING, 
     "between validation and decision",
     "last barrier",
 )
-SIGKILL, SIGSTOP, SIGTERM, SIGTERM_LAUNCHER, EXCEPTION, EXIT, LOOP, SKIP, NAN, PERTURB = ACTS = (
+(
+    SIGKILL,
+    SIGSTOP,
+    SIGTERM,
+    SIGTERM_LAUNCHER,
+    SIGTERM_GROUP,
+    EXCEPTION,
+    EXIT,
+    SYS_EXIT,
+    SERVER,
+    LOOP,
+    SKIP,
+    NAN,
+    PERTURB,
+) = ACTS = (  # fmt: skip
     "SIGKILL",
     "SIGSTOP",
     "SIGTERM to one rank",
     "SIGTERM to the launcher",
+    "SIGTERM to the group, with data workers",
     "exception",
     "os._exit(0)",
+    "sys.exit(0)",
+    "SIGKILL to the fork server",
     "infinite loop",
     "skipped collective",
     "NaN",
@@ -130,6 +148,12 @@ class Saboteur:
         elif how == SIGTERM_LAUNCHER:
             assert launcher is not None and launcher.pid is not None
             os.kill(launcher.pid, signal.SIGTERM)
+        elif how == SIGTERM_GROUP:
+            os.killpg(os.getpgid(0), signal.SIGTERM)
+        elif how == SYS_EXIT:
+            sys.exit(0)
+        elif how == SERVER:
+            os.kill(os.getppid(), signal.SIGKILL)
         elif how == EXCEPTION:
             raise ValueError("this example cannot be right")
         elif how == EXIT:

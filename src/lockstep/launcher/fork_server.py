@@ -52,6 +52,11 @@ class ForkServer:
                     f"{_START_SECONDS:g} s: it hangs, or the machine is overloaded. `lockstep doctor` looks for what "
                     "is wrong"
                 )
+        if failures and self.is_gone and isinstance(failures[0], (OSError, EOFError)):
+            raise LaunchError(
+                f"the fork server (pid {self.pid}) went away while it made the processes of the run: it was killed "
+                "(out of memory? see the kernel log)"
+            )
         if failures:
             raise failures[0]
 

@@ -151,7 +151,10 @@ class _Functions(MultiprocessContext):
         while any(state_of(pid) not in (None, "Z") for pid in pids) and time.monotonic() < deadline:
             self._collect()
             time.sleep(0.05)
+        self._collect()
         self._end_ranks_of_no_server(pids)
+        if (done := self.done()) is not None and not any(each.exit_code for each in done.returned.values()):
+            return done  # their work was done
         cause = (
             f"the fork server (pid {self._server.pid}), which the ranks were made by, is gone: it was killed (out of "
             "memory? see the kernel log). The ranks were asked to save and leave"
