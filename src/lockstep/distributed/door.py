@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.distributed.peers import established
 from lockstep.errors import RollCallError
 
 # Beyond this, a connection between every two ranks of a host costs more than it is worth.
 MOST_RANKS = 32
 _SO_ATTACH_FILTER = 26
-_ESTABLISHED = "01"
 _LINUX = sys.platform.startswith("linux")
 
 
@@ -73,15 +73,8 @@ def _close(descriptor: int) -> None:
 
 def _stranger(inodes: set[str]) -> int | None:
     """The user at the other end of one of these connections, where it is not this user; on this host, that is."""
-    ours, owners = [], {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                words = line.split()
-                local, remote, state, uid, inode = words[1], words[2], words[3], int(words[7]), words[9]
-                if state == _ESTABLISHED:
-                    owners[local, remote] = uid
-                    if inode in inodes:
-                        ours.append((local, remote))
-    others = {owners.get((remote, local), os.geteuid()) for local, remote in ours}
-    return next((uid for uid in others if uid != os.geteuid()), None)
+    everybody = list(established())
+    owners = {(side.local, side.remote): side.uid for side in everybody}
+    mine = os.geteuid()
+    others = {owners.get((side.remote, side.local), mine) for side in everybody if side.inode in inodes}
+    return next((uid for uid in others if uid != mine), None)
