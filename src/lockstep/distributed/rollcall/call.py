@@ -69,9 +69,10 @@ def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int,
     reports: dict[int, Report] = {}
     for number in range(1, count + 1):
         remaining = max(deadline - time.monotonic(), 0.001)
-        if not _wait(store, f"rollcall/report/{number}", remaining):
+        data = store.read(f"rollcall/report/{number}")
+        if data is None and not _wait(store, f"rollcall/report/{number}", remaining):
             continue  # those behind it may be there
-        reports[number] = decoded(Report, store.read(f"rollcall/report/{number}"))
+        reports[number] = decoded(Report, data or store.read(f"rollcall/report/{number}"))
         ranks = [each.rank for each in reports.values()]
         if reports[number].world_size != world_size or len(set(ranks)) < len(ranks):
             deadline = min(deadline, time.monotonic() + _COMPLETE_SECONDS)

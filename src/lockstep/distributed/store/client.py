@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -17,8 +18,7 @@ from lockstep.distributed.store.wire import Malformed, Seal, frame, take_frame
 _ANSWER_SECONDS = 600.0
 _SLICE_SECONDS = 1.0
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.01, 0.5
-# How often to ask for a word that is not there yet: first, as a share of the time waited, and at the least.
-_POLL_SECONDS, _POLL_SHARE, _LONGEST_POLL_SECONDS = 0.002, 0.05, 1.0
+_WAIT_SECONDS = 1.0
 _READ_BYTES = 256 * 1024
 
 
@@ -122,14 +122,14 @@ class Client:
         self._connection.ask(b"append", self._key(key), _bytes(more))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all keys are there within so many seconds: asks the less often, the longer it takes."""
-        began = time.monotonic()
-        while not self.check(keys):
-            waited = time.monotonic() - began
-            if waited >= seconds:
+        """Whether all keys are there within so many seconds. Other threads get their turn every second."""
+        deadline, names = time.monotonic() + seconds, [self._key(key) for key in keys]
+        while True:
+            left = min(max(deadline - time.monotonic(), 0.0), _WAIT_SECONDS)
+            if self._connection.ask(b"wait", b"%d" % math.ceil(left * 1000), *names)[0] == b"1":
+                return True
+            if time.monotonic() >= deadline:
                 return False
-            time.sleep(min(max(waited * _POLL_SHARE, _POLL_SECONDS), _LONGEST_POLL_SECONDS, seconds - waited))
-        return True
 
     def close(self) -> None:
         self._connection.close()

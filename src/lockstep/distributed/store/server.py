@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import logging
 import os
 import resource
@@ -35,6 +36,8 @@ _READ_BYTES = 256 * 1024
 # A connection that does not take its answers is not read from any more.
 _UNREAD_BYTES = 1024 * 1024
 _TICK_SECONDS = 1.0
+# Others of the same process want to ask something too: who waits longer asks again.
+LONGEST_WAIT_SECONDS = 1.0
 
 
 @dataclass
@@ -52,6 +55,16 @@ class _Guest:
     ours: Seal = field(default_factory=lambda: Seal(None))
 
 
+@dataclass(order=True)
+class _Wait:
+    """A guest that waits for keys."""
+
+    deadline: float
+    guest: _Guest = field(compare=False)
+    keys: list[bytes] = field(compare=False)
+    over: bool = field(default=False, compare=False)
+
+
 class Server:
     """Serves from the moment that it is made until it is closed, or its process ends."""
 
@@ -62,6 +75,8 @@ class Server:
         self._table = Table()
         self._guests: dict[int, _Guest] = {}
         self._strangers: dict[int, _Guest] = {}  # that have not yet proven who they are, the oldest first
+        self._waiting: dict[bytes, list[_Wait]] = {}  # by the key that is missing
+        self._deadlines: list[_Wait] = []
         self._told: dict[str, float] = {}
         self._accepting = True
         self._selector = selectors.DefaultSelector()
@@ -94,11 +109,12 @@ class Server:
 
     def _serve(self) -> None:
         while not self._closing:
-            for key, events in self._selector.select(_TICK_SECONDS):
+            for key, events in self._selector.select(self._until_next_deadline()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is not self._woken:
                     self._attend(key.data, events)
+            self._answer_who_waited_long_enough()
             self._send_away_the_slow()
         for guest in list(self._guests.values()):
             self._dismiss(guest)
@@ -188,11 +204,56 @@ class Server:
 
     def _hear_requests(self, guest: _Guest) -> None:
         while len(guest.outgoing) < _UNREAD_BYTES and (request := take_frame(guest.incoming, guest.theirs)) is not None:
+            if request[0] == b"wait":
+                self._have_wait(guest, request[1:])
+                return
             try:
                 reply = [b"ok", *self._table.answer(request)]
             except Refused as refusal:
                 reply = [b"no", str(refusal).encode()]
             guest.outgoing += frame(reply, guest.ours)
+            if len(request) > 1 and (waiting := self._waiting.pop(request[1], None)) is not None:
+                for each in waiting:
+                    self._wait_on(each)
+
+    def _have_wait(self, guest: _Guest, arguments: list[bytes]) -> None:
+        """Answer when all of these keys are there, or the time is over; this guest asks nothing else until then."""
+        if len(arguments) < 2 or not arguments[0].isdigit() or len(arguments[0]) > 9:
+            raise Malformed("a wait for nothing, or for ever")
+        seconds = min(int(arguments[0]) / 1000, LONGEST_WAIT_SECONDS)
+        wait = _Wait(time.monotonic() + seconds, guest, arguments[1:])
+        heapq.heappush(self._deadlines, wait)
+        self._wait_on(wait)
+
+    def _wait_on(self, wait: _Wait) -> None:
+        key = self._table.missing(wait.keys)
+        if key is None:
+            self._end_wait(wait, b"1")
+        elif not wait.over:
+            self._waiting.setdefault(key, []).append(wait)
+
+    def _end_wait(self, wait: _Wait, answer: bytes) -> None:
+        guest = wait.guest
+        if not wait.over and guest.socket.fileno() in self._guests:
+            guest.outgoing += frame([b"ok", answer], guest.ours)
+            with contextlib.suppress(OSError):
+                self._send(guest)
+        wait.over = True
+
+    def _answer_who_waited_long_enough(self) -> None:
+        while self._deadlines and (self._deadlines[0].over or self._deadlines[0].deadline <= time.monotonic()):
+            wait = heapq.heappop(self._deadlines)
+            for key in wait.keys:
+                if not wait.over and wait in (waiting := self._waiting.get(key, [])):
+                    waiting.remove(wait)
+                    if not waiting:
+                        del self._waiting[key]
+            self._end_wait(wait, b"0")
+
+    def _until_next_deadline(self) -> float:
+        if not self._deadlines:
+            return _TICK_SECONDS
+        return min(max(self._deadlines[0].deadline - time.monotonic(), 0.0), _TICK_SECONDS)
 
     def _send(self, guest: _Guest) -> None:
         if guest.outgoing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from lockstep.distributed.store.wire import MAX_KEY_BYTES, MAX_VALUE_BYTES, Malformed
 
@@ -37,6 +37,10 @@ class Table:
             return self._requests[name](*arguments)
         except (KeyError, TypeError):
             raise Malformed("an unknown request") from None
+
+    def missing(self, keys: Iterable[bytes]) -> bytes | None:
+        """The first of these keys that is not there."""
+        return next((key for key in keys if key not in self._values), None)
 
     def _set(self, key: bytes, value: bytes) -> list[bytes]:
         self._put(key, value)
