@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import pickle
-import socket
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,11 +60,11 @@ agreed on as well. At once: gloo's own default, a connection between every two r
 
 def main() -> None:
     parser = report.options(__doc__, repeats=5)
-    parser.add_argument("--child", nargs=2, metavar=("PORT", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("SOCKET", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
     if chosen.child:
-        port, file = chosen.child
-        Path(file).write_text(json.dumps(threads_report(int(port), simulated(chosen), chosen)), encoding="utf-8")
+        path, file = chosen.child
+        Path(file).write_text(json.dumps(threads_report(path, simulated(chosen), chosen)), encoding="utf-8")
         return
     real, growth, connections = real_cost(chosen), grown_cost(chosen), counted_connections(chosen)
     text = "\n\n".join(
@@ -115,7 +113,7 @@ def roll_call(folder: str) -> Stamps:
     from lockstep.distributed.topology import Topology
 
     stamps: Stamps = {}
-    parts = [(worker, "meet"), (worker, "another_connection"), (worker, "source_files")]
+    parts = [(worker, "meet"), (worker, "source_files")]
     for module, name in [*parts, (hold, "call"), (hold, "join"), (hold, "prove")]:
         setattr(module, name, stamped(getattr(module, name), name, stamps))
     worker.call(nothing, RunSettings(runtime="cpu"), Topology.from_env(os.environ), lambda: Path(folder))
@@ -175,19 +173,18 @@ def simulated(chosen: argparse.Namespace) -> list[int]:
 
 def grown_cost(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Serve the store here, on a socket of our own as the launcher does, and let the ranks be another process."""
-    from torch._C._distributed_c10d import TCPStore
+    from lockstep.distributed.store.server import Server, listen_on_unix
 
     raise_file_limit(CONNECTIONS_PER_RANK * max(simulated(chosen)))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     print(f"simulated ranks: {simulated(chosen)}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
+        path = str(Path(folder) / "store")
+        server = Server(listen_on_unix(path))
         file = Path(folder) / "found.json"
         options = [f"--repeats={chosen.repeats}", *(["--quick"] if chosen.quick else [])]
-        command = [sys.executable, __file__, *options, "--child", str(port), str(file)]
+        command = [sys.executable, __file__, *options, "--child", path, str(file)]
         report.run(command, limit=600, OMP_NUM_THREADS="1", RES_OPTIONS=IMPATIENT)
-        del store
+        server.close()
         return list(json.loads(file.read_text(encoding="utf-8")))
 
 
@@ -204,7 +201,7 @@ def raise_file_limit(connections: int) -> int:
     return allowed
 
 
-def threads_report(port: int, counts: list[int], chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def threads_report(path: str, counts: list[int], chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """In the child: the best of several roll calls of each size, from the smallest to the largest."""
     found: list[dict[str, Any]] = []
     stores: list[Any] = []
@@ -215,18 +212,17 @@ def threads_report(port: int, counts: list[int], chosen: argparse.Namespace) -> 
             reason = f"left out: needs {needed} open files, `ulimit -n` allows {allowed}"
             found.append({"ranks": count, "left out": reason})
             continue
-        stores += more_connections(port, CONNECTIONS_PER_RANK * count - len(stores))
-        connections = sum(remote == port for _, remote in established()) or None
+        stores += more_connections(path, CONNECTIONS_PER_RANK * count - len(stores))
         rounds = [threads_call(stores[:count], f"{count}-{number}") for number in range(chosen.repeats)]
-        found.append({**min(rounds, key=lambda each: each["seconds"]), "connections": connections})
+        found.append({**min(rounds, key=lambda each: each["seconds"]), "connections": len(stores)})
     return found
 
 
-def more_connections(port: int, count: int) -> list[Any]:
-    from torch._C._distributed_c10d import TCPStore
+def more_connections(path: str, count: int) -> list[Any]:
+    from lockstep.distributed.store.client import connect_unix
 
     def connect(_: int) -> Any:
-        return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        return connect_unix(path, 60.0)
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(connect, range(count)))
@@ -245,8 +241,6 @@ class Counting:
 
 def threads_call(stores: list[Any], prefix: str) -> dict[str, Any]:
     """A roll call of as many ranks as there are connections."""
-    from torch._C._distributed_c10d import PrefixStore
-
     from lockstep.distributed.rollcall.call import call
 
     count = len(stores)
@@ -255,7 +249,7 @@ def threads_call(stores: list[Any], prefix: str) -> dict[str, Any]:
     together = threading.Barrier(count)
 
     def rank(number: int) -> None:
-        store = Counting(PrefixStore(prefix, stores[number]))
+        store = Counting(stores[number].under(prefix))
         together.wait()
         began[number] = time.monotonic()
         call(store, reports[number], evidence, 60.0)
@@ -320,10 +314,9 @@ def connect(lazily: bool) -> tuple[int, int]:
     from lockstep.distributed.topology import Topology
     from lockstep.runtime.cpu import CpuRuntime
 
-    if not lazily:
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1" if lazily else "0"
     topology = Topology.from_env(os.environ)
-    store = meet(topology, 60.0)
+    store, _ = meet(topology, 60.0)
     group = join(topology, CpuRuntime(), store, 60.0)
     group.gather(group.rank)
     after_gather = connections_to_ranks(topology.port)

@@ -34,7 +34,7 @@ class Places:
 
     def ray(self, **settings: Any) -> dict[str, Any]:
         """Settings of a run whose workers are placed on these nodes."""
-        return {"address": self.address, "resources": {"CPU": 0, "place": 1}, **settings}
+        return {"address": self.address, "insecure": True, "resources": {"CPU": 0, "place": 1}, **settings}
 
     def complete(self) -> None:
         """Replace the nodes that were ended."""

@@ -34,12 +34,17 @@ class Rank:
 
 @contextmanager
 def ranks(
-    project: Project, changes: list[dict[str, str]], prefixes: list[list[str]] | None = None
+    project: Project,
+    changes: list[dict[str, str]],
+    prefixes: list[list[str]] | None = None,
+    port: list[int] | None = None,
 ) -> Iterator[list[Rank]]:
     """One process per mapping of variables, each started as by a launcher that is not ours."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        number = free.getsockname()[1]
+    if port is not None:
+        port.append(number)
     started = []
     for rank, change in enumerate(changes):
         usual = {
@@ -48,7 +53,7 @@ def ranks(
             "WORLD_SIZE": str(len(changes)),
             "LOCAL_WORLD_SIZE": str(len(changes)),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(number),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
@@ -132,9 +137,45 @@ def two_hosts() -> Iterator[Callable[[], None]]:
             subprocess.run(["ip", "netns", "del", f"lockstep-{host}"], check=False, timeout=10)
 
 
+ON_TWO_HOSTS = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.79.0.1"}
+
+
+def test_ranks_on_two_hosts_need_a_secret_and_the_same(project: Project) -> None:
+    """No network is needed for the first; the second is on one host, at the address of rank 0."""
+    project.config(task={"type": TINY}, launch={"join_timeout": "5 s"})
+    with ranks(project, [ON_TWO_HOSTS, ON_TWO_HOSTS]) as both:
+        began = time.monotonic()
+        found = [each.end() for each in both]
+        assert [code for code, _ in found] == [3, 3]
+        assert time.monotonic() - began < 30
+        assert all("Set LOCKSTEP_SECRET to the same text on all hosts" in err for _, err in found)
+    secrets = [{"LOCKSTEP_SECRET": f"secret number {number} of two"} for number in (1, 2)]
+    with ranks(project, secrets) as (zero, one):
+        code, err = one.end()
+        assert code == 3 and "LOCKSTEP_SECRET must be the same on all hosts" in err
+        code, err = zero.end()
+        assert code == 3 and "rank 1 of 2 did not arrive" in err
+        assert "secret number" not in err
+
+
+def test_a_stranger_on_the_network_comes_to_nothing(project: Project) -> None:
+    """Rank 0 listens at the address where ranks meet, to those that know the secret."""
+    project.config(task={"type": TINY, "sleep": 0.02}, train={"epochs": 20, "batch_size": 12})
+    port = []
+    with ranks(project, [{"LOCKSTEP_SECRET": "the same on both hosts"}] * 2, port=port) as both:
+        run = run_folder(project)
+        wait_until((run / "metrics.jsonl").exists, what="the first step")
+        for garbage in (b"", b"\0" * 4096, b"GET / HTTP/1.0\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port[0]), timeout=5) as stranger:
+                stranger.sendall(garbage)
+        assert [each.end()[0] for each in both] == [0, 0]
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert log.count("the store of this run refused a connection from 127.0.0.1") == 1
+
+
 def test_a_cut_network_between_two_hosts(project: Project, two_hosts: Callable[[], None]) -> None:
     project.config(task={"type": TINY, "sleep": 0.05}, train={"epochs": 500, "batch_size": 12}, watch=WATCH)
-    alone: dict[str, str] = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.79.0.1"}
+    alone = {**ON_TWO_HOSTS, "LOCKSTEP_SECRET": "the same on both hosts"}
     variables: list[dict[str, Any]] = [{**alone, "GLOO_SOCKET_IFNAME": f"ls-{host}"} for host in "ab"]
     prefixes = [["ip", "netns", "exec", f"lockstep-{host}"] for host in "ab"]
     with ranks(project, variables, prefixes) as (zero, one):

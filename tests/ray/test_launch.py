@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from conftest import Project, losses, rows, steps_saved, summary, wait_until
 from lockstep.cli import main
 from lockstep.config.load import load
+from lockstep.errors import LaunchError
 from lockstep.ray.installed import RayMissing
 from lockstep.record import run_folder
 from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 from lockstep.ray.controller import launch
 
@@ -35,8 +38,16 @@ def undisturbed(on_ray: OnRay) -> Path:
 
 
 def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRay, undisturbed: Path) -> None:
-    finished = on_ray.start(on_ray.config()).wait(LIMIT)
+    started = on_ray.start(on_ray.config())
+    on_ray.run_folder()
+    listening = {each.laddr.ip for process in started.members() for each in process.net_connections("inet")
+                 if each.status == psutil.CONN_LISTEN}  # fmt: skip
+    finished = started.wait(LIMIT)
     assert finished.code == 0, finished.text
+    if hasattr(ray._raylet, "AuthenticationTokenLoader"):  # since 2.52
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}, "nothing beyond this machine"
+        assert "it listens on 127.0.0.1 alone, to who has the token in" in finished.err
+        assert Path(finished.err.partition("the token in ")[2].split()[0]).stat().st_mode & 0o077 == 0
     run = on_ray.project.only_run()
     assert_same_weights(run, undisturbed)
     assert losses(run) == losses(undisturbed)
@@ -117,6 +128,34 @@ def _placement_groups(address: str) -> list[Any]:
 
 
 # Bad input
+
+
+def test_a_cluster_that_asks_nobody_for_a_token_is_refused_unless_told_otherwise(places: Places, on_ray: OnRay) -> None:
+    finished = on_ray.start(on_ray.config(ray=places.ray(insecure=False))).wait(LIMIT)
+    assert finished.code == LaunchError.exit_code, finished.text
+    assert f"the Ray cluster at {places.address} asks nobody for a token" in finished.err
+    assert "launch.ray.insecure: true" in finished.err and "Traceback" not in finished.text
+
+
+def test_the_token_of_a_cluster_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.ray import access
+
+    file = tmp_path / "deep" / "token"
+    assert access.private_token(file).stat().st_mode & 0o777 == 0o600
+    token = file.read_text()
+    assert len(token) == 64
+    file.chmod(0o644)  # as Ray makes it
+    access.private_token(file)
+    assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == token
+    if os.geteuid() == 0:
+        os.chown(file, 64999, 64999)
+        with pytest.raises(LaunchError, match="is not this user's"):
+            access.private_token(file)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(LaunchError, match=r"launch\.ray\.insecure: true"), access.asking_for_tokens(insecure=False):
+        pass
+    with access.asking_for_tokens(insecure=True) as nothing:
+        assert nothing is None
 
 
 def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> None:

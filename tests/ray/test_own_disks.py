@@ -78,7 +78,13 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
     assert local.code == 0, local.text
     task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
     resources = {"CPU": 0, "apart": 1}
-    settings = {"address": apart, "placement": "STRICT_SPREAD", "resources": resources, "placement_timeout": "90 s"}
+    settings = {
+        "address": apart,
+        "insecure": True,
+        "placement": "STRICT_SPREAD",
+        "resources": resources,
+        "placement_timeout": "90 s",
+    }
     started = on_ray.start(on_ray.config(task=task, ray=settings, launch={"max_restarts": 1}))
     run = on_ray.run_folder()  # its topology.json has come back
     wait_until(lambda: steps_saved(run), 90, "the first checkpoint to come back")

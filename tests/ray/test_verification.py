@@ -30,7 +30,9 @@ def _command(*arguments: str, limit: float = 180) -> subprocess.CompletedProcess
 
 @pytest.mark.requirement("R14")
 def test_a_line_for_every_worker_and_a_verdict(nodes: Nodes) -> None:
-    finished = _command("--workers", "2", "--backend", "gloo", "--address", nodes.cluster.address, "--timeout", "60")
+    finished = _command(
+        "--workers", "2", "--backend", "gloo", "--insecure", "--address", nodes.cluster.address, "--timeout", "60"
+    )
     assert finished.returncode == 0, finished.stderr
     lines = [line for line in finished.stdout.splitlines() if line.startswith("worker rank")]
     assert len(lines) == 2
@@ -41,7 +43,7 @@ def test_a_line_for_every_worker_and_a_verdict(nodes: Nodes) -> None:
 
 @pytest.mark.requirement("R14")
 def test_more_workers_than_the_cluster_has_room_for(nodes: Nodes) -> None:
-    finished = _command("--workers", "64", "--backend", "gloo", "--address", nodes.cluster.address)
+    finished = _command("--workers", "64", "--backend", "gloo", "--insecure", "--address", nodes.cluster.address)
     assert finished.returncode == 2
     assert re.search(r"64 workers with 1 CPU each need 64 CPU, but the cluster has \d+ in all", finished.stderr)
     assert "Traceback" not in finished.stderr and "verdict: could not be verified" in finished.stderr

@@ -6,19 +6,21 @@ import functools
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.distributed.rollcall.call import call
 from lockstep.distributed.rollcall.faults import SHOWN, differences, find_faults, render
 from lockstep.distributed.rollcall.proof import contributions_fault
 from lockstep.distributed.rollcall.report import Evidence, Report, comparable, digest
 from lockstep.distributed.rollcall.source import source_files
+from lockstep.distributed.store.client import connect_unix
+from lockstep.distributed.store.private import fresh_folder
+from lockstep.distributed.store.server import Server, listen_on_unix
 from lockstep.errors import RankAbsent, RollCallError
 
 NO_EVIDENCE = Evidence({}, {})
@@ -164,18 +166,22 @@ def test_the_source_of_a_task_is_its_file_and_what_it_loaded_from_beside_it(
 
 
 @pytest.fixture
-def store() -> Any:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+def store() -> Iterator[str]:
+    """The socket of one."""
+    with fresh_folder() as folder:
+        path = str(folder / "store")
+        server = Server(listen_on_unix(path))
+        yield path
+        server.close()
 
 
-def call_all(store: Any, reports: list[Report], limit: float = 5.0) -> dict[int, Any]:
+def call_all(store: str, reports: list[Report], limit: float = 5.0) -> dict[int, Any]:
     """What each process got: its reports, or the error."""
     answers: dict[int, Any] = {}
 
     def rank(number: int, mine: Report) -> None:
-        connection = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
         try:
-            answers[number] = call(PrefixStore("run", connection), mine, NO_EVIDENCE, limit)
+            answers[number] = call(connect_unix(store, 10).under("run"), mine, NO_EVIDENCE, limit)
         except RollCallError as error:
             answers[number] = error
 
@@ -188,21 +194,21 @@ def call_all(store: Any, reports: list[Report], limit: float = 5.0) -> dict[int,
 
 
 @pytest.mark.requirement("X12")
-def test_a_roll_call_needs_no_connection_between_ranks(store: Any) -> None:
+def test_a_roll_call_needs_no_connection_between_ranks(store: str) -> None:
     reports = [report(rank, 16) for rank in range(16)]
     answers = call_all(store, reports)
     assert answers[0] == reports, "rank 0 knows everybody, in order"
     assert [answers[rank] for rank in range(1, 16)] == [[each] for each in reports[1:]]
 
 
-def test_the_verdict_reaches_every_rank(store: Any) -> None:
+def test_the_verdict_reaches_every_rank(store: str) -> None:
     answers = call_all(store, [report(0, 3), report(1, 3), report(2, 3, torch="2.9.0")])
     assert len({str(each) for each in answers.values()}) == 1
     assert all(isinstance(each, RollCallError) and each.exit_code == 3 for each in answers.values())
     assert "versions of torch differ: 2.13.0 on ranks 0, 1, 2.9.0 on rank 2" in str(answers[1])
 
 
-def test_a_missing_rank_is_named_on_all_others_when_the_limit_is_over(store: Any) -> None:
+def test_a_missing_rank_is_named_on_all_others_when_the_limit_is_over(store: str) -> None:
     answers = call_all(store, [report(0, 4), report(1, 4), report(3, 4)], limit=0.5)
     assert len(answers) == 3
     assert all("rank 2 of 4 did not arrive" in str(each) for each in answers.values())
@@ -210,23 +216,23 @@ def test_a_missing_rank_is_named_on_all_others_when_the_limit_is_over(store: Any
     assert all(isinstance(each, RankAbsent) for each in answers.values()), "whatever happened to it is the cause"
 
 
-def test_a_missing_rank_0_is_named_too(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_0_is_named_too(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.distributed.rollcall.call.VERDICT_SECONDS", 0.5)
     answers = call_all(store, [report(1), report(2, 3)], limit=0.5)
     assert all("rank 0 of" in str(each) for each in answers.values())
 
 
-def test_a_rank_that_is_there_twice_does_not_wait_for_the_limit(store: Any) -> None:
+def test_a_rank_that_is_there_twice_does_not_wait_for_the_limit(store: str) -> None:
     answers = call_all(store, [report(0, 3), report(1, 3), report(1, 3, pid=77)], limit=20.0)
     assert all("rank 1 is claimed 2 times" in str(each) for each in answers.values())
     assert all("rank 2 of 3 did not arrive" in str(each) for each in answers.values())
 
 
-def test_rank_0_speaks_for_all_even_if_it_arrives_as_one_too_many(store: Any) -> None:
+def test_rank_0_speaks_for_all_even_if_it_arrives_as_one_too_many(store: str) -> None:
     others = threading.Thread(target=lambda: answers.update(call_all(store, [report(1), report(1, pid=77)], 20.0)))
     answers: dict[int, Any] = {}
     others.start()
-    arrived = PrefixStore("run", store)
+    arrived = connect_unix(store, 10).under("run")
     deadline = time.monotonic() + 10
     while arrived.add("rollcall/arrivals", 0) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -244,7 +250,7 @@ def test_hosts_may_keep_the_task_in_folders_of_their_own() -> None:
     assert comparable({"seed": 1}) == {"seed": 1}, "a loop of the user's own has no task"
 
 
-def test_one_process_too_many_is_refused(store: Any) -> None:
+def test_one_process_too_many_is_refused(store: str) -> None:
     call_all(store, [report(0), report(1)])
     late = call_all(store, [report(1, pid=77)])[0]
     assert "3 processes arrived for a world of 2" in str(late)

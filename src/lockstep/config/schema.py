@@ -249,6 +249,7 @@ class RayCluster(Section):
     placement_timeout: Seconds = Field(60.0, description="how long to wait for room for all workers")
     min_workers: int | None = Field(None, gt=0, description="go on with so few where there is no room for all")
     runtime_env: dict[str, Any] = Field({}, description="Ray's own; the task's folder travels to the workers anyway")
+    insecure: bool = Field(False, description="use a cluster that asks nobody for a token: see docs/security.md")
     storage: Annotated[str, AfterValidator(_shared_folder)] | None = Field(
         None, description="a folder that all nodes share, for the runs' folders; --out where not given"
     )

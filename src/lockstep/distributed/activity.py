@@ -13,6 +13,7 @@ from time import monotonic
 from typing import NamedTuple
 
 STARTING, LEFT = "starting", "done"
+_LONGEST_TEXT = 10_000
 
 
 class Moment(NamedTuple):
@@ -90,8 +91,23 @@ class Beat:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Beat | None:
-        return cls(**json.loads(data)) if data else None
+    def decode(cls, data: bytes | None) -> Beat | None:
+        """A beat as it came over the network; None where there is none, or what came is none."""
+        try:
+            beat = cls(**json.loads(data)) if data else None
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return beat if beat is not None and beat._sane() else None
+
+    def _sane(self) -> bool:
+        counts, times, texts = (self.count, self.number, self.step), (self.limit, self.still), (self.doing, self.where)
+        return (
+            all(type(each) is int for each in counts)
+            and all(type(each) in (int, float) and each >= 0 for each in times)
+            and all(type(each) is str and len(each) <= _LONGEST_TEXT for each in texts)
+            and type(self.waits) is bool
+            and type(self.first) is bool
+        )
 
     @property
     def at(self) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed import door
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import LOST_PEER, OutOfStep, PeerLost, RankMissing, RankZeroFailed
@@ -53,10 +54,12 @@ class Group:
         store: Any = None,
         control: Any = None,
         activity: Activity | None = None,
+        connected_at_once: bool = False,
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.activity = activity or Activity()
         self._store, self._control = store, control
+        self._connected_at_once = connected_at_once
 
     @overload
     def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
@@ -120,8 +123,13 @@ class Group:
         if self.world_size == 1 or len(parts) == 1:
             return Part(list(range(self.world_size)), self._control)
         limit = timedelta(seconds=self.timeout)
-        made = [Part(list(part), dist.new_group(list(part), backend="gloo", timeout=limit)) for part in parts]
+        with self.closed_to_others():
+            made = [Part(list(part), dist.new_group(list(part), backend="gloo", timeout=limit)) for part in parts]
         return next(each for each in made if self.rank in each.ranks)
+
+    def closed_to_others(self) -> contextlib.AbstractContextManager[None]:
+        """Around the making of further groups: what listens for them does so for the ranks alone, where it can."""
+        return door.closed_behind(self._connected_at_once)
 
     def broadcast(self, tensor: torch.Tensor, part: Part, name: str) -> None:
         """What the first rank of a part has in this tensor, in host memory, on the others of it: in place."""
@@ -215,8 +223,7 @@ class Group:
 
     def _last_beat(self, rank: int) -> Beat | None:
         with contextlib.suppress(Exception):  # a store that is gone must not hide what is being reported
-            if self._store.check([beat_key(rank)]):
-                return Beat.decode(self._store.get(beat_key(rank)))
+            return Beat.decode(self._store.read(beat_key(rank)))
         return None
 
 

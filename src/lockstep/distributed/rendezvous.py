@@ -1,90 +1,70 @@
 """How ranks find each other: the store where they leave word, and the groups that they form.
 
+Where the store is, and who may come in: started by our own launcher, it is a Unix socket in a folder of mode 0700.
+Where somebody else started ranks on one host, rank 0 serves one in a folder of the user's own. On several hosts rank 0
+serves at the address where ranks meet, and asks for the secret of the run.
+
 Growth with the number of ranks: the store has two connections from every rank. Gloo connects ranks only when they
 first talk: a gathering goes round in a ring, so every rank is connected to two others, and a broadcast of a long
-message adds about log2(N) more. Nobody but the store is ever connected to all.
+message adds about log2(N) more. Nobody but the store is ever connected to all. On one host, up to a few dozen ranks
+connect at once, so that gloo can be closed to others (door.py).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import ipaddress
 import itertools
 import os
+import secrets
 import socket
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
+from lockstep.distributed import door
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
+from lockstep.distributed.store import private
+from lockstep.distributed.store import secret as run_secret
+from lockstep.distributed.store.client import Client, NotLetIn, connect_tcp, connect_unix
+from lockstep.distributed.store.for_torch import TorchStore
+from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
 from lockstep.distributed.topology import Topology
-from lockstep.errors import RollCallError
+from lockstep.errors import LaunchError, RollCallError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.environment import with_variables
 
+# Where rank 0 is to listen, if not at MASTER_ADDR: behind an address that is translated on its way.
+LISTEN_AT = "LOCKSTEP_STORE_ADDRESS"
+
 _meetings = itertools.count()  # of this process; the same on all ranks, as they all run the same program
+_served: dict[str, Server] = {}  # by this process, until it ends
 
 
-def meet(topology: Topology, limit: float) -> tuple[Any, Any]:
+def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None]:
     """Two connections to the store where all ranks leave word: a thread that waits on one holds up nobody on the other.
 
     A process on its own has none.
     """
     if topology.world_size == 1 and not topology.watched:
         return None, None
-    serves = topology.place.rank == 0 and not topology.launcher_serves_store
     prefix = store_prefix(topology.attempt, next(_meetings))
-    first, second = _connect(topology, serves, limit), _connect(topology, False, limit)
-    return PrefixStore(prefix, first), PrefixStore(prefix, second)
-
-
-def store_prefix(attempt: int, meeting: int = 0) -> str:
-    """A script may launch more than once; what one meeting left in the store says nothing about the next."""
-    return f"lockstep/attempt-{attempt}/meeting-{meeting}"
-
-
-def join(topology: Topology, runtime: Runtime, store: Any, timeout: float, activity: Activity | None = None) -> Group:
-    """Form the group with all other ranks, with explicit rank, world size and limit."""
-    rank, world_size = topology.place.rank, topology.world_size
-    if world_size == 1:
-        return Group(0, 1, timeout, activity=activity)
-    limit = timedelta(seconds=timeout)
-    extra: dict[str, Any] = {"device_id": runtime.device} if runtime.backend == "nccl" else {}
-    with _connecting_when_needed():
-        dist.init_process_group(runtime.backend, store=store, rank=rank, world_size=world_size, timeout=limit, **extra)
-        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            raise RollCallError(
-                f"this process was started as rank {rank} of {world_size}, but the group says it is rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}"
-            )
-        control = dist.new_group(backend="gloo", timeout=limit)
-    return Group(rank, world_size, timeout, store, control, activity)
-
-
-def _connecting_when_needed() -> contextlib.AbstractContextManager[None]:
-    """Let gloo open the connections that are used, and not one between every two ranks."""
-    name = "TORCH_GLOO_LAZY_INIT"
-    return with_variables({name: os.environ.get(name, "1")})
-
-
-def _connect(topology: Topology, serves: bool, limit: float) -> Any:
     try:
-        return TCPStore(
-            topology.address,
-            topology.port,
-            is_master=serves,
-            timeout=timedelta(seconds=limit),
-            wait_for_workers=False,
-            **(_listening_on_loopback(topology) if serves else {}),
-        )
-    except (RuntimeError, dist.DistError) as error:
-        if serves and "use" in str(error):
-            raise RollCallError(
-                f"rank 0 on {topology.place.host}: port {topology.port} is in use on this host (MASTER_PORT), where "
-                "rank 0 serves the store. RANK=0 is given to another process as well, or another run has that port"
-            ) from None
+        connect = _way(topology, limit)
+        return connect().under(prefix), connect().under(prefix)
+    except NotLetIn as error:
+        raise RollCallError(
+            f"rank {topology.place.rank} on {topology.place.host}: {error}: {run_secret.VARIABLE} must be the same on "
+            "all hosts, or another run has that port"
+        ) from None
+    except (OSError, RuntimeError, dist.DistError) as error:
         raise RollCallError(
             f"rank {topology.place.rank} on {topology.place.host}: nobody answers at {topology.address}:"
             f"{topology.port} within {limit:g} s, where rank 0 or the launcher should be. Check that rank 0 was "
@@ -93,19 +73,151 @@ def _connect(topology: Topology, serves: bool, limit: float) -> Any:
         ) from None
 
 
-def _listening_on_loopback(topology: Topology) -> dict[str, Any]:
-    """Where all ranks are on this host, nobody else needs to reach the store; torch would listen everywhere."""
-    if topology.address not in ("127.0.0.1", "localhost"):
-        return {}
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def store_prefix(attempt: int, meeting: int = 0) -> str:
+    """A script may launch more than once; what one meeting left in the store says nothing about the next."""
+    return f"lockstep/attempt-{attempt}/meeting-{meeting}"
+
+
+def join(
+    topology: Topology, runtime: Runtime, store: Client | None, timeout: float, activity: Activity | None = None
+) -> Group:
+    """Form the group with all other ranks, with explicit rank, world size and limit."""
+    rank, world_size = topology.place.rank, topology.world_size
+    if world_size == 1:
+        return Group(0, 1, timeout, activity=activity)
+    assert store is not None
+    limit = timedelta(seconds=timeout)
+    extra: dict[str, Any] = {"device_id": runtime.device} if runtime.backend == "nccl" else {}
+    at_once = _connect_at_once(topology)
+    with with_variables({_LAZY: "0" if at_once else "1"}), door.closed_behind(at_once):
+        found = store_for_groups(store, rank, limit)
+        dist.init_process_group(runtime.backend, store=found, rank=rank, world_size=world_size, timeout=limit, **extra)
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise RollCallError(
+                f"this process was started as rank {rank} of {world_size}, but the group says it is rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}"
+            )
+        control = dist.new_group(backend="gloo", timeout=limit)
+    return Group(rank, world_size, timeout, store, control, activity, at_once)
+
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+def _connect_at_once(topology: Topology) -> bool:
+    """Whether gloo connects every two ranks at the beginning, and not those that talk when they do."""
+    if _LAZY in os.environ:
+        return os.environ[_LAZY] in ("", "0")
+    return topology.host_count == 1 and topology.world_size <= door.MOST_RANKS
+
+
+def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:
+    """What torch's groups meet at. On one host a file beside the socket: torch reads it by itself, from any thread."""
+    if store.unix_path is None:
+        return PrefixStore("groups", TorchStore(store, limit))
+    if rank == 0:
+        store.set("groups", f"groups-{secrets.token_hex(8)}")
+    if not store.wait(["groups"], limit.total_seconds()):
+        raise RollCallError(f"rank 0 did not say within {limit.total_seconds():g} s where the groups meet")
+    name = (store.read("groups") or b"").decode()
+    file = FileStore(str(Path(store.unix_path).parent / Path(name).name), -1)
+    file.set_timeout(limit)
+    return PrefixStore("groups", file)
+
+
+def _way(topology: Topology, limit: float) -> Callable[[], Client]:
+    """How this process gets to the store; where it is rank 0's to serve, it is served from here on."""
+    if topology.store:
+        return lambda: connect_unix(topology.store, limit)
+    secret = run_secret.checked(topology.secret, run_secret.VARIABLE) if topology.secret else None
+    if secret is None and topology.host_count == 1 and is_this_host(topology.address):
+        return _in_a_folder(topology, limit)
+    return _over_the_network(topology, secret or run_secret.from_file() or _refuse_without(topology), limit)
+
+
+def _refuse_without(topology: Topology) -> str:
+    place = topology.place
+    raise RollCallError(
+        f"rank {place.rank} on {place.host}: the ranks of this run meet over the network at {topology.address}, where "
+        f"others can come too, and there is no secret to tell them apart. Set {run_secret.VARIABLE} to the same text "
+        f"on all hosts, or write it to ~/.config/lockstep/secret there (mode 600); {run_secret.how_to_make_one()}. "
+        "(Where all ranks are on one host, LOCAL_WORLD_SIZE and MASTER_ADDR have to say so.)"
+    )
+
+
+def _in_a_folder(topology: Topology, limit: float) -> Callable[[], Client]:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     try:
-        listener.bind(("127.0.0.1", topology.port))
-    except OSError as error:
-        listener.close()
-        raise RuntimeError(f"address already in use: {error}") from None
-    listener.listen(1024)
-    return {"master_listen_fd": listener.detach()}
+        folder = private.folder_of_run(f"{topology.port} {run_id} {topology.attempt} {topology.world_size}")
+    except LaunchError as error:
+        raise RollCallError(f"rank {topology.place.rank} on {topology.place.host}: {error}") from None
+    path = str(folder / private.SOCKET)
+    if topology.place.rank == 0 and path not in _served:
+        try:
+            claim = private.Claim(folder)
+        except BlockingIOError:
+            raise RollCallError(_taken(topology)) from None
+        atexit.register(claim.release)
+        _served[path] = Server(listen_on_unix(path))
+    return lambda: connect_unix(path, limit)
+
+
+def _over_the_network(topology: Topology, secret: str, limit: float) -> Callable[[], Client]:
+    port = topology.port
+    if topology.launcher_serves_store:  # torchrun has that port for a store of torch's: it tells where ours is
+        notice = TCPStore(topology.address, port, is_master=False, wait_for_workers=False,
+                          timeout=timedelta(seconds=limit))  # fmt: skip
+        key = f"lockstep/store-port/{topology.attempt}"
+        if topology.place.rank == 0:
+            notice.set(key, str(_serve(topology, 0, secret)))
+        port = _port(notice.get(key))
+    elif topology.place.rank == 0:
+        _serve(topology, port, secret)
+    return lambda: connect_tcp(topology.address, port, secret, limit)
+
+
+def _serve(topology: Topology, port: int, secret: str) -> int:
+    """Serve at the address where ranks meet; the port that it came to be."""
+    name = f"{topology.address} {port} {topology.attempt} {secret}"
+    if name not in _served:
+        address = os.environ.get(LISTEN_AT) or topology.address
+        try:
+            _served[name] = Server(listen_on_tcp(address, port), secret)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RollCallError(_taken(topology)) from None
+            raise RollCallError(
+                f"rank 0 on {topology.place.host}: cannot listen at {address} ({error}), where the ranks are to meet. "
+                "MASTER_ADDR has to be an address of rank 0's host; where it is translated on its way, set "
+                f"{LISTEN_AT} there to the address to listen at"
+            ) from None
+    return _served[name].port
+
+
+def _port(text: bytes) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise RollCallError(f"the launcher's store has {text[:40]!r} for the port of rank 0's: somebody else wrote it")
+    return int(text)
+
+
+def is_this_host(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def _taken(topology: Topology) -> str:
+    return (
+        f"rank 0 on {topology.place.host}: port {topology.port} is in use on this host (MASTER_PORT), where "
+        "rank 0 serves the store. RANK=0 is given to another process as well, or another run has that port"
+    )
 
 
 def port_in_use(port: int) -> str:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from lockstep.errors import TopologyError
 
-_LAUNCHED, _WATCHED = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED"
+_LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPSTORE"
+_SECRET = "LOCKSTEP_SECRET"
 _POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
 
 
@@ -38,8 +39,12 @@ class Topology:
     port: int = 0
     # Restarts so far: every attempt meets under its own prefix in the same store.
     attempt: int = 0
-    # The launcher already serves the store at address:port, so rank 0 must not open a second one there.
+    # The launcher already serves a store of torch's at address:port, so nobody must open a second one there.
     launcher_serves_store: bool = False
+    # The Unix socket of our own launcher's store, where it started this process.
+    store: str = ""
+    # What ranks on several hosts know and nobody else does; never shown, and never passed on by `to_env`.
+    secret: str = field(default="", repr=False)
     # Our own launcher started this process: the terminal is its, and it speaks for all ranks.
     launched_by_us: bool = False
     # It also reads the heartbeats, and ends those that do not get on.
@@ -87,6 +92,7 @@ class Topology:
             "TORCHELASTIC_USE_AGENT_STORE": str(self.launcher_serves_store),
             **({_LAUNCHED: "1"} if self.launched_by_us else {}),
             **({_WATCHED: "1"} if self.watched else {}),
+            **({STORE: self.store} if self.store else {}),
         }
 
     @classmethod
@@ -111,6 +117,8 @@ class Topology:
             port=_number(env, "MASTER_PORT", default=0),
             attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
             launcher_serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            store=env.get(STORE, ""),
+            secret=env.get(_SECRET, ""),
             launched_by_us=env.get(_LAUNCHED) == "1",
             watched=env.get(_WATCHED) == "1",
         )
@@ -121,7 +129,9 @@ class Topology:
         hosts = _pod_hosts(env)
         worker = _number(env, "TPU_WORKER_ID")
         place = Place(rank=worker, host_index=worker)
-        return cls(place=place, world_size=len(hosts), address=hosts[0], port=_number(env, "MASTER_PORT", _POD_PORT))
+        port = _number(env, "MASTER_PORT", _POD_PORT)
+        secret = env.get(_SECRET, "")
+        return cls(place=place, world_size=len(hosts), address=hosts[0], port=port, secret=secret)
 
 
 def launched(env: Mapping[str, str]) -> bool:
@@ -139,7 +149,7 @@ def launched(env: Mapping[str, str]) -> bool:
 
 def without_place(env: Mapping[str, str]) -> dict[str, str]:
     """An environment that says nothing of a rank or a task: for a process that is to stand for itself."""
-    place = {*Topology().to_env(), _LAUNCHED, _WATCHED, _SLURM_STEP}
+    place = {*Topology().to_env(), _LAUNCHED, _WATCHED, STORE, _SLURM_STEP}
     place.update(name for starter in _STARTERS for name in (starter.rank, starter.size))
     return {name: value for name, value in env.items() if name not in place}
 

@@ -28,6 +28,7 @@ from lockstep.launcher.plan import LaunchPlan
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
+    from lockstep.distributed.store.client import Client
     from lockstep.distributed.watch.stall import Limits, Stall
     from lockstep.distributed.watch.watcher import Watcher
     from lockstep.launcher.ranks import Ended, Ranks
@@ -40,6 +41,8 @@ _LOOK_SECONDS = 0.5
 _EARLY_SECONDS = 10.0
 # How long ranks get to write down their stacks before they are ended.
 _DUMP_SECONDS = 0.5
+# How long the store may take to answer the launcher that serves it.
+_ANSWER_SECONDS = 60.0
 
 
 def warm_up(threads: int) -> None:
@@ -71,14 +74,14 @@ def launch(
     """
     warm_up(plan.threads)
     signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
-    with signals.listening(), _store(plan) as (port, store):
-        from torch._C._distributed_c10d import PrefixStore
-
+    with signals.listening(), _store(plan.port, for_scripts=watch is None) as (port, store):
         from lockstep.distributed.rendezvous import store_prefix
 
         for attempt in range(max_restarts + 1):
-            heartbeats = PrefixStore(store_prefix(attempt), store)
-            result = _attempt(plan.at(port, attempt), entry, argument, grace, fresh, signals, heartbeats, watch)
+            heartbeats = store.under(store_prefix(attempt))
+            result = _attempt(
+                plan.at(port, attempt, str(store.unix_path)), entry, argument, grace, fresh, signals, heartbeats, watch
+            )
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
@@ -219,30 +222,55 @@ def _reports(error_files: list[Path]) -> list[Report]:
 
 
 @contextlib.contextmanager
-def _store(plan: LaunchPlan) -> Iterator[tuple[int, Any]]:
-    """Serve the store that ranks meet at, on loopback, for all attempts; yields its port and itself."""
-    from torch._C._distributed_c10d import TCPStore
+def _store(port: int | None, for_scripts: bool) -> Iterator[tuple[int, Client]]:
+    """Serve the store that ranks meet at, for all attempts, to nobody else; yields MASTER_PORT and a connection.
 
+    A script that is not ours meets at a store of torch's, at that port of the loopback interface: as under torchrun,
+    every user of this host can reach it. Where ranks of ours are started, nothing listens there.
+    """
+    from lockstep.distributed.store.client import connect_unix
+    from lockstep.distributed.store.private import SOCKET, fresh_folder
+    from lockstep.distributed.store.server import Server, listen_on_unix
+
+    with fresh_folder() as folder, _loopback_port(port) as listener:
+        number = listener.getsockname()[1]
+        of_torch = _torch_store(listener, number) if for_scripts else None
+        listener.close()  # where torch has it, a copy
+        path = str(folder / SOCKET)
+        server = Server(listen_on_unix(path))
+        try:
+            yield number, connect_unix(path, _ANSWER_SECONDS)
+        finally:
+            server.close()
+            del of_torch
+
+
+def _loopback_port(port: int | None) -> socket.socket:
+    """A socket of our own: bound to loopback only, and never free for another process to take in between."""
     from lockstep.distributed.rendezvous import port_in_use
 
-    # A socket of our own: bound to loopback only, and never free for another process to take in between.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", plan.port or 0))
-        except OSError as error:
-            if plan.port is None:
-                raise LaunchError(f"no port can be opened on 127.0.0.1: {error}") from None
-            raise LaunchError(port_in_use(plan.port)) from None
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=listener.detach(),
-        )
-        yield port, store
-        del store
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port or 0))
+    except OSError as error:
+        listener.close()
+        if port is None:
+            raise LaunchError(f"no port can be opened on 127.0.0.1: {error}") from None
+        raise LaunchError(port_in_use(port)) from None
+    return listener
+
+
+def _torch_store(listener: socket.socket, port: int) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    listener.listen(1024)
+    limit = timedelta(seconds=_ANSWER_SECONDS)
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=os.dup(listener.fileno()),
+    )

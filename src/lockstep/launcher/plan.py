@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.distributed.topology import Place, Topology
+from lockstep.distributed.topology import STORE, Place, Topology
 from lockstep.launcher import cgroup
 
 # The port is chosen when the launcher opens its store, so that nobody can take it in between.
@@ -29,9 +29,10 @@ class LaunchPlan:
     threads: int
     port: int | None = None
 
-    def at(self, port: int, attempt: int) -> LaunchPlan:
-        """The same plan with the port known, for one attempt."""
+    def at(self, port: int, attempt: int, store: str = "") -> LaunchPlan:
+        """The same plan with the port and the socket of the store known, for one attempt."""
         known = {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        known.update({STORE: store} if store else {})
         processes = tuple(replace(each, env={**each.env, **known}) for each in self.processes)
         return replace(self, processes=processes, port=port)
 
@@ -59,7 +60,10 @@ def local_plan(
     threads = threads or _number(env.get("OMP_NUM_THREADS")) or max(1, (cores or available_cores()) // processes)
     shared = {"OMP_NUM_THREADS": str(threads)}
     if processes > 1:
-        shared["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        # What these listen at is asked for no proof by either: nobody beyond this host is to reach it.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            shared[name] = env.get(name, loopback)
     host = socket.gethostname()
     plans = []
     for rank in range(processes):
@@ -68,7 +72,7 @@ def local_plan(
             world_size=processes,
             local_world_size=processes,
             port=port or 1,
-            launcher_serves_store=True,
+            launcher_serves_store=not watched,  # for a script that meets there; ranks of ours have a store of their own
             launched_by_us=True,
             watched=watched,
         )

@@ -3,18 +3,28 @@
 The servers that come with XLA (torch_xla, jax) listen at all addresses of the machine, let a second process share the
 port without a word, and write wherever the request says. This one listens at loopback unless told otherwise, refuses a
 port that is taken, and writes into the run's own folder. A trace is taken by the training thread, between two steps.
+
+Who may ask: processes of the run's own user on this host, whatever they are. From another host, whoever knows the
+user's secret (LOCKSTEP_SECRET); TensorBoard does not, and has to come through a tunnel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+from lockstep.distributed.peers import owner
+from lockstep.distributed.store import secret as run_secret
 from lockstep.errors import ConfigError
 from lockstep.profiler.xplane import make_readable, varint
 from lockstep.runtime.environment import with_variables
@@ -24,6 +34,15 @@ logger = logging.getLogger(__name__)
 SERVICE = "tensorflow.ProfilerService"
 _LONGEST_SECONDS = 30.0  # a trace is kept in memory until it is written
 _ANSWER_SECONDS = 60.0  # beyond the trace's own: for the step under way to end, and to write
+# Others may connect, if to no avail; they are not to use up the open files of a rank.
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", 16),
+    ("grpc.server_handshake_timeout_ms", 5000),
+]
+_NOT_YOURS = "this run is another user's"
+_TIME, _PROOF = "lockstep-time", "lockstep-proof"
+_PROOF_SECONDS = 60.0
 _DURATION_MS = b"\x08"  # the key of the first field of a ProfileRequest, an integer
 
 
@@ -103,6 +122,8 @@ class Demand:
             return
 
         def profile(message: bytes, context: Any) -> bytes:
+            if not permitted(context.peer(), dict(context.invocation_metadata()), int(at.rpartition(":")[2])):
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, _NOT_YOURS)
             self._heard.clear()
             context.add_callback(self._heard.set)
             failure = self.ask(_seconds(message))
@@ -112,7 +133,7 @@ class Demand:
 
         handlers = {"Profile": grpc.unary_unary_rpc_method_handler(profile)}
         # Two at work: one takes a trace, and one more can be told to wait.
-        server = grpc.server(ThreadPoolExecutor(2, "lockstep-profile"), options=[("grpc.so_reuseport", 0)])
+        server = grpc.server(ThreadPoolExecutor(2, "lockstep-profile"), options=_OPTIONS)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
             if not server.add_insecure_port(at):
@@ -140,13 +161,42 @@ def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
         channels = {each: stack.enter_context(grpc.insecure_channel(each)) for each in addresses}
         limit = seconds + _ANSWER_SECONDS + 10
         answers = {
-            address: channel.unary_unary(f"/{SERVICE}/Profile").future(request, timeout=limit)
+            address: channel.unary_unary(f"/{SERVICE}/Profile").future(request, timeout=limit, metadata=_proof())
             for address, channel in channels.items()
         }
         for address, answer in answers.items():
             if (error := answer.exception()) is not None:
                 failures[address] = str(error.details())
     return failures
+
+
+def permitted(peer: str, metadata: Mapping[str, Any], port: int) -> bool:
+    """Whether whoever is at the other end may have a trace taken: `peer` is as gRPC says it, `ipv4:127.0.0.1:41234`."""
+    try:
+        _, _, place = unquote(peer).partition(":")
+        host, _, number = place.rpartition(":")
+        uid = owner((host.strip("[]"), int(number)), port)
+    except ValueError:
+        return False
+    if uid is not None:
+        return uid in (os.geteuid(), 0)
+    secret, said = _secret(), str(metadata.get(_TIME, ""))
+    if secret is None or not said.isdigit() or abs(time.time() - int(said)) > _PROOF_SECONDS:
+        return False
+    return hmac.compare_digest(_proven(secret, said), str(metadata.get(_PROOF, "")))
+
+
+def _proof() -> tuple[tuple[str, str], ...]:
+    secret, now = _secret(), str(int(time.time()))
+    return () if secret is None else ((_TIME, now), (_PROOF, _proven(secret, now)))
+
+
+def _proven(secret: str, now: str) -> str:
+    return hmac.new(secret.encode(), b"profile at " + now.encode(), hashlib.sha256).hexdigest()
+
+
+def _secret() -> str | None:
+    return os.environ.get(run_secret.VARIABLE) or run_secret.from_file()
 
 
 def _import_grpc() -> Any:

@@ -23,6 +23,7 @@ BACKENDS = ("auto", "gloo", "nccl", "xla", "xla_tpu")
 @click.option("--tpus", type=float, default=0, show_default=True, help="TPU chips per worker.")
 @click.option("--topology", help="Of the TPU slice that several workers share, such as 2x2x2.")
 @click.option("--accelerator", help="The kind of that slice by Ray's name, such as TPU-V4.")
+@click.option("--insecure", is_flag=True, help="Use a cluster that asks nobody for a token.")
 @click.option("--timeout", type=float, default=30.0, show_default=True, help="Seconds to join the group.")
 @click.option("--placement-timeout", type=float, default=60.0, show_default=True, help="Seconds to place the workers.")
 def main(
@@ -33,6 +34,7 @@ def main(
     tpus: float,
     topology: str | None,
     accelerator: str | None,
+    insecure: bool,
     timeout: float,
     placement_timeout: float,
 ) -> None:
@@ -49,7 +51,16 @@ def main(
         resources = {"CPU": 1.0, **({"GPU": gpus} if gpus else {}), **({"TPU": tpus} if tpus else {})}
         with tempfile.TemporaryDirectory(prefix="lockstep-ray-") as storage:
             lines = verify(
-                workers, backend, address, resources, timeout, placement_timeout, storage, topology, accelerator
+                workers,
+                backend,
+                address,
+                resources,
+                timeout,
+                placement_timeout,
+                storage,
+                topology,
+                accelerator,
+                insecure,
             )
     except (LockstepError, ImportError) as error:
         _fail(error)

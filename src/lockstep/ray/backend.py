@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from ray.train.backend import Backend
 
 from lockstep.distributed.rollcall.faults import SHOWN
 from lockstep.distributed.rollcall.report import table
+from lockstep.distributed.store.secret import fresh
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
 from lockstep.ray import joining
@@ -59,11 +61,14 @@ class TorchBackend(Backend):  # type: ignore[misc]
             worker_group.execute_async(worker_info), "saying where they are", _ANSWER_SECONDS
         )
         address, port = rendezvous_address(workers)
-        everyone = topologies(workers, address, port)
+        secret = fresh()  # known to the workers alone, by Ray's own way to them
+        everyone = [replace(each, secret=secret) for each in topologies(workers, address, port)]
         setting = worker_group.execute_async(joining.set_master_address, address, port)
         answer(setting, "setting MASTER_ADDR and MASTER_PORT", _ANSWER_SECONDS)
         futures = [
-            worker_group.execute_single_async(rank, joining.join, everyone[rank], each, backend, backend_config)
+            worker_group.execute_single_async(
+                rank, joining.join, everyone[rank], each, backend, backend_config, workers[0].xla_port
+            )
             for rank, each in enumerate(workers)
         ]
         limit = joining.join_limit(backend_config) + _GRACE_SECONDS

@@ -7,15 +7,19 @@ import io
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LaunchError
+from lockstep.ray.access import asking_for_tokens, asks_for_a_token, kept_to_loopback, require_authentication
 from lockstep.ray.address import address_of
+from lockstep.ray.placement import LOOPBACK
 from lockstep.runtime.environment import with_variables
 
 # Tensors do not go through Ray's object store: words and numbers do.
@@ -39,11 +43,14 @@ def connected(config: RunConfig, resources: Mapping[str, float], runtime_env: Ma
         return
     address = address_of(config.launch.ray)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with environment(config):
+    insecure = config.launch.ray.insecure
+    tokens = contextlib.nullcontext() if address else asking_for_tokens(insecure)
+    with environment(config), tokens as token:
         if address is None:
             cluster = _start(_total(int(config.processes), resources), dict(runtime_env), quiet)
+            print(f"lockstep: {listens(cluster, token)}", file=sys.stderr, flush=True)
         else:
-            cluster = _connect(address, dict(runtime_env), quiet)
+            cluster = _connect(address, dict(runtime_env), quiet, insecure)
         try:
             yield cluster
         finally:
@@ -60,24 +67,38 @@ def _start(total: Mapping[str, float], runtime_env: dict[str, Any], quiet: dict[
     custom = {name: amount for name, amount in total.items() if name not in ("CPU", "GPU", "memory")}
     accelerators = {"num_gpus": int(total["GPU"])} if "GPU" in total else {}
     try:
-        ray.init(
-            address="local",
-            num_cpus=int(total.get("CPU", 1)),
-            resources=custom or None,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            runtime_env=runtime_env or None,
-            _node_ip_address="127.0.0.1",  # nobody but this machine has to reach it
-            **({"_memory": int(total["memory"])} if "memory" in total else {}),
-            **accelerators,
-            **quiet,
-        )
+        with kept_to_loopback():
+            ray.init(
+                address="local",
+                num_cpus=int(total.get("CPU", 1)),
+                resources=custom or None,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                runtime_env=runtime_env or None,
+                _node_ip_address="127.0.0.1",  # nobody but this machine has to reach it
+                **({"_memory": int(total["memory"])} if "memory" in total else {}),
+                **accelerators,
+                **quiet,
+            )
     except (RuntimeError, OSError, ValueError) as error:
         raise LaunchError(f"launch.ray: a cluster could not be started on this machine: {_reason(error)}") from None
     return Cluster(ray.get_runtime_context().gcs_address, ours=True)
 
 
-def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -> Cluster:
+def listens(cluster: Cluster, token: Path | None) -> str:
+    """What is true of who can reach a cluster of our own, and use it."""
+    host = cluster.address.rpartition(":")[0]
+    where = "on 127.0.0.1 alone" if host == LOOPBACK else f"at all addresses of this host (the node is {host})"
+    who = f"to who has the token in {token}" if token else "to who has the token in RAY_AUTH_TOKEN"
+    if not asks_for_a_token(cluster.address):
+        who = "to every process that reaches it (launch.ray.insecure)"
+    return f"a Ray cluster was started for this run; it listens {where}, {who}"
+
+
+def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any], insecure: bool) -> Cluster:
+    named = address.rpartition(":")[2].isdigit()
+    if named:  # before any code of the user's goes there
+        require_authentication(address, insecure)
     try:
         ray.init(address=address, runtime_env=runtime_env or None, **quiet)
     except ValueError as error:  # a runtime_env that Ray does not take
@@ -87,6 +108,12 @@ def _connect(address: str, runtime_env: dict[str, Any], quiet: dict[str, Any]) -
             f"launch.ray.address: there is no Ray cluster to be used at {address!r}: {_reason(error)}. Start one with "
             "`ray start --head`, correct the address, or leave it out to train on this machine"
         ) from None
+    if not named:
+        try:
+            require_authentication(ray.get_runtime_context().gcs_address, insecure)
+        except LaunchError:
+            ray.shutdown()
+            raise
     return Cluster(address, ours=False)
 
 

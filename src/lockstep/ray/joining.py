@@ -41,8 +41,8 @@ def set_master_address(address: str, port: int) -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
 
 
-def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSettings) -> Joined:
-    """Join the group as the rank that the topology says, and hold the roll call."""
+def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSettings, xla_port: int) -> Joined:
+    """Join the group as the rank that the topology says, and hold the roll call. XLA meets at a port of its own."""
     place = topology.place
     settings = _settings(config, backend, worker, topology.world_size)
     stack = contextlib.ExitStack()
@@ -51,11 +51,13 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
 
     def adapt(device: Runtime) -> None:
         if backend in XLA_BACKENDS and settings.strategy.type != "spmd" and topology.world_size > 1:
-            xla.join(place.rank, topology.world_size, config.join_timeout_s)
+            meeting.enter_context(xla.store_of_torch(topology.address, xla_port, place.rank == 0))
+            xla.join(place.rank, topology.world_size, xla_port, config.join_timeout_s)
         elif backend == "gloo":
             device.backend = "gloo"  # also between GPUs
 
-    present = stack.enter_context(met(settings, topology, load_source, index, adapt))
+    with contextlib.ExitStack() as meeting:  # until the roll call has found everybody
+        present = stack.enter_context(met(settings, topology, load_source, index, adapt))
     if topology.world_size == 1:
         dist.init_process_group(present.runtime.backend, store=HashStore(), rank=0, world_size=1)
     mine = next(each for each in present.reports if each.rank == place.rank)

@@ -26,6 +26,7 @@ class WorkerInfo:
     gpus: tuple[str, ...] = ()  # what Ray gave to this worker
     visible_gpus: tuple[str, ...] = ()  # what it can see, in the order of torch's indices
     tpus: int = 0
+    xla_port: int = 1  # free as well
 
 
 def worker_info() -> WorkerInfo:
@@ -41,6 +42,7 @@ def worker_info() -> WorkerInfo:
         gpus=tuple(map(str, given.get("GPU", ()))),
         visible_gpus=tuple(each.strip() for each in visible.split(",") if each.strip()),
         tpus=len(given.get("TPU", ())),
+        xla_port=_free_port(),
     )
 
 

@@ -15,7 +15,9 @@ from ray.train.torch import TorchTrainer
 from lockstep.distributed.rollcall.report import Report
 from lockstep.errors import LaunchError
 from lockstep.ray import capacity
+from lockstep.ray.access import asking_for_tokens, kept_to_loopback, require_authentication
 from lockstep.ray.failure import cause_of
+from lockstep.ray.placement import LOOPBACK
 from lockstep.ray.session import current
 from lockstep.ray.torch_config import TorchConfig
 
@@ -30,10 +32,11 @@ def verify(
     storage: str,
     topology: str | None = None,
     accelerator: str | None = None,
+    insecure: bool = False,
     **config: Any,
 ) -> list[str]:
     """A line per worker and the verdict; raises what the roll call found to be wrong. `config` is of TorchConfig."""
-    with _connected(address, workers, resources, placement_timeout):
+    with _connected(address, workers, resources, placement_timeout, insecure):
         check_capacity(workers, resources)
         board = ray.remote(num_cpus=0)(_Board).remote()
         trainer = TorchTrainer(
@@ -97,7 +100,7 @@ def _say_who_is_here(config: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _connected(
-    address: str | None, workers: int, resources: Mapping[str, float], placement_timeout: float
+    address: str | None, workers: int, resources: Mapping[str, float], placement_timeout: float, insecure: bool
 ) -> Iterator[None]:
     """Connected to a cluster: one that runs, or a local one with as many CPUs as the workers need."""
     variable = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
@@ -105,9 +108,15 @@ def _connected(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     already, address = ray.is_initialized(), address or os.environ.get("RAY_ADDRESS")
     if not already:
-        local = {} if address else {"num_cpus": int(workers * resources["CPU"]) + 1, "include_dashboard": False}
+        local: dict[str, Any] = {}
+        if not address:
+            local = {"num_cpus": int(workers * resources["CPU"]) + 1, "include_dashboard": False}
+            local["_node_ip_address"] = LOOPBACK
+        elif address.rpartition(":")[2].isdigit():
+            require_authentication(address, insecure)
         try:
-            ray.init(address=address or "local", log_to_driver=False, **local)
+            with kept_to_loopback(), contextlib.nullcontext() if address else asking_for_tokens(insecure):
+                ray.init(address=address or "local", log_to_driver=False, **local)
         except ConnectionError as error:
             raise LaunchError(f"--address {address}: no Ray cluster answers there: {error}") from None
     try:

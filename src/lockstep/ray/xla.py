@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -115,19 +115,19 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
     return settings.model_copy(update=update)
 
 
-def join(rank: int, world_size: int, limit: float) -> str:
+def join(rank: int, world_size: int, port: int, limit: float) -> str:
     """Try the device group as `xla://`, then as `env://`: which of them gives a world of the right size.
 
-    MASTER_ADDR and MASTER_PORT are set, and rank 0 serves a store there. Where neither does (PJRT CPU), the answer is
-    that collectives go through the host, and the log says so. Each way is checked by what the device runtime believes,
-    not by what it was told. The group of torch is left again: collectives are part of the compiled programs, and the
-    run's group is of the hosts.
+    MASTER_ADDR is set, and rank 0 serves a store of torch's there, at this port. Where neither does (PJRT CPU), the
+    answer is that collectives go through the host, and the log says so. Each way is checked by what the device runtime
+    believes, not by what it was told. The group of torch is left again: collectives are part of the compiled programs,
+    and the run's group is of the hosts.
     """
     if not 0 <= rank < world_size:
         raise RollCallError(f"rank {rank} does not exist in a world of {world_size} (ranks start at 0)")
     for number, way in enumerate(WAYS_TO_JOIN):
         try:
-            with _with_the_store_that_is_there(number):
+            with _with_the_store_that_is_there(number, port):
                 attempt = functools.partial(_try_to_join, way, rank, world_size, limit)
                 believed = _within(limit, attempt, f"joining by {way}")
         except Exception as error:
@@ -149,9 +149,25 @@ def join(rank: int, world_size: int, limit: float) -> str:
     return THROUGH_THE_HOST
 
 
-def _with_the_store_that_is_there(attempt: int) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def store_of_torch(address: str, port: int, serves: bool) -> Iterator[None]:
+    """Where torch and torch_xla meet, served by rank 0 while they do: unlike the run's store, it asks for no secret."""
+    from torch._C._distributed_c10d import TCPStore
+
+    from lockstep.distributed.store.server import listen_on_tcp
+
+    store = None
+    if serves:
+        listener = listen_on_tcp(address, port)  # torch would listen at all addresses
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield
+    del store
+
+
+def _with_the_store_that_is_there(attempt: int, port: int) -> contextlib.AbstractContextManager[None]:
     """Have torch and torch_xla connect to the store as torchrun's workers do, without serving one of their own."""
-    return with_variables({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)})
+    as_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    return with_variables({**as_torchrun, "MASTER_PORT": str(port)})
 
 
 def _try_to_join(way: str, rank: int, world_size: int, limit: float) -> int:

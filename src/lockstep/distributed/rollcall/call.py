@@ -12,19 +12,15 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import torch.distributed as dist
-
 from lockstep.distributed.activity import Beat, beat_key
 from lockstep.distributed.rollcall.faults import Fault, differences, find_faults, render
-from lockstep.distributed.rollcall.report import Evidence, Report
+from lockstep.distributed.rollcall.report import Evidence, Report, decoded
 from lockstep.errors import PeerLost, RankAbsent, RollCallError
 
 # Once something is known to be wrong, how long the others get to complete the snapshot.
 _COMPLETE_SECONDS = 1.0
 # How much longer than rank 0 the others wait for its verdict.
 VERDICT_SECONDS = 5.0
-# How often to ask for a word that is not there yet: first, as a share of the time waited, and at the least.
-_POLL_SECONDS, _POLL_SHARE, _LONGEST_POLL_SECONDS = 0.005, 0.05, 1.0
 
 
 def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devices: bool = False) -> list[Report]:
@@ -64,7 +60,7 @@ def _error(message: str, absent: bool) -> RollCallError:
 
 
 def _evidence(store: Any, number: int) -> Evidence:
-    return Evidence(**json.loads(store.get(f"rollcall/evidence/{number}")))
+    return decoded(Evidence, store.read(f"rollcall/evidence/{number}"))
 
 
 def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int, Report]:
@@ -73,9 +69,10 @@ def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int,
     reports: dict[int, Report] = {}
     for number in range(1, count + 1):
         remaining = max(deadline - time.monotonic(), 0.001)
-        if not _wait(store, f"rollcall/report/{number}", remaining):
+        data = store.read(f"rollcall/report/{number}")
+        if data is None and not _wait(store, f"rollcall/report/{number}", remaining):
             continue  # those behind it may be there
-        reports[number] = Report(**json.loads(store.get(f"rollcall/report/{number}")))
+        reports[number] = decoded(Report, data or store.read(f"rollcall/report/{number}"))
         ranks = [each.rank for each in reports.values()]
         if reports[number].world_size != world_size or len(set(ranks)) < len(ranks):
             deadline = min(deadline, time.monotonic() + _COMPLETE_SECONDS)
@@ -89,7 +86,7 @@ def _hear_verdict(store: Any, mine: Report, limit: float) -> None:
             Fault(f"rank 0 gave no verdict within {limit:g} s", (0,), missing=True)
         ]
         raise _error(*_verdict(faults, arrived, _beats(store, faults)))
-    message, absent = json.loads(store.get("rollcall/verdict"))
+    message, absent = json.loads(store.read("rollcall/verdict") or b"null")
     if message:
         store.add("rollcall/heard", 1)
         raise _error(message, absent)
@@ -112,8 +109,8 @@ def _refuse_one_too_many(store: Any, mine: Report) -> None:
 def _arrived(store: Any) -> list[Report]:
     found = []
     for number in range(1, store.add("rollcall/arrivals", 0) + 1):
-        if store.check([f"rollcall/report/{number}"]):
-            found.append(Report(**json.loads(store.get(f"rollcall/report/{number}"))))
+        if (data := store.read(f"rollcall/report/{number}")) is not None:
+            found.append(decoded(Report, data))
     return found
 
 
@@ -122,19 +119,12 @@ def _beats(store: Any, faults: list[Fault]) -> dict[int, Beat | None]:
     missing = {rank for fault in faults if fault.missing for rank in fault.ranks}
     beats: dict[int, Beat | None] = {}
     for rank in sorted(missing):
-        beats[rank] = Beat.decode(store.get(beat_key(rank))) if store.check([beat_key(rank)]) else None
+        beats[rank] = Beat.decode(store.read(beat_key(rank)))
     return beats
 
 
 def _wait(store: Any, key: str, seconds: float) -> bool:
-    """Ask again and again, the less often the longer it takes: the store's own wait prints warnings when it is over."""
-    began = time.monotonic()
     try:
-        while not store.check([key]):
-            waited = time.monotonic() - began
-            if waited >= seconds:
-                return False
-            time.sleep(min(max(waited * _POLL_SHARE, _POLL_SECONDS), _LONGEST_POLL_SECONDS, seconds - waited))
-    except (RuntimeError, dist.DistError) as error:
+        return bool(store.wait([key], seconds))
+    except RuntimeError as error:
         raise PeerLost(f"lost the connection to the store during the roll call: {error}") from None
-    return True

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.config.plain import columns
+from lockstep.errors import RollCallError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,32 @@ class Evidence:
 
     config: Mapping[str, Any]
     source: Mapping[str, str]  # file -> digest
+
+
+Said = TypeVar("Said", Report, Evidence)
+
+
+def decoded(kind: type[Said], data: bytes | None) -> Said:
+    """A report, or evidence, as it came over the network: all of its fields, each of its type."""
+    try:
+        said = kind(**json.loads(data or b"null"))
+        fits = all(type(getattr(said, each.name)) in _types(each.type) for each in fields(said))
+    except (ValueError, TypeError, RecursionError):
+        fits = False
+    if not fits:
+        raise RollCallError(
+            f"a rank sent something that is no {kind.__name__.lower()} of a rank: {(data or b'')[:80]!r}. Check that "
+            "all hosts have the same version of Lockstep"
+        )
+    return said
+
+
+def _types(annotation: Any) -> tuple[type, ...]:
+    text = str(annotation)
+    if text.startswith("Mapping"):
+        return (dict,)
+    named = {"int": int, "str": str, "None": type(None)}
+    return tuple(named[each.strip()] for each in text.split("|"))
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:

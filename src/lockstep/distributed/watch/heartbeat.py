@@ -90,8 +90,8 @@ class Heartbeat:
                     self.errand(self._store)
                 if watcher is not None and (stall := watcher.look()) is not None:
                     self._store.set(VERDICT, stall.message)
-                if not self._watched and self._store.check([VERDICT]):
-                    self._end(self._store.get(VERDICT).decode(), self._all_have_heard)
+                if not self._watched and (verdict := self._store.read(VERDICT)) is not None:
+                    self._end(verdict.decode(errors="replace"), self._all_have_heard)
                 self._last_answer = time.monotonic()
             self._send()
         except RuntimeError as error:

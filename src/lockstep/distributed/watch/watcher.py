@@ -24,8 +24,8 @@ class Watcher:
 
     def look(self) -> Stall | None:
         now = self._clock.now()
-        for rank in self._ranks:
-            beat = self._read(rank)
+        beats = self._store.read_all([beat_key(rank) for rank in self._ranks])
+        for rank, beat in zip(self._ranks, map(Beat.decode, beats), strict=True):
             known, _ = self._newest[rank]
             if beat is not None and (known is None or beat.count != known.count):
                 self._newest[rank] = (beat, now)
@@ -39,7 +39,3 @@ class Watcher:
     def _seen(self, rank: int, now: float) -> Seen:
         beat, heard = self._newest[rank]
         return Seen(rank, beat, now - heard, self._suspended(rank))
-
-    def _read(self, rank: int) -> Beat | None:
-        key = beat_key(rank)
-        return Beat.decode(self._store.get(key)) if self._store.check([key]) else None

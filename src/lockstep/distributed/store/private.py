@@ -1,0 +1,128 @@
+"""Folders that no other user of the machine can look into, for sockets: their paths have to be short."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+
+SOCKET = "store"
+# What the address of a Unix socket can hold on every system; one byte ends it.
+_LONGEST_PATH = 103
+_STALE_SECONDS = 24 * 3600.0
+
+
+@contextlib.contextmanager
+def fresh_folder() -> Iterator[Path]:
+    """A new folder of mode 0700, removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-", dir=_places()[0]))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_of_run(name: str) -> Path:
+    """The folder where the ranks of one user on this host that know this name meet: the same for all of them."""
+    digest = hashlib.sha256(f"{name} {_network()}".encode()).hexdigest()[:24]
+    return user_folder() / digest
+
+
+def user_folder() -> Path:
+    """A folder of this user's own: made where it is not there, refused where it is not as it must be."""
+    reasons = []
+    for place in _places():
+        folder = place / f"lockstep-{os.geteuid()}"
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror}")
+            continue
+        if (wrong := _not_private(folder)) is None:
+            return folder
+        reasons.append(f"{folder}: {wrong}")
+    raise LaunchError(
+        f"no folder for the ranks of this host to meet in: {'; '.join(reasons)}. Remove what is there, or set "
+        "XDG_RUNTIME_DIR to a folder that is yours alone (mode 0700)"
+    )
+
+
+class Claim:
+    """Holds the folder of a run for the one process that serves the store there."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises BlockingIOError where another process has it."""
+        self.folder, self._owner = folder, os.getpid()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise BlockingIOError(f"{folder} is in use") from None
+        for left in folder.iterdir():  # by one that was killed
+            if left.name != "lock":
+                left.unlink(missing_ok=True)
+        _remove_stale(folder)
+
+    def release(self) -> None:
+        if os.getpid() != self._owner:  # a fork of the one that serves there
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _places() -> list[Path]:
+    """Where private folders may be, the best first."""
+    named = os.environ.get("XDG_RUNTIME_DIR")
+    own = [Path(named)] if named and len(named) < _LONGEST_PATH - 50 and _not_private(Path(named)) is None else []
+    anybody = Path("/tmp") if os.access("/tmp", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    # Where somebody else has taken the name in a folder that is everybody's.
+    home = [each for each in (Path.home() / ".cache",) if each.is_dir() and len(str(each)) < _LONGEST_PATH - 50]
+    return [*own, anybody, *home]
+
+
+def _not_private(folder: Path) -> str | None:
+    try:
+        status = folder.lstat()  # a link is never followed: somebody else may have put it there
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a folder"
+    if status.st_uid != os.geteuid():
+        return f"belongs to another user (uid {status.st_uid})"
+    if status.st_mode & 0o077:
+        return f"others may use it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _network() -> int:
+    """Ports, by which runs are told apart, are those of a network namespace; containers may share the rest."""
+    try:
+        return Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _remove_stale(mine: Path) -> None:
+    """What was left by runs that were killed, long ago."""
+    with contextlib.suppress(OSError):
+        for each in mine.parent.iterdir():
+            if each != mine and each.is_dir() and each.stat().st_mtime < time.time() - _STALE_SECONDS:
+                with contextlib.suppress(OSError, BlockingIOError):
+                    lock = os.open(each / "lock", os.O_RDWR | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(each, ignore_errors=True)
+                    finally:
+                        os.close(lock)

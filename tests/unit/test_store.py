@@ -1,0 +1,281 @@
+"""The store of a run: what ranks ask of it, and what strangers come to that knock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lockstep.distributed.activity import Beat
+from lockstep.distributed.rollcall.report import Evidence, Report, decoded
+from lockstep.distributed.store import private, secret, server, table
+from lockstep.distributed.store.client import Client, NotLetIn, StoreLost, connect_tcp, connect_unix
+from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
+from lockstep.distributed.store.wire import MAX_FRAME_BYTES, Malformed, Seal, frame, take_frame, unpack
+from lockstep.errors import LaunchError, RollCallError
+
+SECRET = "a secret of sixteen or more"
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with private.fresh_folder() as folder:
+        serving = Server(listen_on_unix(str(folder / "store")))
+        yield str(folder / "store")
+        serving.close()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    serving = Server(listen_on_tcp("127.0.0.1", 0), SECRET)
+    yield serving.port
+    serving.close()
+
+
+def knock(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def is_sent_away(connection: socket.socket, limit: float = 5.0) -> bool:
+    connection.settimeout(limit)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_what_ranks_ask_of_it(path: str) -> None:
+    store, other = connect_unix(path, 5).under("run"), connect_unix(path, 5).under("run")
+    store.set("a", "text")
+    assert (other.read("a"), other.read("b"), other.read_all(["a", "b"])) == (b"text", None, [b"text", None])
+    assert [store.add("n", 2), other.add("n", -5), other.add("n", 0)] == [2, -3, -3]
+    assert store.check(["a", "n"]) and not store.check(["a", "b"])
+    assert store.compare_set("c", b"", b"1") == b"1" and store.compare_set("c", b"0", b"2") == b"1"
+    store.append("c", b"+")
+    assert other.read("c") == b"1+" and other.delete("c") and not other.delete("c")
+    assert not store.wait(["later"], 0.05)
+    threading.Timer(0.1, other.set, ("later", b"")).start()
+    assert store.wait(["later"], 5) and store.read("later") == b""
+    assert connect_unix(path, 5).under("another").read("a") is None
+    big = os.urandom(3_000_000)
+    store.set("big", big)
+    assert other.read("big") == big
+
+
+def test_the_store_has_bounds(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = connect_unix(path, 5)
+    monkeypatch.setattr(table, "MAX_BYTES", 10_000)
+    with pytest.raises(StoreLost, match="the store is full"):
+        store.set("much", b"x" * 20_000)
+    with pytest.raises(StoreLost, match="too long for the store"):
+        store.set("k" * 2000, b"")
+    with pytest.raises(StoreLost, match="no number"):
+        store.add("text", 1) if not store.set("text", "x") else None
+    for _ in range(20):  # the same key again is not more
+        store.set("k", b"x" * 5_000)
+    with pytest.raises(StoreLost):
+        store.set("huge", b"x" * (MAX_FRAME_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, b"\xff" * 64, struct.pack(">I", 5) + b"\0\0\0\xffx", b"\0\0\0\1"]
+)
+def test_garbage_closes_its_own_connection_and_no_other(path: str, port: int, garbage: bytes) -> None:
+    ours, theirs = connect_unix(path, 5), socket.socket(socket.AF_UNIX)
+    theirs.connect(path)
+    theirs.sendall(garbage)
+    theirs.shutdown(socket.SHUT_WR)
+    assert is_sent_away(theirs)
+    over_tcp, stranger = connect_tcp("127.0.0.1", port, SECRET, 5), knock(port)
+    stranger.sendall(garbage)
+    stranger.shutdown(socket.SHUT_WR)
+    assert is_sent_away(stranger)
+    for each in (ours, over_tcp):
+        each.set("still", "here")
+        assert each.read("still") == b"here"
+
+
+def test_who_does_not_know_the_secret_stays_outside(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(NotLetIn, match="does not know the secret of this run"):
+        connect_tcp("127.0.0.1", port, "another secret of sixteen", 5)
+    for _ in range(3):  # knows how to speak, and guesses
+        stranger = knock(port)
+        stranger.sendall(secret.hello())
+        assert len(stranger.recv(100)) == secret.CHALLENGE_BYTES
+        stranger.sendall(b"x" * secret.ANSWER_BYTES)
+        assert is_sent_away(stranger)
+    told = [each for each in caplog.messages if "refused a connection from 127.0.0.1" in each]
+    assert len(told) == 1, "once, however often it knocks"
+
+
+def test_a_proof_is_good_for_one_connection_and_a_seal_for_one_place(port: int) -> None:
+    first, second = knock(port), knock(port)
+    sent = secret.hello()
+    first.sendall(sent)
+    shaken = secret.answer(SECRET, sent, first.recv(100))
+    assert shaken is not None
+    second.sendall(sent)  # the same hello, and the proof that was good for the first
+    second.recv(100)
+    second.sendall(shaken.proof(b"client"))
+    assert is_sent_away(second)
+    seal = shaken.seal(b"client")
+    request = frame([b"set", b"k", b"v"], seal)
+    first.sendall(shaken.proof(b"client") + request)
+    assert take_frame(bytearray(first.recv(100)), shaken.seal(b"server")) == [b"ok"]
+    first.sendall(request)  # once more
+    assert is_sent_away(first)
+
+
+def test_strangers_who_only_wait_do_not_keep_ranks_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(server, "_most_strangers", lambda: 16)
+    crowd = [knock(port) for _ in range(60)]
+    rank = connect_tcp("127.0.0.1", port, SECRET, 5)
+    rank.set("a", "b")
+    began = time.monotonic()
+    assert all(is_sent_away(each) for each in crowd)
+    assert time.monotonic() - began < 4
+    assert rank.read("a") == b"b"
+
+
+def test_a_store_that_is_gone_is_noticed_at_once_also_with_a_forked_process(path: str) -> None:
+    with private.fresh_folder() as folder:
+        serving = Server(listen_on_unix(str(folder / "store")))
+        store = connect_unix(str(folder / "store"), 5)
+        child = os.fork()
+        if child == 0:  # as a data worker is: it keeps nothing of the store open
+            time.sleep(5)
+            os._exit(0)
+        serving.close()
+        try:
+            with pytest.raises(StoreLost):
+                store.set("a", "b")
+            with pytest.raises(FileNotFoundError if not Path(path).parent.exists() else OSError):
+                connect_unix(str(folder / "nothing"), 0.1)
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+
+
+def test_frames_that_do_not_add_up() -> None:
+    for body in (b"", b"\0\0\0", b"\0\0\0\5abc"):
+        with pytest.raises(Malformed):
+            unpack(body)
+    whole = frame([b"a", b""], Seal(b"k"))
+    for cut in range(len(whole)):
+        assert take_frame(bytearray(whole[:cut]), Seal(b"k")) is None
+    for place in range(4, len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        with pytest.raises(Malformed, match="seal"):
+            take_frame(changed, Seal(b"k"))
+    assert take_frame(bytearray(whole), Seal(b"k")) == [b"a", b""]
+
+
+def test_tcp_is_never_served_without_a_secret() -> None:
+    with listen_on_tcp("127.0.0.1", 0) as listener, pytest.raises(ValueError, match="needs a secret"):
+        Server(listener)
+    with pytest.raises(RollCallError, match="at least 16 characters, this one has 5"):
+        secret.checked("short", "LOCKSTEP_SECRET")
+
+
+def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert secret.from_file() is None
+    file = tmp_path / "lockstep" / "secret"
+    file.parent.mkdir()
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o640)
+    with pytest.raises(RollCallError, match="chmod 600"):
+        secret.from_file()
+    file.chmod(0o600)
+    assert secret.from_file() == SECRET
+
+
+def test_the_folder_of_a_user_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"lockstep-{os.geteuid()}"
+    monkeypatch.setattr(private, "_places", lambda: [tmp_path])
+    assert private.user_folder() == tmp_path / name and (tmp_path / name).stat().st_mode & 0o777 == 0o700
+    (tmp_path / name).chmod(0o755)
+    with pytest.raises(LaunchError, match="others may use it"):
+        private.user_folder()
+    (tmp_path / name).rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LaunchError, match="is not a folder"):
+        private.user_folder()
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / name, 65534, 65534)
+        with pytest.raises(LaunchError, match="belongs to another user"):
+            private.user_folder()
+
+
+def test_a_run_is_served_by_one_process() -> None:
+    folder = private.folder_of_run(f"test {os.getpid()}")
+    claim = private.Claim(folder)
+    (folder / "left").touch()
+    with pytest.raises(BlockingIOError):
+        private.Claim(folder)
+    claim.release()
+    assert not folder.exists()
+
+
+BEAT = Beat(1, 2, 3, "loss", False, True, 0.0, 1.5, "train.py:3")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"count": 1}', b"[" * 100_000, BEAT.encode().replace(b"1.5", b'"x"'),
+     BEAT.encode().replace(b"false", b"7"), BEAT.encode().replace(b"1.5", b"NaN"),
+     BEAT.encode().replace(b'"loss"', b'"' + b"x" * 20_000 + b'"')],
+)  # fmt: skip
+def test_a_malformed_beat_is_dropped(data: bytes) -> None:
+    assert Beat.decode(data) is None
+    assert Beat.decode(BEAT.encode()) == BEAT
+
+
+@pytest.mark.parametrize("data", [None, b"", b"[]", b'{"rank": 0}', b"[" * 100_000])
+def test_a_malformed_report_is_refused(data: bytes | None) -> None:
+    for kind in (Report, Evidence):
+        with pytest.raises(RollCallError, match="same version of Lockstep"):
+            decoded(kind, data)
+    with pytest.raises(RollCallError):
+        decoded(Evidence, b'{"config": {}, "source": 3}')
+
+
+def test_torch_can_meet_there(port: int) -> None:
+    """As its groups do on several hosts: through torch's own prefixes, from C++."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    from lockstep.distributed.store.for_torch import TorchStore
+
+    def connected() -> PrefixStore:
+        client: Client = connect_tcp("127.0.0.1", port, SECRET, 5)
+        return PrefixStore("groups", TorchStore(client, timedelta(seconds=1)))
+
+    one, two = connected(), connected()
+    threading.Timer(0.1, one.set, ("key", b"\x00\xff")).start()
+    assert two.get("key") == b"\x00\xff"
+    assert one.add("n", 3) == 3 and two.check(["n"]) and not two.check(["m"])
+    one.multi_set(["a", "b"], ["1", "2"])
+    assert two.multi_get(["a", "b"]) == [b"1", b"2"]
+    assert two.compare_set("a", "1", "3") == b"3" and two.delete_key("a") and one.num_keys() == 3
+    one.append("b", "+")
+    assert two.get("b") == b"2+"
+    two.wait(["b"], timedelta(seconds=1))
+    with pytest.raises(Exception, match="timed out"):
+        two.wait(["never"], timedelta(milliseconds=50))
