@@ -48,7 +48,7 @@ BEFORE_JOINING, ROLL_CALL, FIRST_STEP, MID_EPOCH, VALIDATION, SAVING, DECIDING, 
     SKIP,
     NAN,
     PERTURB,
-) = ACTS = (  # fmt: skip
+) = ACTS = (
     "SIGKILL",
     "SIGSTOP",
     "SIGTERM to one rank",
