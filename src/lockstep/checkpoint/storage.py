@@ -13,11 +13,11 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.checkpoint import manifest
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_name
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.errors import CheckpointError
 
@@ -38,15 +38,28 @@ class CheckpointStorage:
     # What there is
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / step_name(step)
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint under its final name, oldest first."""
-        names = [entry.name for entry in self.folder.glob("step-*")] if self.folder.is_dir() else []
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        try:
+            # Not by a pattern: a folder that may not be read would look like an empty one.
+            names = [entry.name for entry in self.folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: cannot be read: {error.strerror}. There may be checkpoints in it: make it readable "
+                "for this user again (owner, permissions, mount), and resume"
+            ) from None
+        numbers = [name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX)]
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def saved(self) -> list[Saved]:
-        """What retention needs to know of each checkpoint, by its manifest and the sizes of its files."""
+        """What retention needs to know of each checkpoint, by its manifest and the sizes of its files.
+
+        One that cannot be read is not for retention to judge, any more than one that is damaged.
+        """
         return [self._saved(step) for step in self.steps()]
 
     def require(self, step: int) -> None:
@@ -83,12 +96,32 @@ class CheckpointStorage:
 
     def problem(self, step: int) -> str | None:
         """What is wrong with a checkpoint, by reading every file and comparing it with the manifest."""
-        return manifest.problem(self.path(step))
+        try:
+            return manifest.problem(self.path(step))
+        except Unreadable as error:
+            raise self.unreadable(step, str(error)) from None
 
     def pass_over(self, step: int, problem: str) -> None:
         """Say that a checkpoint is damaged, and remember it until it is set aside."""
         self._damaged.add(step)
         logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(step).name, problem)
+
+    def unreadable(self, step: int, problem: str) -> CheckpointError:
+        """What to tell of a checkpoint that cannot be read: to pass it over would be to lose it."""
+        path = self.path(step)
+        return CheckpointError(
+            f"{path}: {problem}. It may be whole, so it is neither passed over nor set aside: make it readable for "
+            "this user again (owner, permissions, mount, disk), and resume. If it is lost for good, move "
+            f"{path.name} out of {self.folder}: the one before it is used then"
+        )
+
+    def none_usable(self, damaged: Mapping[int, str]) -> CheckpointError:
+        """What to tell where there are checkpoints and none of them is whole: to begin anew would be to lose them."""
+        each = "; ".join(f"{self.path(step).name}: {problem}" for step, problem in damaged.items())
+        return CheckpointError(
+            f"{self.folder}: of {len(damaged)} checkpoints none can be used, and nothing was begun anew ({each}). Put "
+            f"back a good one. To start over on purpose, move or delete {self.folder}, and resume"
+        )
 
     # What changes it
 
@@ -164,7 +197,7 @@ class CheckpointStorage:
             _remove(replaced)
 
     def _rename_aside(self, step: int) -> Path:
-        kind = _DAMAGED if step in self._damaged or not self._saved(step).whole else _ASIDE
+        kind = _DAMAGED if step in self._damaged or self._is_damaged(step) else _ASIDE
         aside = self.folder / f"{kind}{self.path(step).name}"
         number = 1
         while aside.exists():
@@ -176,15 +209,36 @@ class CheckpointStorage:
 
     def _saved(self, step: int) -> Saved:
         try:
-            told = manifest.read(self.path(step))
-            manifest.check_sizes(self.path(step), told)
-        except Damaged:
+            return self._looked_at(step)
+        except (Damaged, Unreadable):
             return Saved(step, whole=False)
+
+    def _is_damaged(self, step: int) -> bool:
+        try:
+            self._looked_at(step)
+        except Damaged:
+            return True
+        except Unreadable:
+            return False
+        return False
+
+    def _looked_at(self, step: int) -> Saved:
+        told = manifest.read(self.path(step))
+        manifest.check_sizes(self.path(step), told)
         value = told.get("value")
         return Saved(step, float(value) if isinstance(value, (int, float)) else None)
 
     def _best(self, mode: str) -> list[Saved]:
-        return best_first([each for each in self.saved() if each.whole], mode)
+        """Those that look whole, best first. Of one that cannot be read nobody knows whether it is the best."""
+        found = []
+        for step in self.steps():
+            try:
+                found.append(self._looked_at(step))
+            except Damaged:
+                continue
+            except Unreadable as error:
+                raise self.unreadable(step, str(error)) from None
+        return best_first(found, mode)
 
     def _first_good(self, steps: list[int]) -> int | None:
         for step in steps:
