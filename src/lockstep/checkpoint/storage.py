@@ -149,7 +149,7 @@ class CheckpointStorage:
     def delete(self, step: int) -> None:
         """Remove a checkpoint so that it is never seen half removed."""
         doomed = self.folder / f"{_TEMPORARY}deleted-{step:08d}-{os.getpid()}"
-        self.path(step).rename(doomed)
+        _rename(self.path(step), doomed, "deleted")
         _remove(doomed)
 
     def set_aside_after(self, step: int | None) -> list[Path]:
@@ -203,7 +203,7 @@ class CheckpointStorage:
         while aside.exists():
             number += 1
             aside = aside.with_name(f"{kind}{self.path(step).name}-{number}")
-        self.path(step).rename(aside)
+        _rename(self.path(step), aside, "set aside")
         self._damaged.discard(step)
         return aside
 
@@ -258,6 +258,15 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _rename(path: Path, new: Path, what: str) -> None:
+    try:
+        path.rename(new)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be {what}: {error.strerror}. Make {path.parent} writable for this user, and resume"
+        ) from None
 
 
 def _remove(path: Path) -> None:

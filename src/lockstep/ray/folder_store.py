@@ -22,6 +22,8 @@ class FolderStore:
             self._checkpoints.require(step)
         else:
             step = self._checkpoints.best_good(mode) if best else self._checkpoints.newest_good()
+            if step is None and not best and (there := self._checkpoints.steps()):
+                raise self._checkpoints.none_usable({each: str(self._checkpoints.problem(each)) for each in there})
         return None if step is None else str(self._checkpoints.path(step).relative_to(self._folder))
 
     def set_aside_after(self, step: int | None) -> None:

@@ -511,6 +511,7 @@ class Run:
             self.profiler.close()
             raise Preempted(asked.leave)
         if asked.save:
+            self.checkpointer.finish()  # what is said to be saved is on the disk
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
         return self.stopped is None
