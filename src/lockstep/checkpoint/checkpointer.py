@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ from lockstep.strategy.base import Strategy
 from lockstep.strategy.fingerprint import combined, compare, fingerprint, non_finite
 
 logger = logging.getLogger(__name__)
+
+# How often a run makes sure that its folder is still there, beside every save.
+_LOOK_SECONDS = 5.0
 
 
 class Weights(Protocol):
@@ -64,9 +68,12 @@ class Checkpointer:
         folder: Path,
         weights: Weights,
         seed: int,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
+        """`guard` raises where the run's folder is not this run's any more."""
+        self._guard, self._next_look = guard, 0.0
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
-        self.storage = CheckpointStorage(folder / "checkpoints")
+        self.storage = CheckpointStorage(folder / "checkpoints", guard)
         self._writer = CheckpointWriter(self.storage, settings, group.activity, strategy.fetch)
         self._writer.go_on_from(None)  # until it is restored, a run begins anew
         self._attached: dict[str, Stateful] = {}
@@ -178,8 +185,11 @@ class Checkpointer:
         return {"value": found[0].value, "step": found[0].step} if found else None
 
     def check(self) -> None:
-        """Raise what a background write raised, as soon as it is known."""
+        """Raise what a background write raised, as soon as it is known; and look after the run's folder."""
         self._writer.check()
+        if (now := time.monotonic()) > self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._guard()
 
     def finish(self) -> None:
         """Wait for the write under way; raises what it raised."""

@@ -31,8 +31,10 @@ _DAMAGED, _ASIDE = "damaged-", "aside-"  # before the name of a checkpoint that 
 class CheckpointStorage:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, guard: Callable[[], None] = lambda: None) -> None:
+        """`guard` raises where the run's folder is not the run's any more: asked before anything is changed."""
+        self.folder, self._guard = folder, guard
+        self._was_here = False
         self._damaged: set[int] = set()  # found to be so by whoever read all of them
 
     # What there is
@@ -132,8 +134,9 @@ class CheckpointStorage:
         """
         final = self.path(step)
         temporary = self.folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+        self._guard()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             _require_space(self.folder, size)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -141,6 +144,7 @@ class CheckpointStorage:
             sync_folder(temporary)
             self._publish(temporary, final)
         except OSError as error:
+            self._guard()  # which knows better where the folder went away just now
             raise CheckpointError(_cannot_write(final, size, error)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already where all went well
@@ -148,6 +152,7 @@ class CheckpointStorage:
 
     def delete(self, step: int) -> None:
         """Remove a checkpoint so that it is never seen half removed."""
+        self._guard()
         doomed = self.folder / f"{_TEMPORARY}deleted-{step:08d}-{os.getpid()}"
         _rename(self.path(step), doomed, "deleted")
         _remove(doomed)
@@ -163,6 +168,7 @@ class CheckpointStorage:
             if step is not None
             else "of before this run"
         )
+        self._guard()
         moved = []
         for newer in [each for each in self.steps() if step is None or each > step]:
             moved.append(self._rename_aside(newer))
@@ -184,6 +190,13 @@ class CheckpointStorage:
             _remove(leftover)
 
     # Inside
+
+    def _make_folder(self) -> None:
+        """Inside of the run's folder, which is never made anew here: it would be one without a config."""
+        if self._was_here and not self.folder.exists():
+            logger.warning("%s is gone, with what was saved in it: made anew", self.folder)
+        self.folder.mkdir(exist_ok=True)
+        self._was_here = True
 
     def _publish(self, temporary: Path, final: Path) -> None:
         """From its temporary name to its own; the same step reached again takes the place of what was there."""

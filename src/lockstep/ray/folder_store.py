@@ -9,11 +9,13 @@ import shutil
 from pathlib import Path
 
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.record.run_folder import Anchor
 
 
 class FolderStore:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder).resolve()
+        self._anchor = Anchor(self._folder)
         self._checkpoints = CheckpointStorage(self._folder / "checkpoints")
 
     def checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> str | None:
@@ -43,6 +45,7 @@ class FolderStore:
 
     def write(self, path: str, offset: int, data: bytes) -> None:
         place = self._inside(path)
+        self._anchor.check()  # a folder that was moved is not made anew
         place.parent.mkdir(parents=True, exist_ok=True)
         with place.open("r+b" if offset else "wb") as file:
             file.seek(offset)

@@ -61,7 +61,10 @@ class Run:
         folder: Path,
         display: Display,
         requests: Requests,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
+        """`guard` raises where the folder is not this run's any more; on rank 0 alone there is anything to ask."""
+        self.require_folder = guard
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
         self._activity, self._requests, self._pulse = group.activity, requests, Pulse(group, requests)
@@ -72,7 +75,7 @@ class Run:
         recorder = Recorder(folder, settings.log, display) if group.rank == 0 else None
         self.journal = Journal(group, recorder, settings.log.every, runtime)
         self.checkpointer = Checkpointer(
-            group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed
+            group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
         )
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._feed = Feed(
@@ -468,6 +471,7 @@ class Run:
 
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
+        self.require_folder()
         self.journal.write_last_row(self.progress)
         self.journal.write_rest()
         self.checkpointer.finish()
