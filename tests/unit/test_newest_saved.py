@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from test_run import set_up, train
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import MODEL_FILE
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.errors import CheckpointError
 from lockstep.train.run import Run
 
 Runs = Callable[..., Run]
@@ -135,3 +138,25 @@ def test_a_resume_by_other_versions_says_so_once_and_goes_on(
     assert run.restore()
     (line,) = [each for each in caplog.messages if "was written by" in each]
     assert line.startswith("step-00000009 was written by ") and "torch 9.9.0+next" in line
+
+
+# A folder that goes away
+
+
+def test_checkpoints_that_were_deleted_under_a_run_are_said_to_be_gone_and_saving_goes_on(
+    new_run: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(checkpoint=KEEP_ALL)
+    set_up(run)
+    train_and_save(run, 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    train_and_save(run, 2)
+    assert names(tmp_path / "checkpoints") == ["step-00000006"]
+    assert f"{tmp_path / 'checkpoints'} is gone, with what was saved in it: made anew" in caplog.messages
+
+
+def test_a_save_never_makes_the_runs_folder_anew(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        storage.create(1, 0, lambda folder: None)
+    assert not (tmp_path / "run").exists()
