@@ -45,8 +45,8 @@ logger = logging.getLogger("lockstep.worker")  # also where this module is run a
 Prepare = Callable[[Path], None]  # what rank 0 does in the run's folder before anybody trains
 Guard = Callable[[], None]  # raises where the run's folder is not the run's any more
 
-# How long rank 0 waits for the folder: after a restart; and where others start ranks anew without saying so.
-_RESTART_PATIENCE, _PATIENCE = 30.0, 3.0
+# How long rank 0 waits for the folder: where it may have been restarted, and elsewhere.
+RESTART_PATIENCE, _PATIENCE = 30.0, 3.0
 
 
 def train(
@@ -123,7 +123,16 @@ def joined(
         requests.listening(topology.launched_by_us),
         met(settings, topology, load_source) as present,
         # A launcher that watches its ranks is one that knows the run, and holds its folder.
-        opened(present, settings, make_folder, requests, redirect, prepare=prepare, held=topology.watched) as run,
+        opened(
+            present,
+            settings,
+            make_folder,
+            requests,
+            redirect,
+            prepare=prepare,
+            held=topology.watched,
+            patience=_patience(topology),
+        ) as run,
     ):
         try:
             yield run
@@ -200,17 +209,19 @@ def opened(
     outlet: Outlet | None = None,
     prepare: Prepare = lambda folder: None,
     held: bool = False,
+    patience: float = RESTART_PATIENCE,
 ) -> Iterator[Run]:
     """The run of a rank that has met the others: folder agreed and held, log open.
 
-    `prepare` is called by rank 0 once it holds the folder; `held` says that the launcher holds it already.
+    `prepare` is called by rank 0 once it holds the folder; `held` says that the launcher holds it already. Where ranks
+    may have been started anew, what is left of those before gets so many seconds to be gone.
     """
     with contextlib.ExitStack() as holding:
         guards: list[Guard] = []
 
         def hold_folder() -> str:
             folder = make_folder().resolve()
-            guards.append(holding.enter_context(_held(folder, present.topology, held)).check)
+            guards.append(holding.enter_context(_held(folder, present.topology, held, patience)).check)
             prepare(folder)
             return str(folder)
 
@@ -220,9 +231,14 @@ def opened(
             yield run
 
 
-def _held(folder: Path, topology: Topology, held: bool) -> contextlib.AbstractContextManager[Held]:
-    """By rank 0. After a restart, what is left of the ranks before may take a moment to be gone."""
-    patience = _RESTART_PATIENCE if held or topology.attempt else _PATIENCE if topology.world_size > 1 else 0.0
+def _patience(topology: Topology) -> float:
+    if topology.watched or topology.attempt:
+        return RESTART_PATIENCE
+    return _PATIENCE if topology.world_size > 1 else 0.0  # other launchers start ranks anew without saying so
+
+
+def _held(folder: Path, topology: Topology, held: bool, patience: float) -> contextlib.AbstractContextManager[Held]:
+    """By rank 0."""
     if held:
         return folder_lock.locked_by_rank(folder, patience)
     return folder_lock.locked(folder, "rank 0" if topology.world_size > 1 else "its only process", patience)

@@ -120,8 +120,10 @@ class CheckpointStorage:
     def none_usable(self, damaged: Mapping[int, str]) -> CheckpointError:
         """What to tell where there are checkpoints and none of them is whole: to begin anew would be to lose them."""
         each = "; ".join(f"{self.path(step).name}: {problem}" for step, problem in damaged.items())
+        count = len(damaged)
+        none = f"of {count} checkpoints none can be used" if count > 1 else "the only checkpoint cannot be used"
         return CheckpointError(
-            f"{self.folder}: of {len(damaged)} checkpoints none can be used, and nothing was begun anew ({each}). Put "
+            f"{self.folder}: {none}, and nothing was begun anew ({each}). Put "
             f"back a good one. To start over on purpose, move or delete {self.folder}, and resume"
         )
 
