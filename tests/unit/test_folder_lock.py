@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -222,3 +223,21 @@ def test_a_lease_is_refreshed_and_goes_with_its_holder(no_locks: int, tmp_path: 
         assert (tmp_path / ".lock-lease").read_bytes() != first
     assert not (tmp_path / ".lock-lease").exists()
     assert folder_lock._held_here == []
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace makes the system itself refuse locks")
+@pytest.mark.parametrize("no_locks", [0], indirect=True)
+def test_a_system_that_refuses_locks_itself(no_locks: int, tmp_path: Path) -> None:
+    strace = f"strace -f -qq -o {tmp_path}/trace -e trace=flock -e inject=flock:error=ENOLCK"
+    argv = [*strace.split(), sys.executable, "-c", HOLD, str(tmp_path), "locked", "0"]
+    first = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        if first.stdout.readline() != "held\n":
+            pytest.skip("this container may not trace processes")
+        assert json.loads((tmp_path / ".lock-lease").read_bytes())["beat"]
+        second = subprocess.run(argv, capture_output=True, text=True, input="")
+        assert "another run is at work in this folder: its launcher, process" in second.stderr
+    finally:
+        first.communicate("let go\n", timeout=10)
+    assert not (tmp_path / ".lock-lease").exists()
