@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if name == "ray":
         return importlib.import_module("lockstep.ray")
     if name == "__version__":
-        return _version()
+        return importlib.import_module("lockstep.version").installed()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
@@ -70,13 +70,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     special = [name for name in globals() if name.startswith("__")]
     return sorted({*__all__, "ray", *special})
-
-
-def _version() -> str:
-    """That of the installation, which has it from pyproject.toml; a copy that was not installed has none."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("lockstep-train")
-    except metadata.PackageNotFoundError:
-        return "unknown"

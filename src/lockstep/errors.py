@@ -101,6 +101,12 @@ class CheckpointError(LockstepError):
     exit_code = 5
 
 
+class FolderLost(LockstepError):
+    """The run's folder was moved, deleted or taken over while the run was at work."""
+
+    exit_code = 5
+
+
 class NonFiniteLoss(LockstepError):
     """The loss became NaN or infinite."""
 

@@ -30,7 +30,8 @@ from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
-from lockstep.record import display, run_folder
+from lockstep.record import display, folder_lock, run_folder
+from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.writers import write_json
 from lockstep.runtime.base import Runtime
@@ -41,19 +42,26 @@ from lockstep.train.trainer import fit
 
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
+Prepare = Callable[[Path], None]  # what rank 0 does in the run's folder before anybody trains
+Guard = Callable[[], None]  # raises where the run's folder is not the run's any more
+
+# How long rank 0 waits for the folder: where it may have been restarted, and elsewhere.
+RESTART_PATIENCE, _PATIENCE = 30.0, 3.0
+
 
 def train(
     config: RunConfig,
     topology: Topology,
     make_folder: Callable[[], Path],
     opened: Callable[[Path], None] = lambda folder: None,
+    prepare: Prepare = lambda folder: None,
 ) -> int:
     """Train as one rank; the exit code of an orderly end. `opened` is told the run's folder, on every rank."""
 
     def load_task() -> Any:
         return import_object(config.task.type, "task")
 
-    with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True) as run:
+    with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True, prepare=prepare) as run:
         opened(run.folder)
         try:
             outcome = fit(run, config)
@@ -69,12 +77,18 @@ def train(
     return 0
 
 
-def call(main: Callable[..., Any], settings: RunSettings, topology: Topology, make_folder: Callable[[], Path]) -> Any:
+def call(
+    main: Callable[..., Any],
+    settings: RunSettings,
+    topology: Topology,
+    make_folder: Callable[[], Path],
+    prepare: Prepare = lambda folder: None,
+) -> Any:
     """Call the user's own loop as one rank; what it returned."""
     # Ranks that share a terminal would talk at once; the only one of a host has a terminal of its own.
     together = _work_is_done() if topology.world_size > 1 else contextlib.nullcontext()  # one alone ends as it likes
     redirect = topology.local_world_size > 1
-    with together, joined(settings, topology, make_folder, lambda: main, redirect) as run:
+    with together, joined(settings, topology, make_folder, lambda: main, redirect, prepare) as run:
         # A loop of one's own need not use anything of the run: until it does, nothing says whether it gets on.
         activity = run.group.activity
         activity.enter("main", limit=math.inf)
@@ -132,13 +146,24 @@ def joined(
     make_folder: Callable[[], Path],
     load_source: Callable[[], Any],
     redirect: bool,
+    prepare: Prepare = lambda folder: None,
 ) -> Iterator[Run]:
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
     requests = Requests()
     with (
         requests.listening(topology.launched_by_us, alone=topology.world_size == 1),
         met(settings, topology, load_source) as present,
-        opened(present, settings, make_folder, requests, redirect) as run,
+        # A launcher that watches its ranks is one that knows the run, and holds its folder.
+        opened(
+            present,
+            settings,
+            make_folder,
+            requests,
+            redirect,
+            prepare=prepare,
+            held=topology.watched,
+            patience=_patience(topology),
+        ) as run,
     ):
         try:
             yield run
@@ -213,16 +238,60 @@ def opened(
     requests: Requests,
     redirect: bool,
     outlet: Outlet | None = None,
+    prepare: Prepare = lambda folder: None,
+    held: bool = False,
+    patience: float = RESTART_PATIENCE,
 ) -> Iterator[Run]:
-    """The run of a rank that has met the others: folder agreed, log open."""
+    """The run of a rank that has met the others: folder agreed and held, log open.
+
+    `prepare` is called by rank 0 once it holds the folder; `held` says that the launcher holds it already. Where ranks
+    may have been started anew, what is left of those before gets so many seconds to be gone.
+    """
+    with contextlib.ExitStack() as holding:
+        guards: list[Guard] = []
+
+        def hold_folder() -> str:
+            folder = make_folder().resolve()
+            guards.append(holding.enter_context(_held(folder, present.topology, held, patience)).check)
+            prepare(folder)
+            return str(folder)
+
+        folder = Path(present.group.agree(hold_folder, "the run's folder"))
+        guard = guards[0] if guards else lambda: None
+        with _opened(present, settings, folder, requests, redirect, outlet, guard) as run:
+            yield run
+
+
+def _patience(topology: Topology) -> float:
+    if topology.watched or topology.attempt:
+        return RESTART_PATIENCE
+    return _PATIENCE if topology.world_size > 1 else 0.0  # other launchers start ranks anew without saying so
+
+
+def _held(folder: Path, topology: Topology, held: bool, patience: float) -> contextlib.AbstractContextManager[Held]:
+    """By rank 0."""
+    if held:
+        return folder_lock.locked_by_rank(folder, patience)
+    return folder_lock.locked(folder, "rank 0" if topology.world_size > 1 else "its only process", patience)
+
+
+@contextlib.contextmanager
+def _opened(
+    present: Present,
+    settings: RunSettings,
+    folder: Path,
+    requests: Requests,
+    redirect: bool,
+    outlet: Outlet | None,
+    guard: Guard,
+) -> Iterator[Run]:
     group, topology = present.group, present.topology
-    folder = Path(group.agree(lambda: str(make_folder().resolve()), "the run's folder"))
     rank, console = group.rank, display.terminal() if group.rank == 0 else None
     screen = outlet.screen if outlet else display.create(console)
     opened_log = rank_log(folder / "logs", rank, console, redirect, outlet.log if outlet else None)
     with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
         _announce(present, folder)
-        run = Run(topology, present.runtime, group, settings, folder, screen, requests)
+        run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard)
         if run.summons is not None:
             present.heartbeat.errand = run.summons.look
         try:
@@ -265,6 +334,7 @@ def conclude(run: Run, outcome: dict[str, Any]) -> None:
     """summary.json, by rank 0."""
     if not run.is_main:
         return
+    run.require_folder()
     seconds = run.elapsed()
     summary = {
         "status": outcome["status"],

@@ -105,3 +105,21 @@ def test_a_damaged_checkpoint_never_costs_a_good_one(project: Project) -> None:
     assert again.code == 0, again.text
     assert "restored step-00000007" in again.text and "is damaged" not in again.text
     assert sorted(path.name for path in folder.iterdir()) == ["damaged-step-00000010", "step-00000008"]
+
+
+def test_checkpoints_of_which_none_can_be_used_are_not_a_new_run(project: Project) -> None:
+    run = project.train(
+        train={"steps": 4, "batch_size": 12}, checkpoint={"every": "2 steps", "keep": {"last": 2, "best": 0}}
+    )
+    for step in (2, 4):
+        flip_a_bit(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+    before = (run / "metrics.jsonl").read_bytes()
+    refused = project.run("resume", run, "--set", "train.steps=6")
+    assert refused.code == 5, refused.text
+    assert "checkpoints: of 2 checkpoints none can be used, and nothing was begun anew" in refused.err
+    assert "To start over on purpose, move or delete " in refused.err and "Traceback" not in refused.err
+    assert steps_saved(run) == [2, 4] and (run / "metrics.jsonl").read_bytes() == before
+    (run / "checkpoints").rename(run / "old")
+    anew = project.run("resume", run)
+    assert anew.code == 0 and "restored" not in anew.text, anew.text
+    assert steps_saved(run)[-1] == 6

@@ -20,6 +20,7 @@ launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 20})
 
 def fill(folder: Path) -> CheckpointStorage:
     """Steps 1 to 3, with weights that need more than one piece, and tied and odd ones."""
+    folder.parent.mkdir(exist_ok=True)
     store = CheckpointStorage(folder)
     for step in (1, 2, 3):
         model = {

@@ -15,7 +15,7 @@ from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.topology import Place
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, FolderLost
 from lockstep.ray.folder_store import FolderStore
 from lockstep.ray.folder_sync import FolderSync
 
@@ -30,6 +30,7 @@ class Direct(FolderSync):
 
 
 def save(folder: Path, step: int, value: float | None = None) -> None:
+    folder.mkdir(exist_ok=True)
     snapshot = Snapshot(step, {"w": torch.full((3,), float(step))}, {}, {}, about={"value": value})
     write(CheckpointStorage(folder / "checkpoints"), snapshot)
 
@@ -83,3 +84,23 @@ def test_the_checkpoint_that_is_pulled_is_the_one_to_restore(tmp_path: Path) -> 
     save(node, 2)
     sync.push()
     assert names(driver) == ["aside-step-00000002", "aside-step-00000003", "step-00000001", "step-00000002"]
+
+
+def test_where_none_can_be_used_nothing_begins_anew_on_the_node(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    save(driver, 5)
+    (driver / "checkpoints" / "step-00000005" / MODEL_FILE).unlink()
+    with pytest.raises(CheckpointError, match="the only checkpoint cannot be used"):
+        Direct(driver, node).pull()
+
+
+def test_a_folder_that_was_moved_on_the_drivers_disk_is_not_made_anew(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    driver.mkdir()
+    sync = Direct(driver, node)
+    sync.pull()
+    driver.rename(tmp_path / "moved")
+    save(node, 1)
+    with pytest.raises(FolderLost, match="was moved to"):
+        sync.push()
+    assert not driver.exists()

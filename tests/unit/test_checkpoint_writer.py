@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -272,3 +275,36 @@ def test_a_saver_that_never_saved_can_be_finished(saver: Savers) -> None:
     one.check()
     one.finish()
     assert one.last_step is None
+
+
+# Nothing that is not of this run takes the place of what it saves
+
+
+def test_a_copy_that_comes_in_the_midst_of_a_run_does_not_cost_what_is_saved_after_it(saver: Savers) -> None:
+    one = saver(last=1, best=0)
+    save(one, 1)
+    one.finish()
+    other = CheckpointWriter(CheckpointStorage(saver.folder.parent / "other"), Checkpoint(asynchronous=False))
+    save(other, 99)
+    shutil.copytree(other.store.path(99), one.store.path(99))
+    for step in (2, 3):
+        save(one, step)
+        one.finish()
+        assert step in one.store.steps(), "what was announced is there"
+    assert one.store.steps() == [3, 99]
+
+
+def test_what_cannot_be_deleted_or_set_aside_is_told(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = saver(last=1, best=0)
+    for step in (1, 2):
+        save(one, step)
+    one.finish()
+
+    def refused(self: Path, target: Path) -> Path:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match=r"step-00000002: cannot be deleted: Permission denied"):
+        one.store.delete(2)
+    with pytest.raises(CheckpointError, match=r"step-00000002: cannot be set aside: Permission denied"):
+        one.store.set_aside_after(None)

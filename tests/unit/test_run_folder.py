@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.schema import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, FolderLost
 from lockstep.record import run_folder
 
 CONFIG = RunConfig.model_validate({"task": "task.py:Mine", "name": "mine", "early_stop": {"patience": 4}})
@@ -58,14 +58,24 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
         run_folder.read_config(tmp_path / "nowhere")
 
 
-def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
-    with run_folder.locked(tmp_path):
-        with pytest.raises(ConfigError, match="another run is at work in this folder"), run_folder.locked(tmp_path):
-            pass
-        with pytest.raises(ConfigError), run_folder.locked(tmp_path):
-            pass
-    with run_folder.locked(tmp_path):
-        pass
+def test_a_folder_that_was_moved_or_deleted_is_told_from_what_has_its_name_now(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "else where"
+    folder.mkdir()
+    anchor = run_folder.Anchor(folder)
+    try:
+        anchor.check()
+        folder.rename(elsewhere)
+        moved = f"run: the run's folder was moved to {elsewhere} while .* lockstep resume '{elsewhere}'"
+        with pytest.raises(FolderLost, match=moved):
+            anchor.check()
+        folder.mkdir()
+        with pytest.raises(FolderLost, match=moved):
+            anchor.check()
+        elsewhere.rmdir()
+        with pytest.raises(FolderLost, match=r"run: the run's folder was deleted while the run was at work"):
+            anchor.check()
+    finally:
+        anchor.close()
 
 
 def test_a_failure_is_written_over_what_rank_0_wrote(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import codec, reader
 from lockstep.checkpoint.retention import best_first
+from lockstep.checkpoint.snapshot import versions
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.writer import CheckpointWriter
@@ -26,6 +28,9 @@ from lockstep.strategy.base import Strategy
 from lockstep.strategy.fingerprint import combined, compare, fingerprint, non_finite
 
 logger = logging.getLogger(__name__)
+
+# How often a run makes sure that its folder is still there, beside every save.
+_LOOK_SECONDS = 5.0
 
 
 class Weights(Protocol):
@@ -63,9 +68,12 @@ class Checkpointer:
         folder: Path,
         weights: Weights,
         seed: int,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
+        """`guard` raises where the run's folder is not this run's any more."""
+        self._guard, self._next_look = guard, 0.0
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
-        self.storage = CheckpointStorage(folder / "checkpoints")
+        self.storage = CheckpointStorage(folder / "checkpoints", guard)
         self._writer = CheckpointWriter(self.storage, settings, group.activity, strategy.fetch)
         self._writer.go_on_from(None)  # until it is restored, a run begins anew
         self._attached: dict[str, Stateful] = {}
@@ -140,7 +148,12 @@ class Checkpointer:
         self._restore_generators(state["generators"], step)
         about = loaded.about
         self.last = Last(step, about.get("value"), about.get("metrics") or {})
-        logger.info("restored %s (epoch %d)", self.storage.path(step).name, state["progress"]["epoch"])
+        name = self.storage.path(step).name
+        logger.info("restored %s (epoch %d)", name, state["progress"]["epoch"])
+        written, here = about.get("versions"), versions()
+        if written is not None and written != here:
+            logger.info("%s was written by %s; this is %s: numbers may differ in their last bits from here on",
+                        name, _named(written), _named(here))  # fmt: skip
         return state
 
     def restored_to(self, position: Mapping[str, Any]) -> None:
@@ -166,13 +179,17 @@ class Checkpointer:
             self._strategy.equalize_buffers(self._weights.modules)
 
     def best(self) -> dict[str, Any] | None:
-        """For rank 0: the best of the checkpoints that were given a value."""
-        found = best_first(self.storage.saved(), self._mode)
+        """For rank 0: the best of this run's checkpoints that were given a value."""
+        last = self.last.step if self.last is not None else -1
+        found = best_first([each for each in self.storage.saved() if each.step <= last], self._mode)
         return {"value": found[0].value, "step": found[0].step} if found else None
 
     def check(self) -> None:
-        """Raise what a background write raised, as soon as it is known."""
+        """Raise what a background write raised, as soon as it is known; and look after the run's folder."""
         self._writer.check()
+        if (now := time.monotonic()) > self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._guard()
 
     def finish(self) -> None:
         """Wait for the write under way; raises what it raised."""
@@ -183,10 +200,15 @@ class Checkpointer:
         self._writer.give_up()
 
     def newest(self) -> tuple[int, Path] | None:
-        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
+        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk.
+
+        It is the one that was saved or restored last: what else the folder has may be damaged, or of a branch that was
+        left.
+        """
         self._writer.finish()
-        steps = self.storage.steps()
-        return (steps[-1], self.storage.path(steps[-1])) if steps else None
+        if self.last is None or self.last.step not in self.storage.steps():
+            return None
+        return self.last.step, self.storage.path(self.last.step)
 
     def _restore_generators(self, states: Sequence[Mapping[str, Any]], step: int) -> None:
         if len(states) == self._group.world_size:
@@ -206,3 +228,7 @@ class Checkpointer:
 
     def _holds_tensors(self) -> bool:
         return any(codec.pack(part.state_dict())[1] for part in self._attached.values())
+
+
+def _named(versions: Mapping[str, Any]) -> str:
+    return f"Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+STEP_PREFIX = "step-"
 MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
     "model.safetensors",
     "state.safetensors",
@@ -19,8 +21,30 @@ MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
 FILES = (TREE_FILE, MODEL_FILE, STATE_FILE)  # all others, in the order in which they are read
 
 
+# Something is not there, or is no file. Any other error (permission, a failing disk, a stale mount) is about reading,
+# and says nothing of what would have been read.
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def step_name(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"{STEP_PREFIX}{step:08d}"
+
+
 class Damaged(Exception):
     """What is wrong with a checkpoint."""
+
+
+class Unreadable(Exception):
+    """Why a checkpoint, which may be whole, cannot be read."""
+
+
+def not_read(name: str, error: OSError) -> Damaged | Unreadable:
+    """What an error that a file could not be read with means."""
+    if error.errno == errno.ENOENT:
+        return Damaged(f"{name} is missing")
+    text = f"{name} cannot be read: {error.strerror or error}"
+    return Damaged(text) if error.errno in _NO_SUCH_FILE else Unreadable(text)
 
 
 def write(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -34,32 +58,31 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, if it is one and whole; raises Damaged."""
+    """The manifest of a checkpoint, if it is one and whole; raises Damaged or Unreadable."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_bytes())
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise Damaged(f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}")
         if manifest["digest"] != _digest(manifest):
             raise Damaged(f"{MANIFEST_FILE} does not match its own digest")
         for name in FILES:
             _ = manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST_FILE} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _check_step(folder, manifest)
+    except OSError as error:
+        raise not_read(MANIFEST_FILE, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST_FILE} cannot be read: {error}") from None
     return manifest
 
 
 def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Make sure that every file is there, and as long as it was; raises Damaged."""
+    """Make sure that every file is there, and as long as it was; raises Damaged or Unreadable."""
     for name in FILES:
         expected = manifest["files"][name]["bytes"]
         try:
             size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
         except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error}") from None
+            raise not_read(name, error) from None
         if size != expected:
             raise Damaged(f"{name} has {size} bytes, the manifest says {expected}")
 
@@ -71,18 +94,30 @@ def check_digest(name: str, found: str, manifest: Mapping[str, Any]) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, by reading all of it; nothing where it is whole."""
+    """What is wrong with a checkpoint, by reading all of it; nothing where it is whole. Raises Unreadable."""
     try:
         manifest = read(folder)
         check_sizes(folder, manifest)
         for name in FILES:
-            with (folder / name).open("rb") as stream:
-                check_digest(name, hashlib.file_digest(stream, "sha256").hexdigest(), manifest)
+            check_digest(name, _digest_of(folder / name), manifest)
     except Damaged as error:
         return str(error)
-    except OSError as error:
-        return f"it cannot be read: {error}"
     return None
+
+
+def _check_step(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """A copy of a checkpoint under the name of another step is not what its name says."""
+    name, step = folder.name, manifest.get("step")
+    if step is not None and name.startswith(STEP_PREFIX) and name != step_name(step):
+        raise Damaged(f"{MANIFEST_FILE} is of step {step}")
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise not_read(file.name, error) from None
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 On every host one rank reads each file once, checks its digest as it goes, and passes the bytes on to the others of its
 host. All ranks do the same with them, and find out together whether the checkpoint was whole: one that is damaged on
-any host is passed over by all. What is loaded has memory of its own, and nothing to do with the files any more.
+any host is passed over by all, and one that cannot be read on any host ends the run on all. What is loaded has memory
+of its own, and nothing to do with the files any more.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import functools
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import codec, manifest, tensor_file
-from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE, TREE_FILE, Damaged
+from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE, TREE_FILE, Damaged, Unreadable
 from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.group import Group, Part
@@ -33,26 +34,45 @@ class Loaded:
     about: dict[str, Any]  # its manifest
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why a checkpoint cannot be used: it is damaged, or it cannot be read, which is something else."""
+
+    text: str
+    damaged: bool = True
+
+    @classmethod
+    def of(cls, error: Damaged | Unreadable) -> Problem:
+        return cls(str(error), isinstance(error, Damaged))
+
+
 def restore(
     storage: CheckpointStorage, group: Group, step: int | None = None, best: bool = False, mode: str = "min"
 ) -> Loaded | None:
     """The checkpoint of a step, the best one, or else the newest, on all ranks together; None where there is none.
 
     Of the newest and the best, those that are damaged are passed over, each with a warning that names it. A step that
-    was asked for must be there and whole: CheckpointError on all ranks where it is not.
+    was asked for must be there and whole: CheckpointError on all ranks where it is not. The same where there are
+    checkpoints and none of them is whole, and where one cannot be read.
     """
     found = group.agree(lambda: _candidates(storage, step, best, mode), "the checkpoints to restore")
     if found["refused"]:
         raise CheckpointError(found["refused"])
     part = group.part(_hosts(group)) if found["steps"] else Part([group.rank], None)
+    damaged: dict[int, str] = {}
     for candidate in found["steps"]:
-        loaded, problem = _read_together(storage, candidate, group, part)
-        if loaded is not None:
+        loaded = _read_together(storage, candidate, group, part)
+        if isinstance(loaded, Loaded):
             return loaded
+        if not loaded.damaged:
+            raise storage.unreadable(candidate, loaded.text)
         if step is not None:
-            raise CheckpointError(f"{storage.path(step)} is damaged: {problem}. Name another step, or none")
+            raise CheckpointError(f"{storage.path(step)} is damaged: {loaded.text}. Name another step, or none")
         if group.rank == 0:
-            storage.pass_over(candidate, problem)
+            storage.pass_over(candidate, loaded.text)
+        damaged[candidate] = loaded.text
+    if damaged:
+        raise storage.none_usable(damaged)
     return None
 
 
@@ -86,36 +106,39 @@ def _hosts(group: Group) -> list[list[int]]:
     return list(ranks.values())
 
 
-def _read_together(storage: CheckpointStorage, step: int, group: Group, part: Part) -> tuple[Loaded | None, str]:
+def _read_together(storage: CheckpointStorage, step: int, group: Group, part: Part) -> Loaded | Problem:
     """A checkpoint on all ranks, or what is wrong with it. Every rank goes through the same exchanges."""
     folder = storage.path(step)
     told = group.agree(lambda: _manifest(folder), f"the manifest of {folder.name}")
-    if "damaged" in told:
-        return None, str(told["damaged"])
+    if "problem" in told:
+        return Problem(**told["problem"])
     reads = group.rank == part.ranks[0]
     problem = _first_problem(group, _sizes_problem(folder, told) if reads else None, f"the files of {folder.name}")
-    if problem:
-        return None, problem
+    if problem is not None:
+        return problem
     name = f"{folder.name}, which rank {part.ranks[0]} reads"
     share = functools.partial(group.broadcast, part=part, name=name) if len(part.ranks) > 1 else None
 
     def stream(file: str) -> SharedFile:
         return SharedFile(folder / file if reads else None, file, told["files"][file], share, group.activity)
 
-    loaded = None
+    loaded, mine = None, None
     try:
         loaded = _load(step, told, stream)
-    except Damaged as error:
-        problem = str(error)
-    problem = _first_problem(group, problem, f"whether {folder.name} is whole")
-    return (None, problem) if problem else (loaded, "")
+    except (Damaged, Unreadable) as error:
+        mine = Problem.of(error)
+    problem = _first_problem(group, mine, f"whether {folder.name} is whole")
+    if problem is not None:
+        return problem
+    assert loaded is not None
+    return loaded
 
 
 def _load(step: int, told: dict[str, Any], stream: Callable[[str], SharedFile]) -> Loaded:
     with stream(TREE_FILE) as source:
         data = bytearray(source.size)
         source.fill(memoryview(data))
-        tree = json.loads(data)
+        tree = json.loads(str(data, "utf-8"))
     with stream(MODEL_FILE) as source:
         model = tensor_file.read(source.fill, source.size)
         model.update({name: model[first] for name, first in tree["shared"].items()})
@@ -127,22 +150,24 @@ def _load(step: int, told: dict[str, Any], stream: Callable[[str], SharedFile]) 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
         return manifest.read(folder)
-    except Damaged as error:
-        return {"damaged": str(error)}
+    except (Damaged, Unreadable) as error:
+        return {"problem": asdict(Problem.of(error))}
 
 
-def _sizes_problem(folder: Path, told: Mapping[str, Any]) -> str | None:
+def _sizes_problem(folder: Path, told: Mapping[str, Any]) -> Problem | None:
     try:
         manifest.check_sizes(folder, told)
-    except Damaged as error:
-        return str(error)
+    except (Damaged, Unreadable) as error:
+        return Problem.of(error)
     return None
 
 
-def _first_problem(group: Group, mine: str | None, name: str) -> str:
-    """What the first rank that has a problem says; empty where none has. The same on all ranks."""
-    problems = group.gather(mine, name)
-    rank = next((rank for rank, each in enumerate(problems) if each), None)
-    if rank is None:
-        return ""
-    return str(problems[rank]) if rank == 0 else f"as rank {rank} reads it, {problems[rank]}"
+def _first_problem(group: Group, mine: Problem | None, name: str) -> Problem | None:
+    """What the first rank that has a problem says, one that could not read before others; the same on all ranks."""
+    told = group.gather(None if mine is None else asdict(mine), name)
+    problems = {rank: Problem(**each) for rank, each in enumerate(told) if each is not None}
+    if not problems:
+        return None
+    rank = min(problems, key=lambda each: (problems[each].damaged, each))
+    first = problems[rank]
+    return first if rank == 0 else replace(first, text=f"as rank {rank} reads it, {first.text}")

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lockstep.checkpoint import tensor_file
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import Damaged, Unreadable, not_read
 from lockstep.distributed.activity import Activity
 
 # What is read, digested and passed on at once.
@@ -38,7 +38,7 @@ class SharedFile:
         self._path, self._name, self._expected, self._share, self._activity = path, name, expected, share, activity
         self._left, self._digest = self.size, hashlib.sha256()
         self._file: BinaryIO | None = None
-        self._problem: str | None = None
+        self._problem: Damaged | Unreadable | None = None
         self._piece = torch.empty(min(self.size, _PIECE_BYTES) if share else 0, dtype=torch.uint8)
         self._unused = self._piece[:0]  # of the piece: what nobody has asked for yet
 
@@ -64,7 +64,7 @@ class SharedFile:
             try:
                 self._file = self._path.open("rb")
             except OSError as error:
-                self._problem = f"{self._name} cannot be read: {error}"
+                self._problem = not_read(self._name, error)
         return self
 
     def __exit__(
@@ -73,7 +73,7 @@ class SharedFile:
         try:
             if isinstance(error, (ValueError, KeyError, TypeError, AttributeError)):
                 self._read_to_the_end()
-                raise Damaged(self._problem or f"{self._name} cannot be read: {error}") from None
+                raise (self._problem or Damaged(f"{self._name} cannot be read: {error}")) from None
             if error is None:
                 self._conclude()
         finally:
@@ -97,10 +97,10 @@ class SharedFile:
             while self._file is not None and self._problem is None and done < len(piece):
                 count = self._file.readinto(piece[done:])  # type: ignore[attr-defined]
                 if not count:
-                    self._problem = f"{self._name} became shorter while it was read"
+                    self._problem = Damaged(f"{self._name} became shorter while it was read")
                 done += count
         except OSError as error:
-            self._problem = f"{self._name} cannot be read: {error}"
+            self._problem = not_read(self._name, error)
         piece[done:] = bytes(len(piece) - done)
 
     def _read_to_the_end(self) -> None:
@@ -112,7 +112,7 @@ class SharedFile:
 
     def _compare(self) -> None:
         if self._path is not None and self._problem is None and self._digest.hexdigest() != self._expected["sha256"]:
-            self._problem = f"{self._name} does not match its digest in the manifest"
+            self._problem = Damaged(f"{self._name} does not match its digest in the manifest")
 
     def _conclude(self) -> None:
         """Whether the file was what the manifest says, on all ranks of the host."""
@@ -121,4 +121,4 @@ class SharedFile:
         if self._share is not None:
             self._share(damaged)
         if damaged.item():
-            raise Damaged(self._problem or f"{self._name} is damaged")
+            raise self._problem or Damaged(f"{self._name} could not be read to its end")  # the reader knows more

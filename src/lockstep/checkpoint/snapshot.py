@@ -15,6 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from lockstep import version
 from lockstep.checkpoint import codec, manifest, tensor_file
 from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE, TREE_FILE
 from lockstep.checkpoint.storage import CheckpointStorage
@@ -45,6 +48,11 @@ def write(storage: CheckpointStorage, snapshot: Snapshot) -> Path:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint, to be found in its manifest."""
+    return {"lockstep": version.installed(), "torch": str(torch.__version__)}
 
 
 def _write_files(folder: Path, snapshot: Snapshot) -> None:

@@ -13,11 +13,11 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.checkpoint import manifest
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_name
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.errors import CheckpointError
 
@@ -31,22 +31,37 @@ _DAMAGED, _ASIDE = "damaged-", "aside-"  # before the name of a checkpoint that 
 class CheckpointStorage:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, guard: Callable[[], None] = lambda: None) -> None:
+        """`guard` raises where the run's folder is not the run's any more: asked before anything is changed."""
+        self.folder, self._guard = folder, guard
+        self._was_here = False
         self._damaged: set[int] = set()  # found to be so by whoever read all of them
 
     # What there is
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / step_name(step)
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint under its final name, oldest first."""
-        names = [entry.name for entry in self.folder.glob("step-*")] if self.folder.is_dir() else []
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        try:
+            # Not by a pattern: a folder that may not be read would look like an empty one.
+            names = [entry.name for entry in self.folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: cannot be read: {error.strerror}. There may be checkpoints in it: make it readable "
+                "for this user again (owner, permissions, mount), and resume"
+            ) from None
+        numbers = [name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX)]
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def saved(self) -> list[Saved]:
-        """What retention needs to know of each checkpoint, by its manifest and the sizes of its files."""
+        """What retention needs to know of each checkpoint, by its manifest and the sizes of its files.
+
+        One that cannot be read is not for retention to judge, any more than one that is damaged.
+        """
         return [self._saved(step) for step in self.steps()]
 
     def require(self, step: int) -> None:
@@ -83,12 +98,34 @@ class CheckpointStorage:
 
     def problem(self, step: int) -> str | None:
         """What is wrong with a checkpoint, by reading every file and comparing it with the manifest."""
-        return manifest.problem(self.path(step))
+        try:
+            return manifest.problem(self.path(step))
+        except Unreadable as error:
+            raise self.unreadable(step, str(error)) from None
 
     def pass_over(self, step: int, problem: str) -> None:
         """Say that a checkpoint is damaged, and remember it until it is set aside."""
         self._damaged.add(step)
         logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(step).name, problem)
+
+    def unreadable(self, step: int, problem: str) -> CheckpointError:
+        """What to tell of a checkpoint that cannot be read: to pass it over would be to lose it."""
+        path = self.path(step)
+        return CheckpointError(
+            f"{path}: {problem}. It may be whole, so it is neither passed over nor set aside: make it readable for "
+            "this user again (owner, permissions, mount, disk), and resume. If it is lost for good, move "
+            f"{path.name} out of {self.folder}: the one before it is used then"
+        )
+
+    def none_usable(self, damaged: Mapping[int, str]) -> CheckpointError:
+        """What to tell where there are checkpoints and none of them is whole: to begin anew would be to lose them."""
+        each = "; ".join(f"{self.path(step).name}: {problem}" for step, problem in damaged.items())
+        count = len(damaged)
+        none = f"of {count} checkpoints none can be used" if count > 1 else "the only checkpoint cannot be used"
+        return CheckpointError(
+            f"{self.folder}: {none}, and nothing was begun anew ({each}). Put "
+            f"back a good one. To start over on purpose, move or delete {self.folder}, and resume"
+        )
 
     # What changes it
 
@@ -99,8 +136,9 @@ class CheckpointStorage:
         """
         final = self.path(step)
         temporary = self.folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+        self._guard()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             _require_space(self.folder, size)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -108,6 +146,7 @@ class CheckpointStorage:
             sync_folder(temporary)
             self._publish(temporary, final)
         except OSError as error:
+            self._guard()  # which knows better where the folder went away just now
             raise CheckpointError(_cannot_write(final, size, error)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already where all went well
@@ -115,8 +154,9 @@ class CheckpointStorage:
 
     def delete(self, step: int) -> None:
         """Remove a checkpoint so that it is never seen half removed."""
+        self._guard()
         doomed = self.folder / f"{_TEMPORARY}deleted-{step:08d}-{os.getpid()}"
-        self.path(step).rename(doomed)
+        _rename(self.path(step), doomed, "deleted")
         _remove(doomed)
 
     def set_aside_after(self, step: int | None) -> list[Path]:
@@ -130,6 +170,7 @@ class CheckpointStorage:
             if step is not None
             else "of before this run"
         )
+        self._guard()
         moved = []
         for newer in [each for each in self.steps() if step is None or each > step]:
             moved.append(self._rename_aside(newer))
@@ -152,6 +193,13 @@ class CheckpointStorage:
 
     # Inside
 
+    def _make_folder(self) -> None:
+        """Inside of the run's folder, which is never made anew here: it would be one without a config."""
+        if self._was_here and not self.folder.exists():
+            logger.warning("%s is gone, with what was saved in it: made anew", self.folder)
+        self.folder.mkdir(exist_ok=True)
+        self._was_here = True
+
     def _publish(self, temporary: Path, final: Path) -> None:
         """From its temporary name to its own; the same step reached again takes the place of what was there."""
         replaced = None
@@ -164,27 +212,48 @@ class CheckpointStorage:
             _remove(replaced)
 
     def _rename_aside(self, step: int) -> Path:
-        kind = _DAMAGED if step in self._damaged or not self._saved(step).whole else _ASIDE
+        kind = _DAMAGED if step in self._damaged or self._is_damaged(step) else _ASIDE
         aside = self.folder / f"{kind}{self.path(step).name}"
         number = 1
         while aside.exists():
             number += 1
             aside = aside.with_name(f"{kind}{self.path(step).name}-{number}")
-        self.path(step).rename(aside)
+        _rename(self.path(step), aside, "set aside")
         self._damaged.discard(step)
         return aside
 
     def _saved(self, step: int) -> Saved:
         try:
-            told = manifest.read(self.path(step))
-            manifest.check_sizes(self.path(step), told)
-        except Damaged:
+            return self._looked_at(step)
+        except (Damaged, Unreadable):
             return Saved(step, whole=False)
+
+    def _is_damaged(self, step: int) -> bool:
+        try:
+            self._looked_at(step)
+        except Damaged:
+            return True
+        except Unreadable:
+            return False
+        return False
+
+    def _looked_at(self, step: int) -> Saved:
+        told = manifest.read(self.path(step))
+        manifest.check_sizes(self.path(step), told)
         value = told.get("value")
         return Saved(step, float(value) if isinstance(value, (int, float)) else None)
 
     def _best(self, mode: str) -> list[Saved]:
-        return best_first([each for each in self.saved() if each.whole], mode)
+        """Those that look whole, best first. Of one that cannot be read nobody knows whether it is the best."""
+        found = []
+        for step in self.steps():
+            try:
+                found.append(self._looked_at(step))
+            except Damaged:
+                continue
+            except Unreadable as error:
+                raise self.unreadable(step, str(error)) from None
+        return best_first(found, mode)
 
     def _first_good(self, steps: list[int]) -> int | None:
         for step in steps:
@@ -204,6 +273,15 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _rename(path: Path, new: Path, what: str) -> None:
+    try:
+        path.rename(new)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be {what}: {error.strerror}. Make {path.parent} writable for this user, and resume"
+        ) from None
 
 
 def _remove(path: Path) -> None:

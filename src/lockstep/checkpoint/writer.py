@@ -15,7 +15,7 @@ import torch
 
 from lockstep.checkpoint import codec, tensor_file
 from lockstep.checkpoint.retention import to_delete
-from lockstep.checkpoint.snapshot import Snapshot, now, write
+from lockstep.checkpoint.snapshot import Snapshot, now, versions, write
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.activity import Activity
@@ -103,7 +103,7 @@ class CheckpointWriter:
             shared=shared,
             tree=tree,
             tensors={name: copy(f"state/{name}", each) for name, each in tensors.items()},
-            about={**about, "created": now()},
+            about={**about, "created": now(), "versions": versions()},
         )
         if any(each.is_cuda for each in [*model.values(), *tensors.values()]):
             torch.cuda.synchronize()  # the copies were queued; training must not overwrite what they still read
@@ -136,7 +136,9 @@ class CheckpointWriter:
             self._before_the_first()
             self._before_the_first = None
         path = write(self.store, snapshot)
-        for step in to_delete(self.store.saved(), self._keep.last, self._keep.best, self._keep.mode):
+        # Whatever is newer was put there by somebody else: it is not weighed, or it would cost what was just saved.
+        ours = [each for each in self.store.saved() if each.step <= snapshot.step]
+        for step in to_delete(ours, self._keep.last, self._keep.best, self._keep.mode):
             self.store.delete(step)
         logger.info("saved %s (%.1f MB in %.2f s)", path.name, snapshot.bytes / 1e6, time.monotonic() - began)
 

@@ -52,7 +52,10 @@ def train(
     plan = local.plan(loaded, "")
     local.warm_up(plan)
     folder = folders.new(out, "--out", loaded)
-    conclude(folder, local.train(folder, loaded, say), loaded)
+    from lockstep.record import folder_lock
+
+    with folder_lock.locked(folder):
+        conclude(folder, local.train(folder, loaded, say), loaded)
 
 
 @click.command()
@@ -73,7 +76,7 @@ def resume(
     from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import Topology, launched
-    from lockstep.record import run_folder
+    from lockstep.record import folder_lock, run_folder
 
     wanted = checkpoint.Wanted(step, best)
     if _start_script_again(run_dir, wanted, {"--set": overrides, "--profile": profile}, dry_run):
@@ -82,38 +85,38 @@ def resume(
     loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
     refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
 
-    def gone_back() -> Path:
+    def go_back(first: bool = True) -> None:
+        if first:
+            checkpoint.forget(run_dir)
         if not wanted.is_newest and not checkpoint.has_gone_back(run_dir):
             with saying_what_is_logged():
                 say(f"going on from step {checkpoint.go_back(run_dir, wanted, loaded.checkpoint.keep.mode)}")
-        return run_dir
 
     def changed(resolved: RunConfig) -> Path:
-        with run_folder.locked(run_dir):
-            checkpoint.forget(run_dir)
-            gone_back()
-            run_folder.write_config(run_dir, resolved)
+        go_back()
+        run_folder.write_config(run_dir, resolved)
         for change in changes(before, resolved.plain()):
             say(f"changed: {described(change)}")
         return run_dir
 
     if launched(os.environ) and not dry_run:
-        if Topology.from_env(os.environ).attempt == 0:
-            checkpoint.forget(run_dir)
-        sys.exit(local.train_as_rank(loaded, gone_back))  # on rank 0, for all, once they have met
+        first = Topology.from_env(os.environ).attempt == 0
+        # On rank 0, for all, once they have met and it holds the folder.
+        sys.exit(local.train_as_rank(loaded, lambda: run_dir, prepare=lambda folder: go_back(first)))
     if dry_run:
         _dry_run(loaded, str(run_dir))
         if not wanted.is_newest:
             chosen = checkpoint.found(run_dir, wanted, loaded.checkpoint.keep.mode)
             click.echo(f"from step {chosen}; to be set aside: {', '.join(checkpoint.newer(run_dir, chosen)) or 'none'}")
         return
-    if loaded.launch.type == "ray":
-        ended = cluster.train(loaded, changed)
-        conclude(ended.folder, ended.result, ended.config)
-    loaded = local.resolved(loaded, say)
-    changed(loaded)
-    local.warm_up(local.plan(loaded, str(run_dir)))
-    conclude(run_dir, local.train(run_dir, loaded, say), loaded)
+    with folder_lock.locked(run_dir):
+        if loaded.launch.type == "ray":
+            ended = cluster.train(loaded, changed, held=True)
+            conclude(ended.folder, ended.result, ended.config)
+        loaded = local.resolved(loaded, say)
+        changed(loaded)
+        local.warm_up(local.plan(loaded, str(run_dir)))
+        conclude(run_dir, local.train(run_dir, loaded, say), loaded)
 
 
 def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[str, Any], dry_run: bool) -> bool:
@@ -129,7 +132,9 @@ def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[
     if not wanted.is_newest:
         known = script.read(run_dir)
         keep = known.settings.get("checkpoint", {}).get("keep", {}) if known else {}
-        with saying_what_is_logged():
+        from lockstep.record import folder_lock
+
+        with folder_lock.locked(run_dir), saying_what_is_logged():
             say(f"going on from step {checkpoint.go_back(run_dir, wanted, keep.get('mode', 'min'))}")
     again.become()
     return True

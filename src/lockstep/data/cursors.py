@@ -130,4 +130,11 @@ class Cursors:
                 f"on with {', '.join(changed)}: examples would be trained on twice, or never. Take the change back "
                 "until the pass is done, or go on from a checkpoint at the end of an epoch: run.restore(step=...)"
             )
-        logger.info("%s is walked differently from here on: %s", cursor.name, ", ".join(changed))
+        told = f"{cursor.name} is walked differently from here on: {', '.join(changed)}"
+        if before.get("count", facts.get("count")) == facts.get("count") or cursor.opened:
+            logger.info(told)
+        else:  # since the run was resumed
+            logger.warning(
+                "%s. Where it is a random part of other data, of which another part is for validation, examples may "
+                "have moved between the two", told,
+            )  # fmt: skip

@@ -13,7 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss, NonFiniteWeights
+from lockstep.errors import (
+    CONSEQUENCES,
+    LOST_PEER,
+    FolderLost,
+    LockstepError,
+    NonFiniteGradients,
+    NonFiniteLoss,
+    NonFiniteWeights,
+)
 
 
 @dataclass(frozen=True)
@@ -154,9 +162,10 @@ def describe_exit(code: int) -> str:
 
 
 def worth_retrying(failure: Failure) -> bool:
-    """Another attempt repeats a mistake in the config or a loss that diverged; anything else may have been chance."""
-    diverged = (NonFiniteLoss.__name__, NonFiniteGradients.__name__, NonFiniteWeights.__name__)
-    return failure.exit_code != 2 and failure.kind not in diverged
+    """Another attempt repeats a mistake in the config or a loss that diverged, and has nowhere to begin where the run's
+    folder is gone; anything else may have been chance."""
+    final = (NonFiniteLoss, NonFiniteGradients, NonFiniteWeights, FolderLost)
+    return failure.exit_code != 2 and failure.kind not in [each.__name__ for each in final]
 
 
 def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int], silent: list[int]) -> Failure:

@@ -22,7 +22,7 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, Wor
 from lockstep.launcher import local, script
 from lockstep.launcher.child import call_function
 from lockstep.launcher.plan import local_plan
-from lockstep.record import run_folder
+from lockstep.record import folder_lock, run_folder
 from lockstep.terminal import tell
 from lockstep.train.requests import Preempted
 
@@ -60,7 +60,7 @@ def launch(
         if count > 1:
             return _launch_processes(main, checked, place)
     try:
-        return [worker.call(main, checked, topology or Topology(), place.make)]
+        return [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
     except Preempted:
         place.tell_how_to_go_on()
         raise
@@ -71,7 +71,8 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
     folder = place.make()
-    with run_folder.locked(folder):
+    with folder_lock.locked(folder):
+        place.prepare(folder)
         result = local.launch(
             plan,
             entry=call_function,
@@ -104,11 +105,14 @@ class _Folder:
 
     def make(self) -> Path:
         named = script.folder_to_resume(self._script.call) or self._given
-        folder = run_folder.create(self._out, self._name) if named is None else _existing_or_new(Path(named))
+        self._made = run_folder.create(self._out, self._name) if named is None else _existing_or_new(Path(named))
+        return self._made
+
+    def prepare(self, folder: Path) -> None:
+        """Once it is held: note what was started, and say where."""
         script.write(folder, self._script)
-        self._made = folder
-        _say(f"the run's folder is {folder}; go on with: {self._script.how_to_go_on(folder)}")
-        return folder
+        made = self._made or folder  # as the user named it
+        _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
 
     def tell_how_to_go_on(self) -> None:
         if self._made is not None:  # by this process, which speaks for all

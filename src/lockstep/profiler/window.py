@@ -111,7 +111,8 @@ class Window(Profiler):
     def _start(self, trace: Trace) -> None:
         try:
             with self._activity.within("starting a profile", limit=self._activity.patience):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                for folder in (self._folder.parent, self._folder):  # in that of the run, which is not made anew
+                    folder.mkdir(exist_ok=True)
                 self._backend.start(self._folder)
         except Exception as error:
             self._failed(trace, f"could not be started: {error}")

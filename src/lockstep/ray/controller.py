@@ -35,7 +35,7 @@ from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
 from lockstep.ray.screen import Screen, say
 from lockstep.ray.torch_config import TorchConfig
 from lockstep.ray.worker import Order, main
-from lockstep.record import run_folder
+from lockstep.record import folder_lock
 
 # How often the driver looks for signals; events come at once.
 _LOOK_SECONDS = 0.5
@@ -53,13 +53,16 @@ class Ended:
     train_result: TrainResult | None  # Ray's, with the last metrics and the checkpoint; None where there is none
 
 
-def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
-    """Train a config on a cluster. The folder is made once it is known that the cluster has the capacity."""
+def launch(config: RunConfig, make_folder: Callable[[RunConfig], Path], held: bool = False) -> Ended:
+    """Train a config on a cluster. The folder is made once it is known that the cluster has the capacity.
+
+    `held` says that the caller holds it already.
+    """
     signals = Signals(save_on_request=True)
     config, env, task = resolved(config)
     # Ray puts handlers of its own in place of ours when it connects.
     with signals.listening(), connected(config, capacity.per_worker(config), env) as cluster, signals.listening():
-        return train_on(cluster, config, task, make_folder, signals)
+        return train_on(cluster, config, task, make_folder, signals, held=held)
 
 
 def resolved(config: RunConfig) -> tuple[RunConfig, dict[str, Any], str]:
@@ -81,6 +84,7 @@ def train_on(
     make_folder: Callable[[RunConfig], Path],
     signals: Signals,
     callbacks: Sequence[UserCallback] = (),
+    held: bool = False,
 ) -> Ended:
     """Train on a cluster that this process is connected to."""
     resources = capacity.per_worker(config)
@@ -89,7 +93,7 @@ def train_on(
         config = _checked(config.model_copy(update={"processes": most}))
     workers = capacity.find(config, _sizes(config), resources)
     folder = make_folder(config)
-    with run_folder.locked(folder):
+    with contextlib.nullcontext() if held else folder_lock.locked(folder):
         controller = _Controller(config, folder, cluster, task, resources, signals, callbacks)
         result = controller.run(workers)
     return Ended(config, folder, result, controller.train_result)

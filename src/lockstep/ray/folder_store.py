@@ -9,11 +9,13 @@ import shutil
 from pathlib import Path
 
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.record.run_folder import Anchor
 
 
 class FolderStore:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder).resolve()
+        self._anchor = Anchor(self._folder)
         self._checkpoints = CheckpointStorage(self._folder / "checkpoints")
 
     def checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> str | None:
@@ -22,6 +24,8 @@ class FolderStore:
             self._checkpoints.require(step)
         else:
             step = self._checkpoints.best_good(mode) if best else self._checkpoints.newest_good()
+            if step is None and not best and (there := self._checkpoints.steps()):
+                raise self._checkpoints.none_usable({each: str(self._checkpoints.problem(each)) for each in there})
         return None if step is None else str(self._checkpoints.path(step).relative_to(self._folder))
 
     def set_aside_after(self, step: int | None) -> None:
@@ -41,6 +45,7 @@ class FolderStore:
 
     def write(self, path: str, offset: int, data: bytes) -> None:
         place = self._inside(path)
+        self._anchor.check()  # a folder that was moved is not made anew
         place.parent.mkdir(parents=True, exist_ok=True)
         with place.open("r+b" if offset else "wb") as file:
             file.seek(offset)

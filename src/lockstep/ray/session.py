@@ -44,6 +44,7 @@ class Session:
         self.make_reporter: Callable[[Run], Reporter] = lambda run: BlockingReporter(run, config.report_every_s)
         self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
         self.shares_folder = True  # all workers see one folder; else somebody takes care of it
+        self.folder_is_held = False  # by a driver of ours
         self.outcome: dict[str, Any] = {}
         self.training = False
         self._opened = contextlib.ExitStack()
@@ -55,8 +56,9 @@ class Session:
             make_folder = _folder_maker(self.config.folder)
             redirect = self.outlet is not None
             entered = worker.opened(
-                self.present, self.settings, make_folder, self.requests, redirect, outlet=self.outlet
-            )
+                self.present, self.settings, make_folder, self.requests, redirect, outlet=self.outlet,
+                held=self.folder_is_held,
+            )  # fmt: skip
             run = self._opened.enter_context(entered)
             if self.shares_folder:
                 _check_shared(run)

@@ -50,6 +50,7 @@ def main(orders: dict[str, Order]) -> None:
     current.outlet = worker.Outlet(RelayedDisplay(relay), RelayedLog(relay))
     current.make_reporter = lambda run: BackgroundReporter(run, folder_sync.push if folder_sync else None)
     current.present.heartbeat.tell = lambda message: relay.failed(report(RankStalled(message), place.rank, place.host))
+    current.folder_is_held = True
     relay.send("started", host=place.host)
     if order.here is not None:
         os.chdir(order.here)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
+import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 
 from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, FolderLost
 
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
 
@@ -102,14 +101,40 @@ def record(folder: Path, status: str, reason: str) -> None:
         (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, so that no second run writes into it; released when this process ends, however it does."""
-    with (folder / ".lock").open("w") as lock:
+class Anchor:
+    """A run's folder as it is now, to be told from whatever has its name later."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Held open: its number is nobody else's as long as it is, and the system knows where it is moved to.
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """Raise FolderLost where the folder was moved or deleted."""
+        opened = os.fstat(self._descriptor)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another run is at work in this folder; wait for it or end it first") from None
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
+            found = self.folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # a file system that does not answer is another matter
+            return
+        else:
+            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
+                return
+        raise FolderLost(self._told(deleted=opened.st_nlink == 0))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _told(self, deleted: bool) -> str:
+        with contextlib.suppress(OSError):
+            now = os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115  a name, not a path to go by
+            if not deleted and not now.endswith(" (deleted)"):
+                return (
+                    f"{self.folder}: the run's folder was moved to {now} while the run was at work; nothing is written "
+                    f"to its old place. Go on there: lockstep resume {shlex.quote(now)}"
+                )
+        return (
+            f"{self.folder}: the run's folder was deleted while the run was at work, with all that was saved in it. "
+            "Start the run anew"
+        )

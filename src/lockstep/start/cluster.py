@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lockstep.ray.controller import Ended
 
 
-def train(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
-    """Train on the cluster that the config names, and wait for it."""
+def train(config: RunConfig, make_folder: Callable[[RunConfig], Path], held: bool = False) -> Ended:
+    """Train on the cluster that the config names, and wait for it. `held`: the caller holds the run's folder."""
     from lockstep.ray.address import require_answer
     from lockstep.ray.installed import require_train_v2
 
@@ -20,7 +20,7 @@ def train(config: RunConfig, make_folder: Callable[[RunConfig], Path]) -> Ended:
     require_answer(config.launch.ray)
     from lockstep.ray.controller import launch
 
-    return launch(config, make_folder)
+    return launch(config, make_folder, held)
 
 
 def is_elsewhere(config: RunConfig) -> bool:

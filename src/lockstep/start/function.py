@@ -45,9 +45,12 @@ def train(
     loaded = local.resolved(loaded, _tell)
     if loaded.processes == 1:
         return _here(loaded, folders.new(Path(out), "out:", loaded))
+    from lockstep.record import folder_lock
+
     local.warm_up(local.plan(loaded, ""))
     folder = folders.new(Path(out), "out:", loaded)
-    return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
+    with folder_lock.locked(folder):
+        return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
 
 
 def _refuse_while_importing() -> None:
@@ -132,8 +135,7 @@ def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(config.launch.threads or threads)
     try:
-        with run_folder.locked(folder):
-            code = worker.train(config, Topology(), lambda: folder)
+        code = worker.train(config, Topology(), lambda: folder)
     except Exception as error:
         run_folder.record(folder, "failed", f"{type(error).__name__}: {error}")
         raise

@@ -48,34 +48,35 @@ def warm_up(plan: LaunchPlan) -> None:
 
 
 def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
-    """Start all ranks of a resolved config and wait for them."""
+    """Start all ranks of a resolved config and wait for them, in a folder that the caller holds."""
     from lockstep.distributed.watch.stall import Limits
     from lockstep.launcher import local
-    from lockstep.record import run_folder
 
     planned = plan(config, str(folder))
     count = len(planned.processes)
     threads = f", {planned.threads} thread{'s' if planned.threads > 1 else ''} each" if config.runtime != "xla" else ""
     tell(f"{count} process{'es' if count > 1 else ''} on {config.runtime}{threads}; run folder {folder}")
-    with run_folder.locked(folder):
-        return local.launch(
-            planned,
-            max_restarts=config.launch.max_restarts,
-            grace=config.launch.grace,
-            watch=Limits.of(config.watch, config.runtime),
-        )
+    return local.launch(
+        planned,
+        max_restarts=config.launch.max_restarts,
+        grace=config.launch.grace,
+        watch=Limits.of(config.watch, config.runtime),
+    )
 
 
 def train_as_rank(
-    config: RunConfig, make_folder: Callable[[], Path], opened: Callable[[Path], None] = lambda folder: None
+    config: RunConfig,
+    make_folder: Callable[[], Path],
+    opened: Callable[[Path], None] = lambda folder: None,
+    prepare: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Train as the rank that the environment says; the exit code of an orderly end.
 
-    `opened` is told the run's folder, which rank 0 made for all.
+    `opened` is told the run's folder, which rank 0 made for all; `prepare` is called by rank 0 once it holds it.
     """
     from lockstep import worker
     from lockstep.distributed.topology import Topology
 
     topology = Topology.from_env(os.environ)
     here = config.model_copy(update={"processes": topology.local_world_size})
-    return worker.train(here, topology, make_folder, opened)
+    return worker.train(here, topology, make_folder, opened, prepare)

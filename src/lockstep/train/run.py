@@ -63,7 +63,10 @@ class Run:
         folder: Path,
         display: Display,
         requests: Requests,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
+        """`guard` raises where the folder is not this run's any more; on rank 0 alone there is anything to ask."""
+        self.require_folder = guard
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
         self._activity, self._requests = group.activity, requests
@@ -76,7 +79,7 @@ class Run:
         recorder = Recorder(folder, settings.log, display) if group.rank == 0 else None
         self.journal = Journal(group, recorder, settings.log.every, runtime)
         self.checkpointer = Checkpointer(
-            group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed
+            group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
         )
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._feed = Feed(
@@ -495,6 +498,7 @@ class Run:
 
     def finish(self) -> None:
         """Write what is still unwritten: the last row, the save under way."""
+        self.require_folder()
         self.journal.write_last_row(self.progress)
         self.journal.write_rest()
         self.checkpointer.finish()
@@ -552,6 +556,7 @@ class Run:
         if asked.save:
             with self.profiler.region("checkpoint"):
                 self._save(None, None, explicit=False)
+            self.checkpointer.finish()  # what is said to be saved is on the disk
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
         return self.stopped is None

@@ -21,6 +21,7 @@ from lockstep.train.changed import OptimizerArguments, apply_changes
 from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
 from lockstep.train.evaluation import BatchMean, Measure
 from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
+from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
 from lockstep.train.mean import Mean
 from lockstep.train.models import DEFAULT
@@ -58,6 +59,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
     arguments = OptimizerArguments(config.optimizer.arguments if config.optimizer else None)
     run.attach("optimizer arguments", arguments)
+    run.attach("lengths", _lengths(datasets, config))
     run.restore()
     for name, optimizer in run.optimizers.items():
         for change in apply_changes(optimizer, schedulers.get(name), arguments.saved, arguments.current):
@@ -150,6 +152,18 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
             f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on"  # type: ignore[arg-type]
         )
     return {**parts, **own}
+
+
+def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
+    fractions = config.data.split
+    if fractions is None:
+        return Lengths(None, {name: _length(each) for name, each in datasets.items() if name != "train"})
+    own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name)}
+    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own)  # a split leaves nothing out
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    return len(dataset)  # type: ignore[arg-type]
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from typing import Any
 
 import torch
 
+from lockstep import version
 from lockstep.config.schema import Launch
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
@@ -52,14 +52,7 @@ def report(topology: Topology, runtime: Runtime, evidence: Evidence) -> Report:
         runtime_world=runtime.world_size(),
         python=platform.python_version(),
         torch=torch.__version__,
-        lockstep=_version(),
+        lockstep=version.installed(),
         config=digest(evidence.config),
         source=digest(evidence.source),
     )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("lockstep-train")
-    except metadata.PackageNotFoundError:  # run from its source, not installed
-        return "unknown"

@@ -1,0 +1,144 @@
+"""A lease: what holds a folder where the file system has no locks.
+
+A file that only its holder writes, every few seconds. Whoever finds one watches it: a lease that does not change for a
+while, by the watcher's own clock, is that of a holder that is gone. No two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from lockstep.record.holder import Holder
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 45.0  # nine beats
+_LOOK_SECONDS = 0.2
+_LET_GO_SECONDS = 2.0
+# Between taking over and believing it: of two that take over at once, one then finds the other.
+_SETTLE_SECONDS = 1.0
+_LONGEST = 4096
+
+
+class Taken(Exception):
+    """Somebody else has it, as far as is known."""
+
+    def __init__(self, holder: Holder | None) -> None:
+        super().__init__(str(holder))
+        self.holder = holder
+
+
+class Lease:
+    """Held from `take` to `release`, or until somebody who took this process for gone has taken it over."""
+
+    def __init__(self, path: Path, holder: Holder) -> None:
+        self._path, self._holder, self._token = path, holder, uuid.uuid4().hex
+        self._beats = 0
+        self._descriptor = -1
+        self._done = threading.Event()
+        self._beating = threading.Thread(target=self._beat_regularly, name="lockstep-lease", daemon=True)
+        self.is_lost = False
+
+    @classmethod
+    def take(cls, path: Path, holder: Holder) -> Lease:
+        """The lease, once it is free; raises Taken where somebody holds it, OSError where nothing can be written."""
+        lease = cls(path, holder)
+        while not lease._create():
+            found = _read(path)
+            if found is None or not _is_stale(path, found):
+                continue  # it is free by now
+            lease._take_over(found)
+            break
+        lease._beating.start()
+        return lease
+
+    def release(self) -> None:
+        self._done.set()
+        self._beating.join(_LET_GO_SECONDS)
+        with contextlib.suppress(OSError):  # it will be found to be stale
+            if self._is_ours():
+                self._path.unlink(missing_ok=True)
+        if not self._beating.is_alive():  # a write that the file system does not answer still has the descriptor
+            self.forget()
+
+    def forget(self) -> None:
+        """In a process that was forked from the holder, and has no thread that beats: it holds nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _create(self) -> bool:
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            return False
+        self._beat()
+        return True
+
+    def _take_over(self, found: bytes) -> None:
+        mine = self._path.with_name(f"{self._path.name}-{self._token}")
+        self._descriptor = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self._beat()
+            if _read(self._path) not in (found, None):
+                raise Taken(Holder.decode(_read(self._path) or b""))
+            mine.replace(self._path)
+            time.sleep(_SETTLE_SECONDS)
+            if not self._is_ours():
+                raise Taken(Holder.decode(_read(self._path) or b""))
+        except BaseException:
+            mine.unlink(missing_ok=True)
+            self.forget()
+            raise
+
+    def _beat_regularly(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # a file system that does not answer now may do so next time
+                if not self._is_ours():
+                    self.is_lost = True
+                    return
+                self._beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        # Always of the same length, so that one write replaces another.
+        os.pwrite(self._descriptor, self._holder.encode(token=self._token, beat=f"{self._beats:012d}"), 0)
+        os.fsync(self._descriptor)  # other hosts see it only then
+
+    def _is_ours(self) -> bool:
+        return self._token.encode() in (_read(self._path) or b"")
+
+
+def _is_stale(path: Path, found: bytes) -> bool:
+    """Whether a holder is gone; False where its lease is. Raises Taken where it is at work."""
+    holder = Holder.decode(found)
+    if holder is not None and holder.is_here:
+        if holder.is_gone:
+            return True
+        raise Taken(holder)
+    logger.warning("%s: held by %s; waiting up to %g s to see whether it is still at work", path,
+                   holder or "an unknown process", STALE_SECONDS)  # fmt: skip
+    deadline = time.monotonic() + STALE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        now = _read(path)
+        if now is None:
+            return False
+        if now != found:
+            raise Taken(Holder.decode(now))
+    return True
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as stream:  # anew every time: that is when other hosts' writes are seen
+            return stream.read(_LONGEST)
+    except FileNotFoundError:
+        return None
