@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,17 @@ def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, 
     if not module.endswith(".py"):
         if not _module_exists(module, folder):
             raise ConfigError(
-                f"{place}: task: there is no module {module!r} (looked in {folder} and on Python's path), "
-                f"got {config.task.type!r}"
+                f"{place}: task: there is no module {module!r} (looked in {folder}, in the current folder and "
+                f"on Python's path), got {config.task.type!r}"
             )
         return config
     file = (folder / module).resolve()
     if not file.is_file():
         raise ConfigError(f"{place}: task: there is no file {file}, got {config.task.type!r}")
+    if file.stem in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{place}: task: {file} has the name of a module of Python's own and would hide it: rename the file"
+        )
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
@@ -99,7 +104,7 @@ def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
 
 def _module_exists(module: str, folder: Path) -> bool:
     top = module.split(".")[0]
-    if (folder / top).is_dir() or (folder / f"{top}.py").is_file():
+    if any((each / top).is_dir() or (each / f"{top}.py").is_file() for each in (folder, Path())):
         return True
     try:
         return importlib.util.find_spec(top) is not None

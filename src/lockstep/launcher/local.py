@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.distributed.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
 from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError, RankStalled
+from lockstep.import_path import safe_interpreters
 from lockstep.launcher.plan import LaunchPlan
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def warm_up(threads: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.launcher.preload"])
-    multiprocessing.forkserver.ensure_running()
+    with safe_interpreters():  # `python -c` would look for multiprocessing in the current folder first
+        multiprocessing.forkserver.ensure_running()
 
 
 def launch(

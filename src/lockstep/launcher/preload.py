@@ -8,12 +8,14 @@ import weakref
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
 
+import lockstep.import_path
 import lockstep.launcher.child
 import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
-import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before
+import lockstep.train.trainer
 
+lockstep.import_path.forget_safe_interpreters()
 # A signal to the whole process group must not take the fork server away: the launcher would lose sight of its ranks.
 # Nor may a request to save or to write down stacks end a rank that does not listen to it yet, as it would by default.
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -170,5 +170,5 @@ def start_again(folder: Path, env: Mapping[str, str], options: Mapping[str, Any]
                 f"{folder}: this run was started on {script.hosts} hosts: start `lockstep resume` on each of them by "
                 "the launcher that started it (torchrun ... -m lockstep resume RUN_DIR)"
             )
-        python += ["-m", "lockstep", "run", "--processes", str(script.processes)]
+        python += ["-P", "-m", "lockstep", "run", "--processes", str(script.processes)]
     return Start([*python, *script.command], {RESUME_FOLDER: str(folder.resolve())}, script.directory)

@@ -35,7 +35,7 @@ def plan(config: RunConfig, folder: str) -> LaunchPlan:
     """What would be started to train a resolved config."""
     from lockstep.launcher.plan import local_plan
 
-    argv = [sys.executable, "-m", "lockstep.worker", folder]
+    argv = [sys.executable, "-P", "-m", "lockstep.worker", folder]
     limits = config.launch
     return local_plan(argv, int(config.processes), threads=limits.threads, port=limits.port, watched=True)
 
