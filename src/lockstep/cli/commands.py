@@ -16,6 +16,7 @@ from lockstep.cli.schema import schema
 from lockstep.cli.train import resume, train
 from lockstep.cli.verify import verify
 from lockstep.errors import LockstepError
+from lockstep.shown import shown
 
 
 class Commands(click.Group):
@@ -27,6 +28,9 @@ class Commands(click.Group):
         except LockstepError as error:
             say(str(error))
             sys.exit(error.exit_code)
+        except click.ClickException as error:
+            vars(error)["message"] = shown(error.message)  # it quotes the command line, which may quote anything
+            raise
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,6 +14,7 @@ from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.errors import ConfigError
+from lockstep.shown import in_a_line
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -302,5 +303,5 @@ def _names_at(model: type[BaseModel], keys: KeyPath) -> list[str]:
 def _dotted(keys: KeyPath) -> str:
     text = ""
     for key in keys:
-        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
-    return text
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
+    return in_a_line(text)

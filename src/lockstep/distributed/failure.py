@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.distributed import trouble
 from lockstep.errors import CONSEQUENCES, LOST_PEER, LockstepError, NonFiniteGradients, NonFiniteLoss, NonFiniteWeights
+from lockstep.shown import visible
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Failure:
                 f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
                 for text, ranks in same.items()
             ]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 @dataclass(frozen=True)

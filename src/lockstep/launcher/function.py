@@ -23,6 +23,7 @@ from lockstep.launcher import local, script
 from lockstep.launcher.child import call_function
 from lockstep.launcher.plan import local_plan
 from lockstep.record import run_folder
+from lockstep.shown import shown
 from lockstep.train.requests import Preempted
 
 _calls = itertools.count(1)
@@ -115,7 +116,7 @@ class _Folder:
 
 
 def _say(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    print(f"lockstep: {shown(text)}", file=sys.stderr, flush=True)
 
 
 def _existing_or_new(folder: Path) -> Path:

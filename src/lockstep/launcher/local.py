@@ -25,6 +25,7 @@ from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, LaunchError, RankStalled
 from lockstep.import_path import safe_interpreters
 from lockstep.launcher.plan import LaunchPlan
+from lockstep.shown import shown
 
 if TYPE_CHECKING:
     from lockstep.distributed.watch.stall import Limits, Stall
@@ -77,7 +78,7 @@ def launch(
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
             print(
-                f"lockstep: {failure.render(len(plan.processes))}\n"
+                f"lockstep: {shown(failure.render(len(plan.processes)))}\n"
                 f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})",
                 file=sys.stderr,
                 flush=True,
@@ -176,7 +177,7 @@ def _tell_who_was_late(error_files: list[Path]) -> None:
 
     for file in map(late_file, error_files):
         with contextlib.suppress(FileNotFoundError):
-            print(f"lockstep: {file.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
+            print(f"lockstep: {shown(file.read_text(encoding='utf-8'))}", file=sys.stderr, flush=True)
 
 
 def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.shown import shown
 from lockstep.start import cluster, local
 from lockstep.start import folder as folders
 
@@ -173,5 +174,5 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
 
 
 def _tell(text: str) -> None:
-    for line in text.splitlines():
+    for line in shown(text).split("\n"):
         print(f"lockstep: {line}", file=sys.stderr, flush=True)
