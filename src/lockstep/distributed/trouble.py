@@ -14,8 +14,8 @@ _SHARED_MEMORY = "/dev/shm"
 _DEAD_WORKER = ("dataloader worker (pid",)
 _NO_SHARED_MEMORY = ("shared memory", "unable to write to file </torch_", "unable to mmap", "bus error")
 _NO_MEMORY = (
-    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "failed to allocate memory",
-    "bad_alloc", "cublas_status_alloc_failed", "resource_exhausted",
+    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
+    "failed to allocate memory", "bad_alloc", "cublas_status_alloc_failed", "resource_exhausted",
 )  # fmt: skip
 # Less room than this in shared memory, and it is what a write without a file's name found no room in.
 _LITTLE_BYTES = 1_000_000

@@ -90,9 +90,8 @@ class LiveDisplay(Display):
             super().row(row, lags)
             return
         if "examples_per_second" in row:
-            numbers = "  ".join(
-                [*map(in_a_line, _metrics(row)), f"{row['examples_per_second']:,.0f} examples/s", *_lag(lags)]
-            )
+            parts = [*_metrics(row), f"{row['examples_per_second']:,.0f} examples/s", *_lag(lags)]
+            numbers = in_a_line("  ".join(parts))
             self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"], numbers=numbers)
         else:
             self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"])
