@@ -33,6 +33,11 @@ def shown(text: str) -> str:
     return f"{text[:_BEGINNING]}\n... {left_out} characters are left out here ...\n{text[-_END:]}"
 
 
+def brief(text: str, longest: int = 200) -> str:
+    """For a value that is quoted in a sentence."""
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
 def _visible(character: str) -> str:
     if character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs":
         return character

@@ -12,7 +12,10 @@ from typing import Any
 
 from lockstep.config.nearest import did_you_mean
 from lockstep.config.schema import RunConfig
+from lockstep.config.text_file import read_bytes
 from lockstep.errors import ConfigError
+
+_LONGEST_SOURCE = 10_000_000
 
 KeyPath = tuple[str | int, ...]
 
@@ -38,9 +41,13 @@ def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, 
             f"{place}: task: {file} has the name of a module of Python's own and would hide it: rename the file"
         )
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        tree = ast.parse(read_bytes(file, _LONGEST_SOURCE), filename=str(file))
     except SyntaxError as error:
         raise ConfigError(f"{place}: task: {file}:{error.lineno}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; thousands of parentheses
+        raise ConfigError(f"{place}: task: {file}: not valid Python: {error or type(error).__name__}") from None
+    except OSError as error:
+        raise ConfigError(f"{place}: task: {file}: cannot be read: {error.strerror}") from None
     # A file may make its class by assignment or import; only a file that defines classes and not this one is refused.
     classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
     if classes and not {name, "*"} & _top_level_names(tree.body):
