@@ -21,13 +21,12 @@ def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: f
     from lockstep.doctor import report
     from lockstep.doctor.check import exit_code, overall
     from lockstep.doctor.examine import examine
-    from lockstep.shown import visible
 
     asked = ["cuda" if name == "gpu" else name for name in runtimes]
     checks = []
     for check in examine(asked, processes, out, limit):
         checks.append(check)
         if not as_json:
-            click.echo(visible(report.text(check)))
+            click.echo(report.text(check))
     click.echo(report.as_json(checks) if as_json else report.conclusion(checks))
     sys.exit(exit_code(overall(checks)))

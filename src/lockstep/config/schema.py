@@ -105,7 +105,7 @@ class Strategy(Section):
     type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
-    bucket_mb: int = Field(25, gt=0, le=1_000_000)
+    bucket_mb: int = Field(25, gt=0, le=2**40)
     mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
     meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(

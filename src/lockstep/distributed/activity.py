@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from time import monotonic
 from typing import NamedTuple
+
+_LONGEST_TEXT = 2000
 
 STARTING, LEFT = "starting", "done"
 
@@ -89,7 +92,21 @@ class Beat:
 
     @classmethod
     def decode(cls, data: bytes) -> Beat | None:
-        return cls(**json.loads(data)) if data else None
+        """None for what is no beat: it came over a network."""
+        try:
+            told = json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(told, dict) or set(told) != {each.name for each in fields(cls)}:
+            return None
+        whole, numbers = ("count", "number", "step"), ("limit", "still")
+        sound = (
+            all(type(told[name]) is int and told[name] >= 0 for name in whole)
+            and all(type(told[name]) in (int, float) and told[name] >= 0 for name in numbers)  # also infinite
+            and all(type(told[name]) is bool for name in ("waits", "first"))
+            and all(type(told[name]) is str and len(told[name]) <= _LONGEST_TEXT for name in ("doing", "where"))
+        )
+        return cls(**{**told, **{name: _as_float(told[name]) for name in numbers}}) if sound else None
 
     @property
     def at(self) -> str:
@@ -105,6 +122,13 @@ class Beat:
         """`waits in gradient reduction of step 118`, `in loss of step 3, train.py:42`."""
         verb = "waits in" if self.waits else "in"
         return f"{verb} {self.at}{f', {self.where}' if self.where and not self.waits else ''}"
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
 
 
 def beat_key(rank: int) -> str:

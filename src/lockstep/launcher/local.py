@@ -224,6 +224,11 @@ def _store(plan: LaunchPlan) -> Iterator[tuple[int, Any]]:
         except OSError as error:
             if plan.port is None:
                 raise LaunchError(f"no port can be opened on 127.0.0.1: {error}") from None
+            if error.errno == errno.EACCES:
+                raise LaunchError(
+                    f"launch.port: port {plan.port} is one of those that only root may listen at. Leave launch.port "
+                    "out and a free one is picked, or name one from 1024 on"
+                ) from None
             raise LaunchError(port_in_use(plan.port)) from None
         listener.listen(1024)
         port = listener.getsockname()[1]

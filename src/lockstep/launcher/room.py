@@ -12,11 +12,18 @@ from lockstep.launcher import cgroup
 
 # Every rank meets the others at a port of its own, and a host has no more of them.
 _PORTS = 65_535
+# With fewer open files than this torch cannot even be imported, or its store not be opened.
+_FILES = 50
 _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
 
 def check(processes: int, workers: int = 0) -> None:
     """Refuse a number of ranks, and of data workers for each, that cannot be."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _FILES:
+        raise ConfigError(
+            f"a process may have {files} files open here, and a run needs {_FILES} of them: ulimit -n {_FILES}"
+        )
     most, why = limit()
     if processes > most:
         raise ConfigError(f"processes: {processes} is more than this host can have: at most {most} ({why})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -54,12 +55,15 @@ def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
     from lockstep.distributed.watch.stall import Limits
     from lockstep.launcher import local
     from lockstep.record import run_folder
+    from lockstep.record.writers import naming
 
     planned = plan(config, str(folder))
     count = len(planned.processes)
     threads = f", {planned.threads} thread{'s' if planned.threads > 1 else ''} each" if config.runtime != "xla" else ""
     tell(f"{count} process{'es' if count > 1 else ''} on {config.runtime}{threads}; run folder {folder}")
-    with run_folder.locked(folder):
+    with contextlib.ExitStack() as held:
+        with naming(folder):  # a full disk names no file by itself
+            held.enter_context(run_folder.locked(folder))
         return local.launch(
             planned,
             max_restarts=config.launch.max_restarts,
