@@ -1,10 +1,12 @@
 """Lockstep trains PyTorch models with every device in step."""
 
-from __future__ import annotations
+from lockstep import import_path
 
-import importlib
-import types
-from typing import TYPE_CHECKING, Any
+import_path.leave_out_current_folder()  # before anything that could be found there is imported
+
+import importlib  # noqa: E402
+import types  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from lockstep.errors import ConfigError, LockstepError, WorkerFailed

@@ -12,6 +12,8 @@ import select
 import sys
 from typing import Any, TextIO
 
+from lockstep.shown import shown
+
 # How long a reader of a pipe that does not block may take to make room.
 _ROOM_SECONDS = 1.0
 
@@ -19,7 +21,7 @@ _ROOM_SECONDS = 1.0
 def tell(text: str, end: str = "\n") -> None:
     """Say something on standard error, if anybody hears it."""
     try:
-        sys.stderr.write(f"{text}{end}")
+        sys.stderr.write(f"{shown(text)}{end}")
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):  # broken; closed; none at all
         pass

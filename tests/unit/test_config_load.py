@@ -279,8 +279,8 @@ def test_a_key_that_is_given_twice_is_refused(problems: Problems, text: str, mes
 
 def test_an_unknown_task_module_is_told_before_any_process_starts(problems: Problems, tmp_path: Path) -> None:
     assert problems("task: no_such_package.module:Mine\n") == [
-        f"config.yaml:1: task: there is no module 'no_such_package.module' (looked in {tmp_path} and on Python's "
-        "path), got 'no_such_package.module:Mine'"
+        f"config.yaml:1: task: there is no module 'no_such_package.module' (looked in {tmp_path}, in the current "
+        "folder and on Python's path), got 'no_such_package.module:Mine'"
     ]
 
 

@@ -204,10 +204,14 @@ def test_an_error_of_the_users_comes_with_its_type_and_traceback() -> None:
 
 
 def test_a_full_disk_is_told_with_the_remedy_and_without_a_traceback() -> None:
-    written = report(caught(OSError(28, "No space left on device")), 0, "box")
-    assert written.message.startswith("could not be written: [Errno 28] No space left on device")
+    written = report(caught(OSError(28, "No space left on device", "runs/metrics.jsonl")), 0, "box")
+    assert written.message.startswith("could not be written: [Errno 28] No space left on device: 'runs/metrics.jsonl'")
     assert "make room and resume" in written.message
     assert (written.traceback, written.consequence) == ("", False)
+
+
+def test_a_full_disk_that_names_no_file_is_told_with_the_line_that_wrote() -> None:
+    assert "test_failure.py" in report(caught(OSError(28, "No space left on device")), 0, "box").traceback
 
 
 def test_an_error_without_words_is_told_by_its_type() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from conftest import TASK_FILE
+from lockstep import import_path
 from lockstep.config.load import load
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
@@ -258,3 +262,48 @@ def test_an_error_inside_of_a_constructor_is_the_users_to_see() -> None:
 
     with pytest.raises(TypeError, match="not that many"):
         construct(Fussy, {"hidden": 3}, "task")
+
+
+# Where modules are found
+
+
+@pytest.fixture
+def path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(import_path, "_task_folders", [])
+
+
+@pytest.mark.usefixtures("path_as_before")
+def test_the_folder_of_a_task_comes_behind_all_that_is_installed_and_the_newest_first(tmp_path: Path) -> None:
+    before = list(sys.path)
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for folder in (*folders, folders[0]):
+        import_path.add_task_folder(folder)
+    assert sys.path == [*before, *folders]
+    import_path.add_task_folder(before[0])  # where somebody else put it
+    assert sys.path == [*before, *folders]
+
+
+@pytest.mark.usefixtures("path_as_before")
+@pytest.mark.parametrize("name", ["random", "yaml"])
+def test_a_task_in_a_file_with_the_name_of_another_module_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / f"{name}.py"
+    file.write_text("raise AssertionError('executed')")
+    known = importlib.import_module(name)
+    with pytest.raises(ConfigError, match=f"{name}.py has the name of another module and would hide it: rename"):
+        import_object(f"{file}:Mine", "task")
+    assert sys.modules[name] is known
+
+
+def test_only_ours_are_told_to_look_elsewhere_and_pass_it_on_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print(bool(sys.flags.safe_path))"
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with import_path.safe_interpreters():
+        inside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        import_path.forget_safe_interpreters()
+        assert "PYTHONSAFEPATH" not in os.environ
+    assert (inside.stdout.strip(), "PYTHONSAFEPATH" in os.environ) == ("True", False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    with import_path.safe_interpreters():
+        import_path.forget_safe_interpreters()
+    assert os.environ["PYTHONSAFEPATH"] == "1"

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.text_file import LONGEST_RECORD, read_bytes
+
 FORMAT = 1
 STEP_PREFIX = "step-"
 MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
@@ -60,17 +62,21 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, if it is one and whole; raises Damaged or Unreadable."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(read_bytes(folder / MANIFEST_FILE, LONGEST_RECORD))
         if manifest["format"] != FORMAT:
             raise Damaged(f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}")
         if manifest["digest"] != _digest(manifest):
             raise Damaged(f"{MANIFEST_FILE} does not match its own digest")
         for name in FILES:
-            _ = manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]
+            size, digest = manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]
+            if type(size) is not int or size < 0 or not isinstance(digest, str):
+                raise Damaged(f"{MANIFEST_FILE} does not say how long {name} is, or its digest")
+        if isinstance(value := manifest.get("value"), int):
+            manifest["value"] = float(value)  # or an OverflowError: nobody has measured a number of 400 digits
         _check_step(folder, manifest)
     except OSError as error:
         raise not_read(MANIFEST_FILE, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{MANIFEST_FILE} cannot be read: {error}") from None
     return manifest
 

@@ -71,7 +71,7 @@ class SharedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, (ValueError, KeyError, TypeError, AttributeError)):
+            if isinstance(error, (ValueError, KeyError, TypeError, AttributeError, RecursionError)):
                 self._read_to_the_end()
                 raise (self._problem or Damaged(f"{self._name} cannot be read: {error}")) from None
             if error is None:

@@ -17,6 +17,10 @@ import torch
 from safetensors.torch import save
 
 _LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000  # as in the library of the format
+_DIMENSIONS = 64
+_LARGEST = 2**62
+_PAIRS = (torch.float16, torch.float32, torch.float64)  # of which complex numbers can be made
 _ALIGNMENT = 8  # of the first tensor, so that the file can be mapped
 _METADATA = "__metadata__"
 _COMPLEX = "complex"  # in the metadata: tensors of pairs that are complex numbers of a type that the format lacks
@@ -57,13 +61,15 @@ def read(fill: Callable[[memoryview], None], size: int) -> dict[str, torch.Tenso
     Raises ValueError, KeyError or TypeError where the bytes are not those of such a file.
     """
     length = int.from_bytes(_next(fill, _LENGTH_BYTES, size), "little")
-    header = json.loads(_next(fill, length, size - _LENGTH_BYTES))
+    if length > _LONGEST_HEADER:
+        raise ValueError(f"its header would have {length} bytes; the format allows {_LONGEST_HEADER}")
+    header = _parsed(_next(fill, length, size - _LENGTH_BYTES))
     tensors = {}
     for name, dtype, shape in _entries(header, size - _LENGTH_BYTES - length):
         tensors[name] = torch.empty(shape, dtype=dtype)
         fill(memory(tensors[name]))
-    for name in json.loads(header.get(_METADATA, {}).get(_COMPLEX, "[]")):
-        if tensors[name].shape[-1:] != (2,):
+    for name in _parsed(header.get(_METADATA, {}).get(_COMPLEX, "[]")):
+        if tensors[name].shape[-1:] != (2,) or tensors[name].dtype not in _PAIRS:
             raise ValueError(f"{name!r} has no pairs of numbers")
         tensors[name] = torch.view_as_complex(tensors[name])
     return tensors
@@ -93,16 +99,28 @@ def _entries(header: dict[str, Any], size: int) -> Iterator[_Entry]:
     for name, entry in sorted(told.items(), key=lambda each: each[1]["data_offsets"]):
         dtype, shape, (begin, end) = (
             dtypes[entry["dtype"]],
-            [int(each) for each in entry["shape"]],
+            list(entry["shape"]),
             entry["data_offsets"],
         )
-        if begin != position or end - begin != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+        if (
+            not all(type(each) is int and 0 <= each <= _LARGEST for each in (*shape, begin, end))
+            or len(shape) > _DIMENSIONS
+        ):
+            raise ValueError(f"the shape or the place of {name!r} cannot be")
+        if begin != position or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"the place of {name!r} in the file does not fit its shape")
         entries.append(_Entry(name, dtype, shape))
         position = end
     if position != size:
         raise ValueError(f"its tensors have {position} bytes, and the file has room for {size}")
     yield from entries
+
+
+def _parsed(text: bytearray | str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
 
 
 def _next(fill: Callable[[memoryview], None], length: int, left: int) -> bytearray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +17,8 @@ from lockstep.cli.run import run
 from lockstep.cli.schema import schema
 from lockstep.cli.train import resume, train
 from lockstep.cli.verify import verify
-from lockstep.errors import INTERRUPTED_EXIT_CODE, LockstepError
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
+from lockstep.shown import shown
 from lockstep.terminal import make_safe
 
 
@@ -28,6 +31,7 @@ class Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         try:
+            _require_a_current_folder()
             return super().invoke(context)
         except LockstepError as error:
             say(str(error))
@@ -35,6 +39,42 @@ class Commands(click.Group):
         except KeyboardInterrupt:  # before there was anything to end, or after
             say("interrupted")
             sys.exit(INTERRUPTED_EXIT_CODE)
+        except click.ClickException as error:
+            vars(error)["message"] = shown(error.message)  # it quotes the command line, which may quote anything
+            raise
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            say(_of_the_system(error))
+            sys.exit(ConfigError.exit_code)
+
+
+def _require_a_current_folder() -> None:
+    """Whatever is relative to it would fail, each in its own way."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the folder that this command was given in cannot be entered any more: {error.strerror}. It was deleted, "
+            "or is out of reach: cd into another one"
+        ) from None
+
+
+def _of_the_system(error: OSError) -> str:
+    """What the system refused, where nobody nearer to it had more to say."""
+    remedy = {
+        errno.EMFILE: "; too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "; the system has too many files open",
+        errno.ENOSPC: "; make room on that disk, or name a folder on another one",
+        errno.EDQUOT: "; make room on that disk, or name a folder on another one",
+        errno.EACCES: "; this user may not",
+        errno.EPERM: "; this user may not",
+        errno.EROFS: "; nothing can be written there",
+        errno.ENOMEM: "; there is not enough memory",
+        errno.EAGAIN: "; the limit of processes is reached (ulimit -u)",
+    }.get(error.errno or 0, "")
+    place = f"{error.filename}: " if error.filename is not None else ""
+    return f"{place}{error.strerror or error}{remedy}"
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

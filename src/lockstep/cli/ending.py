@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ def conclude(folder: Path, result: Result, config: RunConfig) -> NoReturn:
 
 def _tell(folder: Path, result: Result, config: RunConfig) -> int:
     """The exit code: that of the run, and 75 only where there is a checkpoint to go on from."""
-    from lockstep.record.run_folder import SUMMARY_FILE, record
+    from lockstep.record.run_folder import read_summary, record
 
     saved = any((folder / "checkpoints").glob("step-*"))
 
@@ -54,8 +53,7 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> int:
         then = "go on from the last checkpoint" if saved else "nothing was saved; start over"
         say(f"ended at once; {then} with: lockstep resume {folder}")
         return result.exit_code
-    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-    say(f"{summary['status']}: {_outcome(summary)}")
+    say(_outcome(read_summary(folder)))
     say(f"run folder: {folder}")
     limit = "steps" if config.train.steps is not None else "epochs"
     say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
@@ -65,5 +63,12 @@ def _tell(folder: Path, result: Result, config: RunConfig) -> int:
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items() if value is not None)
-    return f"epoch {summary['epoch']}, step {summary['step']} in {summary['seconds']:.1f} s  {metrics}"
+    """Of what rank 0 wrote down a moment ago; whatever is not there by now, or not what it was, is left out."""
+    told = [f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"]
+    if isinstance(seconds := summary.get("seconds"), (int, float)):
+        told[0] += f" in {seconds:.1f} s"
+    metrics = summary.get("metrics")
+    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        if isinstance(value, (int, float)):
+            told.append(f"{name} {value:.4g}")
+    return f"{summary.get('status', 'ended')}: {'  '.join(told)}"

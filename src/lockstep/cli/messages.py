@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import click
 
+from lockstep.shown import shown
+
 
 def say(text: str) -> None:
-    for line in text.splitlines():
+    for line in shown(text).split("\n"):
         click.echo(f"lockstep: {line}" if line else "", err=True)
 
 

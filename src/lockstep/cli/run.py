@@ -10,6 +10,7 @@ import click
 
 from lockstep.cli.messages import say
 from lockstep.cli.options import DRY_RUN
+from lockstep.shown import visible
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -43,7 +44,7 @@ def run(
     count = processes or runtime.resolve(RunSettings())[1]
     plan = local_plan([sys.executable, *command, *args], count, port=port)
     if dry_run:
-        click.echo(plan.render())
+        click.echo(visible(plan.render()))
         return
     result = local.launch(plan, max_restarts=max_restarts, fresh=fresh)
     if result.failure is not None:

@@ -13,6 +13,7 @@ from lockstep.cli.ending import conclude
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
+from lockstep.shown import visible
 from lockstep.start import checkpoint, cluster, local
 from lockstep.start import folder as folders
 
@@ -127,7 +128,7 @@ def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[
     if again is None:
         return False
     if dry_run:
-        click.echo(again.render())
+        click.echo(visible(again.render()))
         return True
     if not wanted.is_newest:
         known = script.read(run_dir)
@@ -188,4 +189,4 @@ def _print(config: RunConfig, plan: str) -> None:
     from lockstep.config.load import to_yaml
 
     click.echo(to_yaml(config.plain()))
-    click.echo(plan)
+    click.echo(visible(plan))

@@ -10,6 +10,7 @@ import click
 
 from lockstep.cli.messages import say
 from lockstep.cli.options import SET
+from lockstep.shown import visible
 
 
 @click.command()
@@ -54,7 +55,7 @@ def verify(
         say("asked to stop: the run under way was ended")
         sys.exit(INTERRUPTED_EXIT_CODE)
     shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
-    click.echo(shown)
+    click.echo(visible(shown))
     if form != "json":
         click.echo(f"\n{report.conclusion(found)}")
     if place.keep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +12,15 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.task_file import KeyPath, with_task_located
+from lockstep.config.text_file import read_text
+from lockstep.config.yaml_text import parse_nodes, parse_yaml, to_yaml
 from lockstep.errors import ConfigError
+from lockstep.shown import brief, in_a_line
+
+__all__ = [
+    "check_profile_ranks", "check_strategy", "load", "load_python", "parse_yaml", "read", "to_yaml", "uneven_shares",
+    "validate", "with_values",
+]  # fmt: skip
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -23,55 +30,12 @@ SHORT_FORMS = ("task", "optimizer", "scheduler", "strategy", "launch")
 COMPONENTS = ("task", "optimizer", "scheduler")
 
 
-class SafeLoader(yaml.SafeLoader):
-    """YAML as people expect it: `on` is a word, not true, and `1e-3` is a number, not text (as in YAML 1.2)."""
-
-
-SafeLoader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag.removeprefix("tag:yaml.org,2002:") not in ("bool", "float", "timestamp")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-SafeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-SafeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
-
-
-class SafeDumper(yaml.SafeDumper):
-    """Quotes what SafeLoader would otherwise take for something else."""
-
-
-SafeDumper.yaml_implicit_resolvers = {
-    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *SafeLoader.yaml_implicit_resolvers.get(first, [])]
-    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *SafeLoader.yaml_implicit_resolvers}
-}
-
-
-def to_yaml(value: Any) -> str:
-    """Text that `parse_yaml` reads back as it was."""
-    return yaml.dump(value, Dumper=SafeDumper, sort_keys=False)
-
-
-def parse_yaml(text: str) -> Any:
-    """Plain data from YAML text; tags that would make objects are refused."""
-    return yaml.load(text, Loader=SafeLoader)  # a safe loader: it is derived from yaml.SafeLoader
-
-
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a config file, apply `key.path=value` overrides and validate the whole."""
     raw, places = read(path)
     for override in overrides:
         keys = _apply(raw, override)
+        override = brief(override)
         places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
         places.update({keys[:n]: f"--set {override}" for n in range(1, len(keys) + 1) if keys[:n] not in places})
     return _loaded(raw, places, path.resolve().parent, str(path))
@@ -162,19 +126,19 @@ def check_profile_ranks(profile: Profile | None, world_size: int) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: there is no such file. `lockstep init` writes a config and a task to start from"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    lines: dict[KeyPath, int] = {}
     try:
-        node = yaml.compose(text, Loader=SafeLoader)
-        raw = parse_yaml(text)
+        raw = parse_nodes(text, lambda root: _collect_lines(root, (), lines, path))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -186,11 +150,6 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise ConfigError(f"{path}: the file is empty. It needs at least a task, for example\n  task: file.py:MyTask")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}:1: the config must be a mapping of keys to values, not {type(raw).__name__}")
-    lines: dict[KeyPath, int] = {}
-    try:
-        _collect_lines(node, (), lines, path)
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid here: an alias (*name) stands inside of what it names") from None
     return raw, lines
 
 
@@ -213,12 +172,13 @@ def _collect_lines(node: yaml.Node | None, at: KeyPath, lines: dict[KeyPath, int
 def _apply(raw: dict[str, Any], override: str) -> KeyPath:
     name, equals, text = override.partition("=")
     keys = tuple(name.strip().split("."))
+    override = brief(override)
     if not equals or not all(keys):
         raise ConfigError(f"--set {override}: write key.path=value, for example --set train.batch_size=64")
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override}: {text!r} is not valid YAML: {error}") from None
+        raise ConfigError(f"--set {override}: {brief(text)!r} is not valid YAML: {error}") from None
     _put(raw, keys, value, f"--set {override}")
     return keys
 
@@ -302,5 +262,5 @@ def _names_at(model: type[BaseModel], keys: KeyPath) -> list[str]:
 def _dotted(keys: KeyPath) -> str:
     text = ""
     for key in keys:
-        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
-    return text
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
+    return in_a_line(text)

@@ -105,7 +105,7 @@ class Strategy(Section):
     type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
-    bucket_mb: int = Field(25, gt=0)
+    bucket_mb: int = Field(25, gt=0, le=2**40)
     mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
     meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
@@ -166,7 +166,7 @@ class Split(Section):
 class Data(Section):
     workers: int = Field(0, ge=0)
     pin_memory: bool | None = Field(None, description="page-locked host memory; where not given, with CUDA")
-    prefetch: int | None = Field(None, gt=0, description="batches that every worker fetches ahead")
+    prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that every worker fetches ahead")
     drop_last: bool = False
     shuffle: bool = True
     split: Split | None = None
@@ -259,7 +259,9 @@ class Launch(Section):
     type: Literal["local", "ray"] = "local"
     max_restarts: int = Field(0, ge=0)
     port: int | None = Field(None, gt=0, lt=65536, description="a free one where not given")
-    threads: int | None = Field(None, gt=0, description="CPU threads per process; cores / processes where not given")
+    threads: int | None = Field(
+        None, gt=0, le=65_536, description="CPU threads per process; cores / processes where not given"
+    )
     join_timeout: Seconds = Field(60.0, description="how long to wait for all ranks to arrive")
     timeout: Seconds = Field(1800.0, description="the longest wait for other ranks while training")
     grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
@@ -319,7 +321,7 @@ class RunSettings(Section):
         ),
     ] = Field("auto", description="gpu means cuda")
     processes: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = "auto"
-    devices: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_processes)] = Field(
+    devices: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, le=65_536)], BeforeValidator(_processes)] = Field(
         "auto", description="XLA devices of every process; on the CPU, how many it pretends to have"
     )
     strategy: Annotated[Strategy, _as_mapping(Strategy)] = Strategy()

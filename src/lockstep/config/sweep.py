@@ -69,8 +69,10 @@ class Sweep(Section):
 
     metric: str = "val/loss"
     mode: Literal["min", "max"] = "min"
-    samples: int = Field(1, gt=0, description="how often the space is drawn from; a grid is walked as often")
-    concurrency: int = Field(1, gt=0, description="trials at a time, each with all its workers")
+    samples: int = Field(
+        1, gt=0, le=1_000_000, description="how often the space is drawn from; a grid is walked as often"
+    )
+    concurrency: int = Field(1, gt=0, le=100_000, description="trials at a time, each with all its workers")
     seed: int = Field(0, ge=0, lt=2**32, description="of what is drawn")
     space: dict[str, Axis] = Field(min_length=1)
     prune: Asha | None = None

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.nearest import did_you_mean
 from lockstep.config.schema import RunConfig
+from lockstep.config.text_file import read_bytes
 from lockstep.errors import ConfigError
+
+_LONGEST_SOURCE = 10_000_000
 
 KeyPath = tuple[str | int, ...]
 
@@ -25,17 +29,25 @@ def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, 
     if not module.endswith(".py"):
         if not _module_exists(module, folder):
             raise ConfigError(
-                f"{place}: task: there is no module {module!r} (looked in {folder} and on Python's path), "
-                f"got {config.task.type!r}"
+                f"{place}: task: there is no module {module!r} (looked in {folder}, in the current folder and "
+                f"on Python's path), got {config.task.type!r}"
             )
         return config
     file = (folder / module).resolve()
     if not file.is_file():
         raise ConfigError(f"{place}: task: there is no file {file}, got {config.task.type!r}")
+    if file.stem in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{place}: task: {file} has the name of a module of Python's own and would hide it: rename the file"
+        )
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        tree = ast.parse(read_bytes(file, _LONGEST_SOURCE), filename=str(file))
     except SyntaxError as error:
         raise ConfigError(f"{place}: task: {file}:{error.lineno}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; thousands of parentheses
+        raise ConfigError(f"{place}: task: {file}: not valid Python: {error or type(error).__name__}") from None
+    except OSError as error:
+        raise ConfigError(f"{place}: task: {file}: cannot be read: {error.strerror}") from None
     # A file may make its class by assignment or import; only a file that defines classes and not this one is refused.
     classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
     if classes and not {name, "*"} & _top_level_names(tree.body):
@@ -99,7 +111,7 @@ def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
 
 def _module_exists(module: str, folder: Path) -> bool:
     top = module.split(".")[0]
-    if (folder / top).is_dir() or (folder / f"{top}.py").is_file():
+    if any((each / top).is_dir() or (each / f"{top}.py").is_file() for each in (folder, Path())):
         return True
     try:
         return importlib.util.find_spec(top) is not None

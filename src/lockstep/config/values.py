@@ -12,6 +12,10 @@ from pydantic_core import CoreSchema, core_schema
 _SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 
 
+_MOST = 1e15  # of an interval, in whichever unit
+_LONGEST = 1e9  # seconds of a wait, which are thirty years
+
+
 @dataclass(frozen=True)
 class Interval:
     """How often something happens: every so many steps, epochs or seconds of training."""
@@ -30,6 +34,8 @@ class Interval:
             raise ValueError(f"not an interval; {hint}")
         number, unit = re.match(r"\s*([\d.]+)\s*([a-z]+)", value).groups()  # type: ignore[union-attr]
         count = float(number)
+        if count > _MOST:
+            raise ValueError(f"an interval of more than {_MOST:.0e} would never be over; {hint}")
         singular = unit.removesuffix("s") or "s"
         if singular in _SECONDS:
             count, singular = count * _SECONDS[singular], "second"
@@ -65,7 +71,7 @@ def _duration(value: Any) -> Any:
 Seconds = Annotated[
     float,
     BeforeValidator(_duration, json_schema_input_type=Annotated[float, Field(gt=0)] | str),
-    Field(gt=0, allow_inf_nan=False, examples=["90 s", "5 minutes", 60]),
+    Field(gt=0, le=_LONGEST, allow_inf_nan=False, examples=["90 s", "5 minutes", 60]),
 ]
 
 

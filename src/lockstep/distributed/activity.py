@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from time import monotonic
 from typing import NamedTuple
 
+_LONGEST_TEXT = 2000
+
 STARTING, LEFT = "starting", "done"
-_LONGEST_TEXT = 10_000
 
 
 class Moment(NamedTuple):
@@ -91,23 +93,22 @@ class Beat:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes | None) -> Beat | None:
-        """A beat as it came over the network; None where there is none, or what came is none."""
+    def decode(cls, data: bytes) -> Beat | None:
+        """None for what is no beat: it came over a network."""
         try:
-            beat = cls(**json.loads(data)) if data else None
-        except (ValueError, TypeError, RecursionError):
+            told = json.loads(data)
+        except (ValueError, RecursionError):
             return None
-        return beat if beat is not None and beat._sane() else None
-
-    def _sane(self) -> bool:
-        counts, times, texts = (self.count, self.number, self.step), (self.limit, self.still), (self.doing, self.where)
-        return (
-            all(type(each) is int for each in counts)
-            and all(type(each) in (int, float) and each >= 0 for each in times)
-            and all(type(each) is str and len(each) <= _LONGEST_TEXT for each in texts)
-            and type(self.waits) is bool
-            and type(self.first) is bool
+        if not isinstance(told, dict) or set(told) != {each.name for each in fields(cls)}:
+            return None
+        whole, numbers = ("count", "number", "step"), ("limit", "still")
+        sound = (
+            all(type(told[name]) is int and told[name] >= 0 for name in whole)
+            and all(type(told[name]) in (int, float) and told[name] >= 0 for name in numbers)  # also infinite
+            and all(type(told[name]) is bool for name in ("waits", "first", "begun"))
+            and all(type(told[name]) is str and len(told[name]) <= _LONGEST_TEXT for name in ("doing", "where"))
         )
+        return cls(**{**told, **{name: _as_float(told[name]) for name in numbers}}) if sound else None
 
     @property
     def at(self) -> str:
@@ -123,6 +124,13 @@ class Beat:
         """`waits in gradient reduction of step 118`, `in loss of step 3, train.py:42`."""
         verb = "waits in" if self.waits else "in"
         return f"{verb} {self.at}{f', {self.where}' if self.where and not self.waits else ''}"
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
 
 
 def beat_key(rank: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.distributed import trouble
 from lockstep.errors import (
     CONSEQUENCES,
     LOST_PEER,
@@ -22,6 +22,7 @@ from lockstep.errors import (
     NonFiniteLoss,
     NonFiniteWeights,
 )
+from lockstep.shown import visible
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Failure:
                 f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
                 for text, ranks in same.items()
             ]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -92,29 +93,24 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
     # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).
-    lost = isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
+    own = None if ours else trouble.of(error)
+    lost = own is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
     return Report(
         rank=rank,
         host=host,
         kind=type(error).__name__,
-        message=_message(error, text, ours, lost),
+        message=own.message if own else _message(error, text, ours, lost),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         time=time.time(),
-        traceback="" if ours or lost or _disk_is_full(error) else "".join(user_traceback(error)),
+        traceback="" if ours or lost or (own and own.is_told) else "".join(user_traceback(error)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
     )
 
 
-def _disk_is_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
     if ours:
         return text
-    if _disk_is_full(error):
-        return f"could not be written: {text}. Checkpoints that are there are untouched: make room and resume the run"
     if lost:
         return f"lost the connection to another rank ({type(error).__name__})"
     return f"{type(error).__name__}: {text}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import door
+from lockstep.distributed import door, trouble
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import LOST_PEER, OutOfStep, PeerLost, RankMissing, RankZeroFailed
@@ -139,7 +139,7 @@ class Group:
 
     def explain(self, error: RuntimeError, name: str) -> Exception:
         """What a failure of the data plane means to a user; any other error as it is."""
-        if self.world_size == 1:
+        if self.world_size == 1 or trouble.of(error) is not None:
             return error
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
@@ -196,6 +196,8 @@ class Group:
             try:
                 yield
             except RuntimeError as error:
+                if trouble.of(error) is not None:
+                    raise  # of this rank itself, which found out while it waited
                 waited = time.monotonic() - began
                 if waited >= self.timeout * 0.95:
                     raise RankMissing(self._who_is_missing(name, waited, ranks)) from None

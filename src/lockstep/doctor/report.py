@@ -10,6 +10,7 @@ import click
 
 from lockstep.config.plain import finite
 from lockstep.doctor.check import Check, Verdict, overall
+from lockstep.shown import visible
 
 _SHOWN: dict[Verdict, str] = {"ok": "ok", "none": "-", "warn": "warn", "fail": "fail"}
 _COLOURS: dict[Verdict, str] = {"ok": "green", "none": "bright_black", "warn": "yellow", "fail": "red"}
@@ -19,11 +20,11 @@ _INDENT = " " * (_VERDICT_WIDTH + 2)
 
 def text(check: Check) -> str:
     """Verdict, name and what was found; the remedy on a line of its own. Colours are for a terminal to show."""
-    first, *more = check.found.splitlines() or [""]
+    first, *more = visible(check.found).splitlines() or [""]
     verdict = click.style(_SHOWN[check.verdict].ljust(_VERDICT_WIDTH), fg=_COLOURS[check.verdict])
     lines = [f"{verdict}  {check.name.ljust(_NAME_WIDTH)}  {first}".rstrip()]
     lines += [f"{_INDENT}{line}".rstrip() for line in more]
-    lines += [f"{_INDENT}remedy: {check.remedy}"] if check.remedy else []
+    lines += [f"{_INDENT}remedy: {visible(check.remedy)}"] if check.remedy else []
     return "\n".join(lines)
 
 

@@ -28,6 +28,12 @@ def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | No
     return min((limit for text in texts if (limit := bytes_of(text)) is not None), default=None)
 
 
+def process_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Processes and threads by the tightest limit on the way up; none where there is no limit."""
+    texts = _read(root, membership, "", "pids.max") + _read(root, membership, "pids", "pids.max")
+    return min((int(text) for text in texts if text.isdigit()), default=None)
+
+
 def cores_of(text: str) -> float | None:
     """Quota and period in microseconds, as `cpu.max` has them."""
     quota, _, period = text.partition(" ")

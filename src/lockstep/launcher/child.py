@@ -161,9 +161,12 @@ def _run_python(argv: tuple[str, ...]) -> None:
     """As `python` does: what it runs is `__main__` until the process is gone, also for its threads and handlers."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
+    if argv[1] == "-P":
+        argv = argv[1:]
+    elif argv[1] == "-m":
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     if argv[1] == "-m":
         sys.argv = list(argv[2:])
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
         runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
         return
     sys.argv = list(argv[1:])

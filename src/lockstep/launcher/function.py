@@ -19,7 +19,7 @@ from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, launched
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
-from lockstep.launcher import local, script
+from lockstep.launcher import local, room, script
 from lockstep.launcher.child import call_function
 from lockstep.launcher.plan import local_plan
 from lockstep.record import folder_lock, run_folder
@@ -56,6 +56,7 @@ def launch(
     place = _Folder(script.running(name, next(_calls), checked, topology), checked.name or name, out, folder)
     if topology is None:
         family, count = runtime.resolve(checked)
+        room.check(count, checked.data.workers)
         checked = checked.model_copy(update={"runtime": family, "processes": count})
         if count > 1:
             return _launch_processes(main, checked, place)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.distributed.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
 from lockstep.distributed.signals import QUIET_SIGNALS, Signals, handled, unless_ignored
 from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, RankStalled
+from lockstep.import_path import safe_interpreters
 from lockstep.launcher.plan import LaunchPlan
 from lockstep.terminal import tell
 
@@ -53,7 +54,8 @@ def warm_up(threads: int) -> None:
     context.set_forkserver_preload(["lockstep.launcher.preload"])
     # Neither it nor multiprocessing's own helper may go with a signal to the whole process group: the launcher would
     # lose sight of its ranks. They begin with it ignored, as there are seconds before they could say so themselves.
-    with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)):
+    # And `python -c`, by which they are started, would look for multiprocessing in the current folder first.
+    with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)), safe_interpreters():
         multiprocessing.resource_tracker.ensure_running()
         multiprocessing.forkserver.ensure_running()
 
@@ -257,6 +259,11 @@ def _loopback_port(port: int | None) -> socket.socket:
         listener.close()
         if port is None:
             raise LaunchError(f"no port can be opened on 127.0.0.1: {error}") from None
+        if error.errno == errno.EACCES:
+            raise LaunchError(
+                f"launch.port: port {port} is one of those that only root may listen at. Leave launch.port out and a "
+                "free one is picked, or name one from 1024 on"
+            ) from None
         raise LaunchError(port_in_use(port)) from None
     return listener
 

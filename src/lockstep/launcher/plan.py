@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.distributed.topology import STORE, Place, Topology
-from lockstep.launcher import cgroup
+from lockstep.launcher import cgroup, room
 
 # The port is chosen when the launcher opens its store, so that nobody can take it in between.
 ANY_PORT = "auto"
@@ -56,6 +56,7 @@ def local_plan(
     watched: bool = False,
 ) -> LaunchPlan:
     """All processes on this host, meeting on the loopback interface."""
+    room.check(processes)
     env = os.environ if env is None else env
     threads = threads or _number(env.get("OMP_NUM_THREADS")) or max(1, (cores or available_cores()) // processes)
     shared = {"OMP_NUM_THREADS": str(threads)}

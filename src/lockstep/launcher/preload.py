@@ -8,13 +8,15 @@ import weakref
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
 
+import lockstep.import_path
 import lockstep.launcher.child
 import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
-import lockstep.train.trainer  # noqa: F401  not the worker: it is run as a module, which must not be loaded before
+import lockstep.train.trainer  # not the worker: it is run as a module, which must not be loaded before
 from lockstep.distributed.descendants import adopt_orphans
 
+lockstep.import_path.forget_safe_interpreters()
 # What ranks leave behind becomes the server's, where the launcher finds it and ends it.
 adopt_orphans()
 warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")

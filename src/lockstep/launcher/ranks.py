@@ -183,6 +183,7 @@ class _Functions(MultiprocessContext):
         for rank in self._at_work():
             with suppress(ProcessLookupError):
                 os.kill(self.pids()[rank], signal.SIGTERM)
+        self._worker_finished_event.set()  # a rank that has done its work waits for all others to have done theirs
         while self._alive() and time.monotonic() < began + _GONE_SECONDS:
             if self._at_work() and time.monotonic() > began + _FALL_SECONDS + END_SECONDS:
                 break

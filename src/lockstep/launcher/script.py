@@ -18,6 +18,7 @@ from pydantic import Field
 
 from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunSettings, Section
+from lockstep.config.text_file import read_text
 from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, launched
 from lockstep.errors import ConfigError
@@ -95,7 +96,7 @@ def read(folder: Path) -> Script | None:
     """What a run's folder says of the script that it belongs to; none where it says nothing."""
     file = folder / SCRIPT_FILE
     try:
-        raw = parse_yaml(file.read_text(encoding="utf-8"))
+        raw = parse_yaml(read_text(file))
     except FileNotFoundError:
         return None
     except (OSError, yaml.YAMLError) as error:
@@ -170,5 +171,5 @@ def start_again(folder: Path, env: Mapping[str, str], options: Mapping[str, Any]
                 f"{folder}: this run was started on {script.hosts} hosts: start `lockstep resume` on each of them by "
                 "the launcher that started it (torchrun ... -m lockstep resume RUN_DIR)"
             )
-        python += ["-m", "lockstep", "run", "--processes", str(script.processes)]
+        python += ["-P", "-m", "lockstep", "run", "--processes", str(script.processes)]
     return Start([*python, *script.command], {RESUME_FOLDER: str(folder.resolve())}, script.directory)

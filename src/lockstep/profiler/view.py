@@ -39,7 +39,18 @@ def prepare(run: Path, host: str, port: int) -> tuple[list[Path], list[str]]:
         except OSError as error:
             raise ConfigError(f"{trace}: {error}. Copy the run's folder to where it can be written") from None
     sessions = sorted(path for path in (run / FOLDER).glob(f"proc_*/{SESSIONS}/*") if path.is_dir())
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run), "--host", host, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(run),
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
     return sessions, command
 
 

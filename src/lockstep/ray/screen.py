@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from lockstep.ray.mailbox import Event
 from lockstep.record import display
 from lockstep.record.logs import screen_handler
+from lockstep.shown import shown
 
 
 class _WithoutRay:
@@ -72,5 +73,5 @@ class Screen:
 
 
 def say(text: str) -> None:
-    for line in text.splitlines():
+    for line in shown(text).split("\n"):
         print(f"lockstep: {line}" if line else "", file=sys.stderr, flush=True)

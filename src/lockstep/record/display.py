@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from lockstep.record.writers import Row
+from lockstep.shown import in_a_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +90,8 @@ class LiveDisplay(Display):
             super().row(row, lags)
             return
         if "examples_per_second" in row:
-            numbers = "  ".join([*_metrics(row), f"{row['examples_per_second']:,.0f} examples/s", *_lag(lags)])
+            parts = [*_metrics(row), f"{row['examples_per_second']:,.0f} examples/s", *_lag(lags)]
+            numbers = in_a_line("  ".join(parts))
             self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"], numbers=numbers)
         else:
             self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"])

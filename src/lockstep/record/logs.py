@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.shown import shown
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -81,7 +83,7 @@ class _ScreenFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        return f"{self._prefix}{level}{super().format(record)}"
+        return f"{self._prefix}{level}{shown(super().format(record))}"
 
 
 class _ConsoleHandler(logging.Handler):

@@ -14,6 +14,7 @@ import yaml
 
 from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunConfig
+from lockstep.config.text_file import LONGEST_RECORD, read_text
 from lockstep.errors import ConfigError, FolderLost
 
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
@@ -75,7 +76,7 @@ def read_config(folder: Path) -> RunConfig:
 def read_plain_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     try:
-        raw = parse_yaml(file.read_text(encoding="utf-8"))
+        raw = parse_yaml(read_text(file))
     except FileNotFoundError:
         there = "there is no such folder" if not folder.is_dir() else f"it holds no {CONFIG_FILE}"
         raise ConfigError(f"{folder} is not the folder of a run: {there}") from None
@@ -88,9 +89,9 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """What summary.json says; nothing where there is none, or half of one."""
-    with contextlib.suppress(OSError, ValueError):
-        summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-        return summary
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        summary = json.loads(read_text(folder / SUMMARY_FILE, LONGEST_RECORD))
+        return summary if isinstance(summary, dict) else {}
     return {}
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config.plain import finite
+from lockstep.config.text_file import require_regular
 from lockstep.errors import ConfigError
 
 Row = dict[str, Any]
@@ -23,11 +27,12 @@ class JsonlWriter:
     """One JSON object per line, each line whole."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = path.open("a", encoding="utf-8")
+        self._path, self._stream = path, path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        self._stream.write(json.dumps(finite(row)) + "\n")
-        self._stream.flush()
+        with naming(self._path):
+            self._stream.write(json.dumps(finite(row)) + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
         self._stream.close()
@@ -59,14 +64,20 @@ class TensorBoardWriter:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a jsonl file; a last line that a kill cut short is left out."""
+    """The rows of a jsonl file; what is no row, as a last line that a kill cut short, is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
+    with open(path, encoding="utf-8", errors="replace", opener=_never_waiting) as stream:
+        require_regular(os.fstat(stream.fileno()), path)
+        for line in stream:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and type(row.get("step", 0)) in (int, float):
+                    rows.append(row)
     return rows
+
+
+def _never_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # not for somebody who writes to a pipe
 
 
 def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:
@@ -81,8 +92,9 @@ def drop_rows_after(path: Path, step: int, training_step: int | None = None, kee
     last = {True: step if training_step is None else training_step, False: step}
     left = rows[:keep] if keep is not None else [row for row in rows if row.get("step", 0) <= last[SPEED in row]]
     replacement = path.with_suffix(".partial")
-    replacement.write_text("".join(json.dumps(row) + "\n" for row in left), encoding="utf-8")
-    replacement.replace(path)
+    with naming(path):
+        replacement.write_text("".join(json.dumps(row) + "\n" for row in left), encoding="utf-8")
+        replacement.replace(path)
     return len(left)
 
 
@@ -90,5 +102,15 @@ def write_json(path: Path, value: Any) -> None:
     """Write a whole JSON file or none."""
     temporary = path.with_name(f".{path.name}.partial")
     text = json.dumps(finite(value), indent=1) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with naming(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system names the file: that of a write does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

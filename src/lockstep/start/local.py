@@ -20,8 +20,10 @@ def resolved(config: RunConfig, tell: Tell) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
     from lockstep.config.load import check_profile_ranks, check_strategy, uneven_shares
+    from lockstep.launcher import room
 
     family, processes = runtime.resolve(config)
+    room.check(processes, config.data.workers)
     if idle := runtime.unused_devices(family, processes):
         tell(idle)
     check_strategy(config.strategy.type, processes)
@@ -35,7 +37,7 @@ def plan(config: RunConfig, folder: str) -> LaunchPlan:
     """What would be started to train a resolved config."""
     from lockstep.launcher.plan import local_plan
 
-    argv = [sys.executable, "-m", "lockstep.worker", folder]
+    argv = [sys.executable, "-P", "-m", "lockstep.worker", folder]
     limits = config.launch
     return local_plan(argv, int(config.processes), threads=limits.threads, port=limits.port, watched=True)
 

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
+from lockstep.import_path import add_task_folder
 from lockstep.train.mean import Mean
 from lockstep.train.near_names import check_names, instead_of
 
@@ -170,9 +171,9 @@ def import_object(path: str, name: str) -> Any:
 
 
 def _import(module: str, path: str, name: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # where `python -m` would look first, and whoever is in a project expects it
+    if module.split(".")[0] not in sys.modules:
+        with contextlib.suppress(OSError):  # a folder that was deleted has nothing to offer
+            add_task_folder(str(Path.cwd()))  # whoever is in a project expects its packages to be found
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -188,9 +189,8 @@ def _load_file(file: Path) -> Any:
     loaded = sys.modules.get(file.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return loaded
-    with contextlib.suppress(ValueError):
-        sys.path.remove(str(file.parent))
-    sys.path.insert(0, str(file.parent))  # a task file may import its neighbours
+    _refuse_name_of_another(file, loaded)
+    add_task_folder(str(file.parent))  # a task file may import its neighbours
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"task: {file} cannot be loaded as Python")
@@ -203,6 +203,13 @@ def _load_file(file: Path) -> Any:
             raise ConfigError(f"task: there is no file {file}") from None
         raise
     return module
+
+
+def _refuse_name_of_another(file: Path, loaded: Any) -> None:
+    """A task in `random.py` would take the place of Python's own module for everybody who asks for it from here on."""
+    place = getattr(loaded, "__file__", None) or ""
+    if file.stem in sys.stdlib_module_names or "site-packages" in place:
+        raise ConfigError(f"task: {file} has the name of another module and would hide it: rename the file")
 
 
 def _is_main(file: Path) -> bool:

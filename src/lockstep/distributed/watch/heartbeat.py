@@ -21,6 +21,7 @@ from lockstep.distributed.watch.clock import RunningClock
 from lockstep.distributed.watch.stall import Limits
 from lockstep.distributed.watch.watcher import Watcher
 from lockstep.errors import RankStalled
+from lockstep.shown import in_a_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +146,10 @@ class Heartbeat:
         in_any_case = threading.Timer(_END_SECONDS, os._exit, (RankStalled.exit_code,))
         in_any_case.daemon = True
         in_any_case.start()
-        message = "".join(each if each.isprintable() else "?" for each in message)  # it came over the network
+        message = in_a_line(message)  # it came over the network
         try:
             with suppress(OSError, ValueError):
-                os.write(self._terminal, f"lockstep: {message}\n".encode())
+                os.write(self._terminal, f"lockstep: {shown(message)}\n".encode())
             if self.tell is not None:
                 self.tell(message)
             with suppress(OSError, ValueError):

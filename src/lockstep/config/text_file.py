@@ -1,0 +1,39 @@
+"""Files that are read whole: regular ones, of a size that fits their purpose, in UTF-8."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+LONGEST_CONFIG = 1_000_000
+LONGEST_RECORD = 64_000_000  # summary.json, a manifest
+
+
+def read_text(path: Path, longest: int = LONGEST_CONFIG) -> str:
+    """The text of a file; OSError where it cannot be had, also for the reason that it is no text."""
+    try:
+        return read_bytes(path, longest).decode()
+    except UnicodeDecodeError as error:
+        found = f"0x{error.object[error.start]:02x}"
+        raise OSError(errno.EILSEQ, f"not text in UTF-8: byte {found} at position {error.start}", str(path)) from None
+
+
+def read_bytes(path: Path, longest: int) -> bytes:
+    """Never waits: a pipe that nobody writes to and a device without an end are no files to be read whole."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+        require_regular(os.fstat(stream.fileno()), path)
+        data = stream.read(longest + 1)
+    if len(data) > longest:
+        raise OSError(errno.EFBIG, f"it has more than {longest} bytes", str(path))
+    return data
+
+
+def require_regular(found: os.stat_result, path: Path) -> None:
+    """Refuse what is no file: OSError that says what it is."""
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a pipe" if stat.S_ISFIFO(found.st_mode) else "a device or a socket"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))

@@ -1,0 +1,93 @@
+"""Errors of torch and the system that are a rank's own trouble, in words that say what it is and what to do.
+
+They come as RuntimeErrors, as a lost connection does, and may come while a rank waits for others.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import NamedTuple
+
+_SHARED_MEMORY = "/dev/shm"
+# In lower case, as all that is compared with them.
+_DEAD_WORKER = ("dataloader worker (pid",)
+_NO_SHARED_MEMORY = ("shared memory", "unable to write to file </torch_", "unable to mmap", "bus error")
+_NO_MEMORY = (
+    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
+    "failed to allocate memory", "bad_alloc", "cublas_status_alloc_failed", "resource_exhausted",
+)  # fmt: skip
+# Less room than this in shared memory, and it is what a write without a file's name found no room in.
+_LITTLE_BYTES = 1_000_000
+
+
+class Trouble(NamedTuple):
+    message: str
+    is_told: bool  # whether the message says all, so that a traceback has nothing to add
+
+
+def of(error: BaseException) -> Trouble | None:
+    """What a rank is in, if its error is of these kinds; none where it is anything else."""
+    text = str(error).strip()
+    lower = text.lower()
+    if _is_disk_full(error):
+        return _no_space(error, text)
+    if not isinstance(error, (RuntimeError, MemoryError, OSError)):
+        return None
+    dead = any(sign in lower for sign in _DEAD_WORKER)
+    if any(sign in lower for sign in _NO_SHARED_MEMORY) and (dead or "dataloader" in lower or "</torch_" in lower):
+        return _no_shared_memory(_line(text))
+    if dead:
+        return Trouble(
+            f"a data worker died: {_line(text)}. Where it was killed (SIGKILL), memory may have run out: lower "
+            "data.workers or data.prefetch. With data.workers: 0 the rank fetches by itself, and shows what is wrong",
+            is_told=True,
+        )
+    if isinstance(error, MemoryError) or any(sign in lower for sign in _NO_MEMORY):
+        return Trouble(
+            f"out of memory: {_line(text) or type(error).__name__}. To need less, lower train.batch_size, or raise "
+            "train.accumulate (the same batch in more parts), or use fewer processes or data.workers on this host",
+            is_told=False,
+        )
+    return None
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _no_space(error: BaseException, text: str) -> Trouble:
+    named = getattr(error, "filename", None) is not None
+    if not named and _room() is not None and _room()[1] < _LITTLE_BYTES:  # type: ignore[index]
+        return _no_shared_memory(text)
+    return Trouble(
+        f"could not be written: {text}. Checkpoints that are there are untouched: make room and resume the run",
+        is_told=named,
+    )
+
+
+def _no_shared_memory(text: str) -> Trouble:
+    room = _room()
+    found = f"; {_SHARED_MEMORY} has {room[0] / 1e6:.1f} MB, {room[1] / 1e6:.1f} MB of it free" if room else ""
+    return Trouble(
+        f"shared memory is full: {text}{found}. Data workers hand over batches in it: lower data.workers "
+        "or data.prefetch, or give it more room (docker run --shm-size, mount -o remount,size=)",
+        is_told=True,
+    )
+
+
+def _room() -> tuple[int, int] | None:
+    """Bytes of shared memory, and of those that are free, where the system has it as a folder."""
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _line(text: str) -> str:
+    """Of an error that came from a worker with its traceback, the last line; of any other, the first."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return (lines[-1] if lines[0].startswith("Caught ") else lines[0]).rstrip(".")

@@ -1,0 +1,44 @@
+"""Text of others on a terminal: exceptions, names of metrics and files, values of a config.
+
+A terminal obeys what it is sent. So whatever is not plain text is written out (`\\x1b` for escape), and what is too
+long for anybody to read there is cut; the logs keep it as it was.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Of what is longer, so much of its beginning and of its end is shown: the headline, and the last line of a traceback.
+LONGEST, _BEGINNING, _END = 6000, 4000, 1500
+
+
+def visible(text: str) -> str:
+    """With everything written out that is no plain character; lines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(map(_visible, text.replace("\r\n", "\n")))
+
+
+def in_a_line(text: str) -> str:
+    """The same for what must not begin a line of its own: a name, a message that came over the network."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def shown(text: str) -> str:
+    """As it goes to a terminal: visible, and cut in its middle where it is very long."""
+    text = visible(text)
+    if len(text) <= LONGEST:
+        return text
+    left_out = len(text) - _BEGINNING - _END
+    return f"{text[:_BEGINNING]}\n... {left_out} characters are left out here ...\n{text[-_END:]}"
+
+
+def brief(text: str, longest: int = 200) -> str:
+    """For a value that is quoted in a sentence."""
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
+def _visible(character: str) -> str:
+    if character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()

@@ -1,0 +1,97 @@
+"""Errors of torch and the system that are a rank's own, told from a lost connection."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.distributed import trouble
+from lockstep.distributed.failure import report
+from lockstep.distributed.group import Group
+from lockstep.errors import PeerLost
+
+WORKER = "DataLoader worker (pid 4711) is killed by signal: Killed. "
+BUS = (
+    "DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    "shared memory. Please try to raise your shared memory limit."
+)
+FROM_WORKER = (
+    "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File x\n"
+    "RuntimeError: unable to write to file </torch_1_2_3>: No space left on device (28)\n"
+)
+CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 15 GiB\nmore"
+
+
+@pytest.mark.parametrize(
+    ("error", "beginning", "is_told"),
+    [
+        (
+            RuntimeError(WORKER),
+            "a data worker died: DataLoader worker (pid 4711) is killed by signal: Killed. Wh",
+            True,
+        ),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "a data worker died: DataLoader", True),
+        (RuntimeError(BUS), "shared memory is full: DataLoader worker (pid 4711) is killed by signal: Bus", True),
+        (RuntimeError(FROM_WORKER), "shared memory is full: RuntimeError: unable to write to file </torch_1", True),
+        (torch.OutOfMemoryError(CUDA), "out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0", False),
+        (MemoryError(), "out of memory: MemoryError. To need less", False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory. ", False),
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), "could not be written: [Errno 28] No space l", True),
+    ],
+)
+def test_it_is_called_what_it_is(error: BaseException, beginning: str, is_told: bool) -> None:
+    found = trouble.of(error)
+    assert found is not None
+    assert (found.message[: len(beginning)], found.is_told) == (beginning, is_told)
+    written = report(error, 1, "box")
+    assert (written.message, written.consequence) == (found.message, False)
+    group = Group(0, 2, timeout=1.0)
+    if isinstance(error, RuntimeError):
+        assert group.explain(error, "the gradients of step 1") is error
+        with pytest.raises(RuntimeError) as raised, group._waiting("a barrier"):
+            raise error
+        assert raised.value is error, "what a rank found out while it waited is not about the others"
+
+
+@pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:4711", "Connection reset by peer"])
+def test_a_lost_connection_is_none_of_these(text: str) -> None:
+    error = RuntimeError(text)
+    assert trouble.of(error) is None
+    assert report(error, 1, "box").consequence
+    assert isinstance(Group(0, 2, timeout=9.0).explain(error, "the gradients"), PeerLost)
+
+
+@pytest.mark.parametrize("error", [ValueError("out of memory"), KeyError("shared memory"), RuntimeError("bus error")])
+def test_an_error_of_the_users_own_is_left_alone(error: Exception) -> None:
+    assert trouble.of(error) is None
+
+
+def test_memory_that_ran_out_in_earnest() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**52)
+    assert trouble.of(raised.value) is not None
+    with pytest.raises(MemoryError) as failed:
+        bytearray(2**62)
+    assert trouble.of(failed.value) is not None
+
+
+class Dying(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_was_killed_in_earnest() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        list(DataLoader(Dying(), num_workers=1))
+    found = trouble.of(raised.value)
+    assert found is not None and found.message.startswith("a data worker died: DataLoader worker (pid")
