@@ -133,6 +133,8 @@ class _SystemLock:
     def release(self) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
+        with contextlib.suppress(OSError):  # also where a process that was forked a moment ago has not let go yet
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
 
     def forget(self) -> None:
