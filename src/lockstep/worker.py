@@ -125,14 +125,14 @@ def _work_is_done() -> Iterator[None]:
 
 
 def _conclude_interrupted(run: Run, interrupted: Interrupted) -> None:
-    if not run_folder.read_summary(run.folder):  # of an earlier start, which still holds
+    if not run_folder.has_ended_before(run_folder.read_summary(run.folder)):
         conclude(run, {"status": "interrupted", "reason": interrupted.reason})
 
 
 def _conclude_own(run: Run, outcome: dict[str, Any]) -> None:
     """What a start without a step leaves of the summary: all of it where it only evaluated, else the numbers."""
     before = run_folder.read_summary(run.folder) if run.is_main else {}
-    if not before or run.progress.step > run.began_at:
+    if not run_folder.has_ended_before(before) or run.progress.step > run.began_at:
         found = run.checkpointer.best() if run.is_main else None
         conclude(run, {"metrics": run.journal.latest, "best": found, **outcome})
     elif run.was_asked_for_batches:  # the last step was made before, and now the program came to its end
@@ -291,6 +291,8 @@ def _opened(
     opened_log = rank_log(folder / "logs", rank, console, redirect, outlet.log if outlet else None)
     with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
         _announce(present, folder)
+        if rank == 0:
+            run_folder.has_begun(folder)
         run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard)
         if run.summons is not None:
             present.heartbeat.errand = run.summons.look

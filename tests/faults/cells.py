@@ -132,6 +132,7 @@ class Expected:
     names: str
     within: float
     loses: int = CHECKPOINT_EVERY  # steps, at most
+    or_code: int | None = None  # where it depends on how far the others have come
 
 
 CELLS = [
@@ -235,6 +236,10 @@ def _asked_to_stop(cell: Cell) -> Expected:
     """One save, at the same step on all ranks; nothing is lost. Once the work is done, there is nothing to stop."""
     if cell.moment == LAST:
         return Expected(0, "completed: epoch 2, step 14", "-", MARGIN, 0)
+    if cell.moment == BEFORE_JOINING and cell.kind != SIGTERM:
+        # A rank that is only being made has nothing to save, and leaves as it is; one that listens makes a first step.
+        says = r"saved at step \d+ and leaving: SIGTERM on ranks? [\d, ]+\n|stopped before the first step: there was no"
+        return Expected(75, says, "the signal", MARGIN, 0, or_code=130)
     # The launcher passes it on to one rank after the other, and the first that heard it speak for all.
     who, names = (f"rank {cell.rank}",) * 2 if cell.kind == SIGTERM else (r"ranks? [\d, ]+", "the signal")
     return Expected(75, rf"saved at step \d+ and leaving: SIGTERM on {who}\n", names, MARGIN, 0)

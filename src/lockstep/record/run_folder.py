@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.text_file import LONGEST_RECORD, read_text
 from lockstep.errors import ConfigError, FolderLost
 
+RUNNING = "running"  # the status of a summary whose run has not said how it ended
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
 
 
@@ -95,11 +97,22 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def record(folder: Path, status: str, reason: str) -> None:
+def record(folder: Path, status: str, reason: str | None) -> None:
     """Say in summary.json how the run ended, whatever rank 0 got to write there before."""
     summary = {**read_summary(folder), "status": status, "reason": reason}
-    with contextlib.suppress(OSError):  # a full disk must not hide the failure that it caused
-        (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    with contextlib.suppress(ConfigError):  # a full disk must not hide the failure that it caused
+        write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+
+
+def has_begun(folder: Path) -> None:
+    """A summary from the first moment on, which is all that a run leaves whose every process is killed at once."""
+    if not read_summary(folder):
+        record(folder, RUNNING, None)
+
+
+def has_ended_before(summary: Mapping[str, Any]) -> bool:
+    """Whether a summary is that of a start that came to an end."""
+    return bool(summary) and summary.get("status") != RUNNING
 
 
 class Anchor:

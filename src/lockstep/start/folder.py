@@ -21,6 +21,7 @@ def new(out: Path, setting: str, config: RunConfig) -> Path:
     from lockstep.record import run_folder
 
     folder = run_folder.create(out, str(config.name), setting)
+    run_folder.has_begun(folder)
     run_folder.write_config(folder, config)
     return folder
 
