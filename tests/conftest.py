@@ -24,6 +24,11 @@ from world_of_one import new_run
 
 __all__ = ["fit", "new_run", "nodes", "on_ray", "places"]  # fixtures
 
+# A shell in the background, or nohup, has these ignored, which is honoured: tests send them, and mean it.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0

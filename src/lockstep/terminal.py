@@ -44,9 +44,10 @@ def _safe(stream: Any, number: int) -> TextIO:
             return stream  # type: ignore[no-any-return]  # somebody has replaced it, and knows why
         if stream is not None:
             stream.flush()
-    except (OSError, ValueError):
-        if stream is not None and not isinstance(stream, io.TextIOWrapper):
-            return stream  # type: ignore[no-any-return]  # has no descriptor at all
+    except io.UnsupportedOperation:
+        return stream  # type: ignore[no-any-return]  # it has no descriptor at all
+    except (OSError, ValueError):  # broken already, or closed
+        pass
     return io.TextIOWrapper(
         io.BufferedWriter(_Dropping(number, "wb", closefd=False)),
         encoding=getattr(stream, "encoding", None) or "utf-8",

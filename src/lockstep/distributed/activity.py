@@ -93,8 +93,10 @@ class Beat:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Beat | None:
+    def decode(cls, data: bytes | None) -> Beat | None:
         """None for what is no beat: it came over a network."""
+        if data is None:
+            return None
         try:
             told = json.loads(data)
         except (ValueError, RecursionError):
