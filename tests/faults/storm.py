@@ -331,6 +331,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="another one each time, where none is given")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     chosen = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # ignored in a shell in the background, and honoured
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     seed = random.SystemRandom().randrange(10**6) if chosen.seed is None else chosen.seed
     print(f"storm: seed {seed}, {chosen.minutes:g} minutes, {' and '.join(map(str, chosen.ranks))} ranks", flush=True)
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
