@@ -154,7 +154,8 @@ class Group:
 
     def word(self, key: str) -> str | None:
         """What was left in the store under a key, if there is anything yet."""
-        return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else None
+        left = self._store.read(key) if self._store is not None else None
+        return None if left is None else bytes(left).decode()
 
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""

@@ -80,9 +80,11 @@ class Summons:
         return self._asked() or (self._group.rank == 0 and quiet > _OLD_SECONDS)
 
     def _say_where(self, store: Any, number: int) -> None:
-        answers = [_key(number, rank) for rank in range(self._group.world_size)]
-        if not store.check([_key(number, "at")]) and store.check(answers):
-            store.set(_key(number, "at"), str(max(int(store.get(each)) for each in answers) + 1))
+        if store.check([_key(number, "at")]):
+            return
+        answers = store.read_all([_key(number, rank) for rank in range(self._group.world_size)])
+        if None not in answers:
+            store.set(_key(number, "at"), str(max(map(int, answers)) + 1))
 
     def _meeting(self) -> int:
         """The step whose safe point all ranks meet at, once it is known."""
