@@ -77,6 +77,12 @@ class PeerLost(LockstepError):
     exit_code = 5
 
 
+class BadMessage(LockstepError):
+    """What came from another rank is not what ranks send each other."""
+
+    exit_code = 5
+
+
 class ClusterLost(LockstepError):
     """The cluster that a run is on does not answer any more."""
 
