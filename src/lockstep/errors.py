@@ -80,6 +80,10 @@ class PeerLost(LockstepError):
 class RankLeft(LockstepError):
     """The user's code ended a rank before its work was done."""
 
+
+class BadMessage(LockstepError):
+    """What came from another rank is not what ranks send each other."""
+
     exit_code = 5
 
 

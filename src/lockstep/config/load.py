@@ -13,7 +13,7 @@ from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
-from lockstep.config.yaml_text import parse_nodes, parse_yaml, to_yaml
+from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.shown import brief, in_a_line
 
@@ -175,6 +175,8 @@ def _apply(raw: dict[str, Any], override: str) -> KeyPath:
     override = brief(override)
     if not equals or not all(keys):
         raise ConfigError(f"--set {override}: write key.path=value, for example --set train.batch_size=64")
+    if len(keys) > DEEPEST:
+        raise ConfigError(f"--set {override}: nested deeper than {DEEPEST} levels")
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:

@@ -14,6 +14,7 @@ from lockstep.config.nearest import did_you_mean
 from lockstep.config.schema import RunConfig
 from lockstep.config.text_file import read_bytes
 from lockstep.errors import ConfigError
+from lockstep.shown import brief
 
 _LONGEST_SOURCE = 10_000_000
 
@@ -24,7 +25,7 @@ def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, 
     """Make a task's file absolute, and refuse one that cannot be there, without importing it."""
     place = places.get(("task", "type"), places.get(("task",), source))
     module, _, name = config.task.type.rpartition(":") if ":" in config.task.type else config.task.type.rpartition(".")
-    if not module.endswith(".py") and (folder / f"{module}.py").is_file():
+    if not module.endswith(".py") and _is_file(folder / f"{module}.py"):
         module = f"{module}.py"  # next to the config, which is not where Python looks
     if not module.endswith(".py"):
         if not _module_exists(module, folder):
@@ -33,8 +34,12 @@ def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, 
                 f"on Python's path), got {config.task.type!r}"
             )
         return config
-    file = (folder / module).resolve()
-    if not file.is_file():
+    try:
+        file = (folder / module).resolve()
+        there = file.is_file()
+    except (OSError, ValueError) as error:  # a name that no file can have, a loop of links
+        raise ConfigError(f"{place}: task: {brief(module)!r} cannot be looked for: {error}") from None
+    if not there:
         raise ConfigError(f"{place}: task: there is no file {file}, got {config.task.type!r}")
     if file.stem in sys.stdlib_module_names:
         raise ConfigError(
@@ -109,9 +114,23 @@ def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
     return names
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def _module_exists(module: str, folder: Path) -> bool:
     top = module.split(".")[0]
-    if any((each / top).is_dir() or (each / f"{top}.py").is_file() for each in (folder, Path())):
+    if any(_is_folder(each / top) or _is_file(each / f"{top}.py") for each in (folder, Path())):
         return True
     try:
         return importlib.util.find_spec(top) is not None

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 LONGEST_CONFIG = 1_000_000
 LONGEST_RECORD = 64_000_000  # summary.json, a manifest
@@ -21,17 +22,26 @@ def read_text(path: Path, longest: int = LONGEST_CONFIG) -> str:
 
 
 def read_bytes(path: Path, longest: int) -> bytes:
-    """Never waits: a pipe that nobody writes to and a device without an end are no files to be read whole."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-        require_regular(os.fstat(stream.fileno()), path)
+    """The bytes of a file; OSError where it cannot be had."""
+    with open_regular(path) as stream:
         data = stream.read(longest + 1)
     if len(data) > longest:
         raise OSError(errno.EFBIG, f"it has more than {longest} bytes", str(path))
     return data
 
 
-def require_regular(found: os.stat_result, path: Path) -> None:
-    """Refuse what is no file: OSError that says what it is."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file without ever waiting: a pipe that nobody writes to and a device without an end are no files."""
+    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _require_regular(os.fstat(stream.fileno()), path)
+    except OSError:
+        stream.close()
+        raise
+    return stream
+
+
+def _require_regular(found: os.stat_result, path: Path) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):

@@ -75,8 +75,16 @@ Seconds = Annotated[
 ]
 
 
+_LONGEST_PATH = 4096
+
+
 def _import_path(text: str) -> str:
-    if text.endswith(".py") or not re.match(r"^(.+\.py|[A-Za-z_][\w.]*)[:.][A-Za-z_]\w*$", text):
+    if (
+        len(text) > _LONGEST_PATH
+        or "\0" in text
+        or text.endswith(".py")
+        or not re.match(r"^(.+\.py|[A-Za-z_][\w.]*)[:.][A-Za-z_]\w*$", text)
+    ):
         raise ValueError('not an import path; write "package.module:Name" or "file.py:Name"')
     return text
 

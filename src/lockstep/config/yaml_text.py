@@ -22,6 +22,22 @@ MOST_BITS = 1024  # of a whole number, which is about 300 digits
 class SafeLoader(yaml.SafeLoader):
     """YAML as people expect it: `on` is a word, not true, and `1e-3` is a number, not text (as in YAML 1.2)."""
 
+    _level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refused on the way down: PyYAML would take seconds for thousands of levels before it fails."""
+        if self._level >= DEEPEST:
+            raise yaml.composer.ComposerError(
+                None,
+                None,
+                f"it is nested deeper than {DEEPEST} levels",
+                self.peek_event().start_mark,  # type: ignore[no-untyped-call]
+            )
+        self._level += 1
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
     def construct_yaml_int(self, node: Any) -> int:
         value = super().construct_yaml_int(node)
         if value.bit_length() > MOST_BITS:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lockstep.distributed import door, trouble
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.topology import ranks_text
-from lockstep.errors import LOST_PEER, OutOfStep, PeerLost, RankMissing, RankZeroFailed
+from lockstep.errors import LOST_PEER, BadMessage, OutOfStep, PeerLost, RankMissing, RankZeroFailed
 
 Value = TypeVar("Value")
 
@@ -32,6 +32,7 @@ INLINE_BYTES = 1000
 _SIZE_BYTES, _NAME_BYTES = 8, 8
 _HEADER = _SIZE_BYTES + _NAME_BYTES
 _LONGEST_NAME = 200
+_LONGEST_MESSAGE = 2**30
 # How long the threads of a group get to let go of the last message before the group is taken apart.
 _SETTLE_SECONDS = 0.05
 
@@ -70,7 +71,7 @@ class Group:
     def agree(self, value: Any, name: str = "a decision") -> Any:
         """Rank 0's value on every rank. A callable runs on rank 0 only; if it raises there, every rank raises."""
         if self.rank != 0:
-            return _unwrap(self._from_rank_0(name, b""))
+            return _unwrap(self._from_rank_0(name, b""), name)
         try:
             with self.activity.within(repr(name), limit=self.activity.patience):
                 message = _encode({"value": value() if callable(value) else value}, name)
@@ -79,12 +80,12 @@ class Group:
             self._from_rank_0(name, _encode({"failed": failure, "name": name}, name))
             raise
         self._from_rank_0(name, message)
-        return _unwrap(message)  # decoded, so that rank 0 sees just what the others see
+        return _unwrap(message, name)  # decoded, so that rank 0 sees just what the others see
 
     def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
         """Every rank's value, in rank order, on every rank."""
         # Encoded in a world of one as well: what works there must work, and look the same, on several ranks.
-        return [json.loads(message) for message in self.rendezvous(name, _encode(value, name))]
+        return [_decoded(message, name) for message in self.rendezvous(name, _encode(value, name))]
 
     def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
         """Exchange bytes among all ranks; returns every rank's payload in rank order once all have arrived.
@@ -102,7 +103,7 @@ class Group:
             return [payload]
         with self._waiting(tag):
             blocks = self._meet(tag, payload)
-            sizes = [_size(block) for block in blocks]
+            sizes = [_size(block, tag) for block in blocks]
             if max(sizes) <= INLINE_BYTES:
                 return [block[_HEADER : _HEADER + size] for block, size in zip(blocks, sizes, strict=True)]
             parts = self._all_gather(payload.ljust(max(sizes), b"\0"))
@@ -168,7 +169,7 @@ class Group:
             return message
         with self._waiting(name):
             first = self._meet(name, message)[0]
-            size = _size(first)
+            size = _size(first, name)
             if size <= INLINE_BYTES:
                 return first[_HEADER : _HEADER + size]
             whole = _tensor(message.ljust(size, b"\0"))
@@ -258,8 +259,11 @@ def _block(name: str, payload: bytes) -> bytes:
     return (header + payload[:INLINE_BYTES]).ljust(_HEADER + INLINE_BYTES, b"\0")
 
 
-def _size(block: bytes) -> int:
-    return int.from_bytes(block[:_SIZE_BYTES], "little")
+def _size(block: bytes, name: str) -> int:
+    size = int.from_bytes(block[:_SIZE_BYTES], "little")
+    if size > _LONGEST_MESSAGE:
+        raise BadMessage(f"a rank announced {size} bytes for {name!r}; no message between ranks is that long")
+    return size
 
 
 def _name(block: bytes) -> bytes:
@@ -279,11 +283,20 @@ def _encode(value: Any, name: str) -> bytes:
         ) from None
 
 
-def _unwrap(message: bytes) -> Any:
-    answer = json.loads(message)
-    if "failed" in answer:
-        raise RankZeroFailed(f"rank 0 failed at {answer['name']!r}: {answer['failed']['error']}")
-    return answer["value"]
+def _decoded(message: bytes, name: str) -> Any:
+    try:
+        return json.loads(message)
+    except (ValueError, RecursionError):
+        raise BadMessage(f"what came from another rank for {name!r} is no message of ours: {message[:40]!r}") from None
+
+
+def _unwrap(message: bytes, name: str) -> Any:
+    match _decoded(message, name):
+        case {"failed": {"error": error}, "name": at}:
+            raise RankZeroFailed(f"rank 0 failed at {at!r}: {error}")
+        case {"value": value}:
+            return value
+    raise BadMessage(f"what came from rank 0 for {name!r} is no message of ours: {message[:40]!r}")
 
 
 def _first_line(error: BaseException) -> str:

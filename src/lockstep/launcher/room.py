@@ -21,9 +21,7 @@ def check(processes: int, workers: int = 0) -> None:
     """Refuse a number of ranks, and of data workers for each, that cannot be."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _FILES:
-        raise ConfigError(
-            f"a process may have {files} files open here, and a run needs {_FILES} of them: ulimit -n {_FILES}"
-        )
+        raise ConfigError(f"a process may have {files} open files here, and a run needs {_FILES}: ulimit -n {_FILES}")
     most, why = limit()
     if processes > most:
         raise ConfigError(f"processes: {processes} is more than this host can have: at most {most} ({why})")

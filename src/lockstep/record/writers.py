@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config.plain import finite
-from lockstep.config.text_file import require_regular
+from lockstep.config.text_file import open_regular
 from lockstep.errors import ConfigError
 
 Row = dict[str, Any]
@@ -66,18 +65,13 @@ class TensorBoardWriter:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a jsonl file; what is no row, as a last line that a kill cut short, is left out."""
     rows = []
-    with open(path, encoding="utf-8", errors="replace", opener=_never_waiting) as stream:
-        require_regular(os.fstat(stream.fileno()), path)
+    with open_regular(path) as stream:
         for line in stream:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict) and type(row.get("step", 0)) in (int, float):
                     rows.append(row)
     return rows
-
-
-def _never_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # not for somebody who writes to a pipe
 
 
 def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:
