@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 ROUGH_STARTS = 5
 # How long one start may take, its last processes included: ranks whose launcher was killed get a minute to save.
 LIMIT_SECONDS, LEFT_BEHIND_SECONDS = 120.0, 90.0
-# A run takes about 3 s to start and 3 s to train.
+# A run takes about 3 s to start and 4 s to train.
 LONGEST_DELAY = 7.0
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -216,7 +216,7 @@ def _config(place: Path, world_size: int, workers: int) -> Path:
         "task": {"type": str(HERE / "storm_task.py") + ":Storm"},
         "runtime": "cpu",
         "processes": world_size,
-        "train": {"epochs": 5, "batch_size": 8},
+        "train": {"epochs": 8, "batch_size": 8},
         "optimizer": {"type": "torch.optim.AdamW", "lr": 0.01},
         "scheduler": {"type": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.8, "every": "1 epoch"},
         "data": {"split": {"train": 0.75, "val": 0.25}, "workers": workers},

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 
-EXAMPLES, STEP_SECONDS = 96, 0.03
+EXAMPLES, STEP_SECONDS = 96, 0.05
 
 
 class Points(Dataset[Any]):
