@@ -359,7 +359,7 @@ def test_what_cannot_be_looked_at(train: Training, tmp_path: Path, monkeypatch: 
             view.prepare(tmp_path, "127.0.0.1", number)
     sessions, command = view.prepare(tmp_path, "127.0.0.1", 0)
     assert [path.parts[-4:-1] for path in sessions] == [("proc_0", "plugins", "profile")]
-    assert command[:3] == [sys.executable, "-m", "tensorboard.main"]
+    assert command[:4] == [sys.executable, "-P", "-m", "tensorboard.main"]
     for content in (b"", b"\x1f\x8bnot gzip", b"plain"):
         torch_traces(tmp_path)[0].with_name("proc_0.1.pt.trace.json.gz").write_bytes(content)
         with pytest.raises(ConfigError, match=r"proc_0\.1\.pt\.trace\.json\.gz: not a trace.*move it away"):
