@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 _SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 
 
-_MOST = 1e15  # of an interval, in whichever unit
+_MOST = 5e15  # steps, epochs or seconds of an interval: whole numbers up to here are exact
 _LONGEST = 1e9  # seconds of a wait, which are thirty years
 
 
@@ -34,11 +34,11 @@ class Interval:
             raise ValueError(f"not an interval; {hint}")
         number, unit = re.match(r"\s*([\d.]+)\s*([a-z]+)", value).groups()  # type: ignore[union-attr]
         count = float(number)
-        if count > _MOST:
-            raise ValueError(f"an interval of more than {_MOST:.0e} would never be over; {hint}")
         singular = unit.removesuffix("s") or "s"
         if singular in _SECONDS:
             count, singular = count * _SECONDS[singular], "second"
+        if count > _MOST:
+            raise ValueError(f"an interval of more than {_MOST:.0e} {singular}s would never be over; {hint}")
         if count <= 0:
             raise ValueError(f"an interval must be longer than zero; {hint}")
         if singular != "second" and count != int(count):
