@@ -127,7 +127,13 @@ def test_every_host_prints_the_losses_of_a_loop_by_hand_on_its_own_terminal(
     hosts = []
     for rank in range(2):
         place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
-        env = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        env = {
+            **place,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+            "LOCKSTEP_SECRET": "x" * 32,
+        }
         hosts.append(Started(command, folder_of(tmp_path, rank), {name: str(value) for name, value in env.items()}))
     lines = []
     for host, started in enumerate(hosts):

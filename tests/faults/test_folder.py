@@ -39,7 +39,7 @@ def refused(finished: object, *names: str) -> None:
         assert name in text, text
 
 
-@pytest.mark.parametrize("holder", ["one process", "torchrun", "two processes"])
+@pytest.mark.parametrize("holder", [pytest.param("one process", marks=pytest.mark.long), "torchrun", "two processes"])
 def test_one_writer_per_folder_however_it_was_started(project: Project, holder: str) -> None:
     (project.folder / "script.py").write_text(SCRIPT)
     alone, together = ("script.py", "1"), ("script.py", "2")
@@ -90,7 +90,7 @@ def test_nobody_resumes_while_the_ranks_of_a_killed_launcher_are_there(project: 
     assert third.code == 0 and f"restored step-{before:08d}" in third.text, third.text
 
 
-@pytest.mark.parametrize("how", ["moved", "deleted"])
+@pytest.mark.parametrize("how", ["moved", pytest.param("deleted", marks=pytest.mark.long)])
 def test_a_folder_that_goes_away_under_a_run_ends_it_with_a_message(project: Project, how: str) -> None:
     config = project.config(
         task=SLOW, train={"steps": 4000, "batch_size": 12}, checkpoint={"every": "5 steps"}, launch={"max_restarts": 2}

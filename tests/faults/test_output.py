@@ -42,7 +42,12 @@ def shell(project: Project, line: str) -> subprocess.Popen[str]:
 
 
 # Whoever reads stops reading; the disk is full; it was closed from the start; it does not block, and is full.
-BROKEN = ["2>&1 | head -1", "> /dev/full 2> /dev/full", ">&- 2>&-", "2>&1 | (sleep 0.5; exec <&-; sleep 4)"]
+BROKEN = [
+    "2>&1 | head -1",
+    pytest.param("> /dev/full 2> /dev/full", marks=pytest.mark.long),
+    ">&- 2>&-",
+    pytest.param("2>&1 | (sleep 0.5; exec <&-; sleep 4)", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("broken", BROKEN)

@@ -145,7 +145,7 @@ def as_another_user(*arguments: Any) -> dict[str, Any]:
     return dict(json.loads(said))
 
 
-@pytest.mark.parametrize("umask", [0o077, 0o022], ids=oct)
+@pytest.mark.parametrize("umask", [pytest.param(0o077, marks=pytest.mark.long), 0o022], ids=oct)
 def test_a_second_user_can_neither_read_nor_end_nor_disturb_a_run(open_project: Project, umask: int) -> None:
     project = open_project
     values: dict[str, Any] = {

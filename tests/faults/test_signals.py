@@ -40,13 +40,8 @@ def twice_at_once(command: Started, run: Path) -> None:
     os.killpg(command.process.pid, signal.SIGTERM)
 
 
-def whole_group(command: Started, run: Path) -> None:
-    """As batch systems do."""
-    os.killpg(command.process.pid, signal.SIGTERM)
-
-
 @pytest.mark.requirement("D18")
-@pytest.mark.parametrize("ask", [terminal, whole_group, twice_at_once], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize("ask", [terminal, twice_at_once], ids=lambda ask: ask.__name__)
 def test_one_request_saves_and_leaves_on_all_ranks(project: Project, ask: Callable[[Started, Path], None]) -> None:
     command, run = started(project)
     ask(command, run)

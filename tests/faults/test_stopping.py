@@ -41,13 +41,18 @@ def undisturbed_by_asking(project: Project, command: Started, run: Path) -> None
     assert list(losses(run)) == list(range(1, end["step"] + 1))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.long),
+        (2, signal.SIGTERM),
+        (2, signal.SIGHUP),
+        pytest.param(2, signal.SIGQUIT, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_to_the_whole_group_does_not_end_the_data_workers(
     project: Project, processes: int, number: signal.Signals
 ) -> None:
-    if processes == 1 and number != signal.SIGTERM:
-        pytest.skip("two processes show it")
     command = project.start("train", project.config(**{**WORKERS, "processes": processes}))
     run = under_way(command, project)
     os.killpg(command.process.pid, number)
@@ -127,7 +132,7 @@ class Tiny(Base):
 """
 
 
-@pytest.mark.parametrize("every", ["5 steps", "1 epoch"])
+@pytest.mark.parametrize("every", ["5 steps", pytest.param("1 epoch", marks=pytest.mark.long)])
 def test_a_request_in_a_long_validation_is_heard_and_the_validation_is_made_up_for(
     project: Project, every: str
 ) -> None:
@@ -210,6 +215,7 @@ def test_no_process_outlives_the_run_whatever_state_it_is_in(project: Project) -
     assert "in data of step" in finished.err
 
 
+@pytest.mark.long
 def test_no_process_outlives_a_launcher_that_was_killed(project: Project) -> None:
     (project.folder / "stuck.py").write_text(STUCK)
     values = {**WORKERS, "task": {"type": "stuck.py:Tiny"}}
@@ -246,7 +252,7 @@ class Tiny(Base):
 """
 
 
-@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("code", [0, pytest.param(75, marks=pytest.mark.long)])
 def test_a_rank_that_calls_sys_exit_is_told_of_at_once(project: Project, code: int) -> None:
     (project.folder / "exiting.py").write_text(EXITING)
     values = {**LONG, "task": {"type": "exiting.py:Tiny", "code": code}}
@@ -273,14 +279,14 @@ def test_a_fork_server_that_is_stopped_or_killed_is_named(project: Project) -> N
 
 
 def test_ctrl_c_while_a_run_starts_is_one_line(project: Project) -> None:
-    """At six moments of the first two seconds, from the import of the command line on."""
+    """At four moments of the first two seconds, from the import of the command line on."""
     config = project.config(**LONG)
-    for moment in range(6):
+    for moment in range(4):
         command = subprocess.Popen(
             [sys.executable, "-m", "lockstep", "train", str(config), "--out", f"out-{moment}"], cwd=project.folder,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
-        time.sleep(0.2 + 0.35 * moment)
+        time.sleep(0.2 + 0.6 * moment)
         os.killpg(command.pid, signal.SIGINT)
         out, err = command.communicate(timeout=60)
         assert command.returncode in (130, 75, -signal.SIGINT), (moment, out, err)
