@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -11,7 +12,6 @@ from typing import ParamSpec, TypeVar
 
 from lockstep.distributed.signals import handled, unless_ignored
 from lockstep.errors import INTERRUPTED_EXIT_CODE
-from lockstep.terminal import tell
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -32,5 +32,6 @@ def leaving_at_once(command: Callable[Given, Returned]) -> Callable[Given, Retur
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    tell("lockstep: interrupted")
+    with contextlib.suppress(OSError):
+        os.write(2, b"lockstep: interrupted\n")  # past the stream, which may be in the midst of a write
     os._exit(INTERRUPTED_EXIT_CODE)
