@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lockstep.distributed.group import Group, out_of_step
-from lockstep.distributed.rendezvous import port_in_use
 from lockstep.errors import PeerLost, RankMissing
 
 
@@ -77,13 +76,6 @@ def test_an_error_of_the_data_plane_is_explained(text: str, expected: type[Excep
 
 
 @pytest.mark.requirement("D13")
-def test_a_port_in_use_is_told_with_the_remedy() -> None:
-    assert port_in_use(29500) == (
-        "launch.port: port 29500 is already in use on this host. "
-        "Leave launch.port out and a free one is picked, or name another"
-    )
-
-
 def test_ranks_at_different_places_are_named_by_place() -> None:
     text = out_of_step(["metrics of step 5", "a barrier", "metrics of step 5"])
     assert text.startswith("the ranks are not in step: ranks 0, 2 at 'metrics of step 5'; rank 1 at 'a barrier'. ")

@@ -55,7 +55,7 @@ def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None
     """
     if topology.world_size == 1 and not topology.watched:
         return None, None
-    prefix = store_prefix(topology.attempt, next(_meetings))
+    prefix = private.store_prefix(topology.attempt, next(_meetings))
     try:
         connect = _way(topology, limit)
         return connect().under(prefix), connect().under(prefix)
@@ -71,11 +71,6 @@ def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None
             f"started, the address, the port and the firewall ({str(error).strip().splitlines()[0]}); "
             "launch.join_timeout sets the limit"
         ) from None
-
-
-def store_prefix(attempt: int, meeting: int = 0) -> str:
-    """A script may launch more than once; what one meeting left in the store says nothing about the next."""
-    return f"lockstep/attempt-{attempt}/meeting-{meeting}"
 
 
 def join(
@@ -217,11 +212,4 @@ def _taken(topology: Topology) -> str:
     return (
         f"rank 0 on {topology.place.host}: port {topology.port} is in use on this host (MASTER_PORT), where "
         "rank 0 serves the store. RANK=0 is given to another process as well, or another run has that port"
-    )
-
-
-def port_in_use(port: int) -> str:
-    return (
-        f"launch.port: port {port} is already in use on this host. "
-        "Leave launch.port out and a free one is picked, or name another"
     )

@@ -20,7 +20,6 @@ import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from lockstep.distributed.group import settle
 from lockstep.distributed.signals import nothing
 from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.launcher.entry import Outcome
 from lockstep.launcher.leaving import leave
 from lockstep.terminal import make_safe
 
@@ -42,14 +42,6 @@ logger = logging.getLogger(__name__)
 # How long a process may take to save and leave once its launcher is gone.
 _ORPHAN_SECONDS = 60.0
 _GRACEFUL = (None, 0, PREEMPTED_EXIT_CODE)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """An orderly end: the exit code that a process would have had by itself, and what its function returned."""
-
-    exit_code: int = 0
-    value: Any = None
 
 
 def run_rank(

@@ -20,7 +20,7 @@ from lockstep.distributed.topology import Topology, launched
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
 from lockstep.launcher import local, room, script
-from lockstep.launcher.child import call_function
+from lockstep.launcher.entry import call_function
 from lockstep.launcher.plan import local_plan
 from lockstep.record import folder_lock, run_folder
 from lockstep.terminal import tell

@@ -1,4 +1,4 @@
-"""Carries out a plan on this host: processes from a fork server, supervised by torch.distributed.elastic."""
+"""Carries out a plan on this host: processes from a fork server, supervised from here."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def launch(
     warm_up(plan.threads)
     signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
     with signals.listening(), _store(plan.port, for_scripts=watch is None) as (port, store):
-        from lockstep.distributed.rendezvous import store_prefix
+        from lockstep.distributed.store.private import store_prefix
 
         for attempt in range(max_restarts + 1):
             heartbeats = store.under(store_prefix(attempt))
@@ -105,15 +105,17 @@ def _attempt(
     watch: Limits | None,
 ) -> Result:
     from lockstep.distributed.watch.watcher import Watcher
-    from lockstep.launcher.ranks import start_commands, start_functions
+    from lockstep.launcher.ranks import start_functions
 
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
         error_files = [Path(folder) / f"error-{rank}.json" for rank in range(len(plan.processes))]
         try:
             if fresh:
+                from lockstep.launcher.commands import start_commands
+
                 ranks = start_commands(plan, Path(folder))
             else:
-                ranks = start_functions(plan, entry, argument, error_files, Path(folder))
+                ranks = start_functions(plan, entry, argument, error_files)
         except OSError as error:
             raise LaunchError(cannot_start(len(plan.processes), error)) from None
         try:
@@ -249,7 +251,6 @@ def _store(port: int | None, for_scripts: bool) -> Iterator[tuple[int, Client]]:
 
 def _loopback_port(port: int | None) -> socket.socket:
     """A socket of our own: bound to loopback only, and never free for another process to take in between."""
-    from lockstep.distributed.rendezvous import port_in_use
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -264,7 +265,7 @@ def _loopback_port(port: int | None) -> socket.socket:
                 f"launch.port: port {port} is one of those that only root may listen at. Leave launch.port out and a "
                 "free one is picked, or name one from 1024 on"
             ) from None
-        raise LaunchError(port_in_use(port)) from None
+        raise LaunchError(_port_in_use(port)) from None
     return listener
 
 
@@ -280,4 +281,11 @@ def _torch_store(listener: socket.socket, port: int) -> Any:
         wait_for_workers=False,
         timeout=limit,
         master_listen_fd=os.dup(listener.fileno()),
+    )
+
+
+def _port_in_use(port: int) -> str:
+    return (
+        f"launch.port: port {port} is already in use on this host. "
+        "Leave launch.port out and a free one is picked, or name another"
     )

@@ -1,29 +1,22 @@
-"""The processes of one attempt, held by torch.distributed.elastic's process contexts."""
+"""The processes of one attempt: polled, asked to stop, ended. Imports no torch, which the launcher has no use for."""
 
 from __future__ import annotations
 
-import logging
 import math
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing.api import (
-    DefaultLogsSpecs,
-    MultiprocessContext,
-    PContext,
-    SubprocessContext,
-)
-from torch.multiprocessing.spawn import start_processes
+from typing import Any, Protocol
 
 from lockstep.distributed.descendants import end_below, state_of
 from lockstep.distributed.signals import QUIET_SIGNALS
-from lockstep.launcher.child import Outcome, run_command, run_rank
+from lockstep.launcher.entry import Outcome, run_command, run_rank
 from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.leaving import LEAVE_SECONDS, leaving_file
 from lockstep.launcher.plan import LaunchPlan
@@ -46,11 +39,19 @@ class Ended:
     without_server: str | None = None  # the fork server went away: nobody can tell how its ranks ended
 
 
+class Processes(Protocol):
+    """Those of an attempt, however they were made."""
+
+    def pids(self) -> dict[int, int]: ...
+
+    def close(self, number: signal.Signals) -> None: ...
+
+
 class Ranks:
     """All processes of an attempt: polled, asked to stop, ended."""
 
     def __init__(
-        self, context: PContext, poll: Callable[[], Ended | None], done: Callable[[], Ended | None] = lambda: None
+        self, context: Processes, poll: Callable[[], Ended | None], done: Callable[[], Ended | None] = lambda: None
     ) -> None:
         self._context, self.poll = context, poll
         self.done = done  # what all ranks returned, also while some of them are still leaving
@@ -78,46 +79,46 @@ class Ranks:
             os.kill(self._context.pids()[rank], number)
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self._context.close(number, timeout=int(END_SECONDS))
+        self._context.close(number)
 
 
-class _Functions(MultiprocessContext):
-    """Elastic's function processes, started and polled by rules of our own.
+class _Functions:
+    """A process per rank, from multiprocessing's fork server.
 
-    Elastic's own let a rank go without what Python does at the end of a process; they report one failure, wait for ever
-    for a rank that left with exit code 0 before it returned, and give the survivors half a minute.
+    Each says what it came to before it leaves, and waits for the others to have done so. Torch's own process contexts
+    would let a rank go without what Python does at the end of a process, report one failure alone, and wait for ever
+    for a rank that left with exit code 0 before it returned; and the launcher would have to import torch for them.
     """
 
-    def __init__(self, arguments: list[Any], error_files: list[Path], **more: Any) -> None:
-        args = {rank: (argument,) for rank, argument in enumerate(arguments)}
-        super().__init__(args=args, start_method="forkserver", **more)
-        self._error_files = error_files
+    def __init__(
+        self, entry: Callable[..., Any], arguments: list[Any], envs: list[dict[str, str]], error_files: list[Path]
+    ) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._entry, self._arguments, self._envs, self._error_files = entry, arguments, envs, error_files
+        self._outcomes = [self._context.SimpleQueue() for _ in envs]
+        self._all_returned = self._context.Event()
+        self._processes: list[ForkServerProcess] = []
+        self._return_values: dict[int, Outcome] = {}
         self._returned_at = math.inf
         self._server = ForkServer()
 
-    def _start(self) -> None:
-        ranks = range(self.nprocs)
-        self._pc = start_processes(  # type: ignore[no-untyped-call]
-            run_rank,
-            args=(
-                self.entrypoint,
-                [self.args[rank][0] for rank in ranks],
-                [self.envs[rank] for rank in ranks],
-                [str(each) for each in self._error_files],
-                [self._ret_vals[rank] for rank in ranks],
-                self._worker_finished_event,
-                [int(each) for each in QUIET_SIGNALS if signal.getsignal(each) is signal.SIG_IGN],
-            ),
-            nprocs=self.nprocs,
-            join=False,
-            start_method=self.start_method,
-        )
+    def start(self) -> None:
+        self._server.start(self._make_processes)
+
+    def _make_processes(self) -> None:
+        files = [str(each) for each in self._error_files]
+        ignored = [int(each) for each in QUIET_SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
+        for rank in range(len(self._envs)):
+            given = (rank, self._entry, self._arguments, self._envs, files, self._outcomes, self._all_returned, ignored)
+            process = self._context.Process(target=run_rank, args=given, name=f"rank-{rank}")
+            process.start()
+            self._processes.append(process)
+
+    def pids(self) -> dict[int, int]:
+        return {rank: each.pid for rank, each in enumerate(self._processes) if each.pid is not None}
 
     def done(self) -> Ended | None:
-        return Ended(returned=dict(self._return_values)) if len(self._return_values) == self.nprocs else None
-
-    def begin(self) -> None:
-        self._server.start(self.start)
+        return Ended(returned=dict(self._return_values)) if len(self._return_values) == len(self._envs) else None
 
     def ended(self) -> Ended | None:
         if self._server.is_gone:
@@ -128,17 +129,17 @@ class _Functions(MultiprocessContext):
         failed = {rank: code for rank, code in codes.items() if code != 0 or rank not in self._return_values}
         if failed:
             return Ended(exit_codes=self._all_failures(failed))
-        if len(codes) == self.nprocs:
+        if len(codes) == len(self._envs):
             return self.done()
         return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
 
     def _collect(self) -> None:
         """What ranks returned since the last time; once all have, they may leave."""
-        for rank, queue in self._ret_vals.items():
+        for rank, queue in enumerate(self._outcomes):
             if not queue.empty():
                 self._return_values[rank] = queue.get()
         if self.done() is not None and self._returned_at == math.inf:
-            self._worker_finished_event.set()
+            self._all_returned.set()
             self._returned_at = time.monotonic()
 
     def _ended_without_server(self) -> Ended:
@@ -167,11 +168,18 @@ class _Functions(MultiprocessContext):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+    def close(self, number: signal.Signals) -> None:
+        """End every process that is still there, by a signal and, where that does not help, by SIGKILL."""
         self._server.go_on()
-        if self._server.is_gone:  # and elastic takes all of its ranks for dead
+        if self._server.is_gone:  # and multiprocessing takes all of its processes for dead
             self._end_ranks_of_no_server([pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")])
-        super()._close(death_sig, timeout)
+        for last_resort in (number, signal.SIGKILL):
+            for rank in self._alive():
+                with suppress(ProcessLookupError):
+                    os.kill(self.pids()[rank], last_resort)
+            deadline = time.monotonic() + END_SECONDS
+            for rank in self._alive():  # one in the midst of a system call that does not end is left to the system
+                self._processes[rank].join(max(deadline - time.monotonic(), 0.0))
         self._server.end_what_is_left()
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
@@ -183,80 +191,35 @@ class _Functions(MultiprocessContext):
         for rank in self._at_work():
             with suppress(ProcessLookupError):
                 os.kill(self.pids()[rank], signal.SIGTERM)
-        self._worker_finished_event.set()  # a rank that has done its work waits for all others to have done theirs
+        self._all_returned.set()  # a rank that has done its work waits for all others to have done theirs
         while self._alive() and time.monotonic() < began + _GONE_SECONDS:
             if self._at_work() and time.monotonic() > began + _FALL_SECONDS + END_SECONDS:
                 break
             time.sleep(0.02)
-        self.close(signal.SIGKILL, timeout=int(END_SECONDS))
+        self.close(signal.SIGKILL)
         return {**first, **fallen}
 
     def _exit_codes(self) -> dict[int, int]:
-        assert self._pc is not None
-        return {rank: each.exitcode for rank, each in enumerate(self._pc.processes) if each.exitcode is not None}
+        return {rank: each.exitcode for rank, each in enumerate(self._processes) if each.exitcode is not None}
 
     def _alive(self) -> list[int]:
         codes = self._exit_codes()
-        return [rank for rank in range(self.nprocs) if rank not in codes]
+        return [rank for rank in range(len(self._processes)) if rank not in codes]
 
     def _at_work(self) -> list[int]:
         """Ranks that are not on their way out by themselves."""
         return [rank for rank in self._alive() if not leaving_file(self._error_files[rank]).exists()]
 
 
-class _Commands(SubprocessContext):
-    """Elastic's command processes: new interpreters, each with a session of its own."""
-
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        super()._close(death_sig, timeout)
-        for pid in self.pids().values():  # what they left behind
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-
-    def ended(self) -> Ended | None:
-        codes = {rank: each.proc.poll() for rank, each in self.subprocess_handlers.items()}
-        gone = {rank: code for rank, code in codes.items() if code is not None}
-        failed = {rank: code for rank, code in gone.items() if code != 0}
-        if failed:
-            self.close(signal.SIGTERM, timeout=int(END_SECONDS))
-            return Ended(exit_codes=failed)
-        return Ended(returned=dict.fromkeys(gone, Outcome())) if len(gone) == self.nprocs else None
-
-
 def start_functions(
-    plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path], folder: Path
+    plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path]
 ) -> Ranks:
     """A process per rank from the fork server: running the plan's command, or `entry` with an argument."""
-    context = _Functions(
-        [process.argv if entry is None else argument for process in plan.processes],
-        error_files,
-        name="lockstep",
-        entrypoint=entry or run_command,
-        envs={rank: dict(process.env) for rank, process in enumerate(plan.processes)},
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-    )
-    _start(context, context.begin)
-    return Ranks(context, context.ended, context.done)
-
-
-def start_commands(plan: LaunchPlan, folder: Path) -> Ranks:
-    """A new interpreter per rank."""
-    context = _Commands(
-        name="lockstep",
-        entrypoint=plan.processes[0].argv[0],
-        args={rank: process.argv[1:] for rank, process in enumerate(plan.processes)},
-        envs={rank: dict(process.env) for rank, process in enumerate(plan.processes)},
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-    )
-    _start(context, lambda: ForkServer().start(context.start))
-    return Ranks(context, context.ended)
-
-
-def _start(context: PContext, start: Callable[[], None]) -> None:
-    """Start from another thread: in the main thread, elastic would replace the launcher's signal handlers."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
+    arguments = [process.argv if entry is None else argument for process in plan.processes]
+    context = _Functions(entry or run_command, arguments, [dict(each.env) for each in plan.processes], error_files)
     try:
-        start()
+        context.start()
     except BaseException:
         context.close(signal.SIGKILL)
         raise
+    return Ranks(context, context.ended, context.done)

@@ -126,3 +126,8 @@ def _remove_stale(mine: Path) -> None:
                         shutil.rmtree(each, ignore_errors=True)
                     finally:
                         os.close(lock)
+
+
+def store_prefix(attempt: int, meeting: int = 0) -> str:
+    """A script may launch more than once; what one meeting left in the store says nothing about the next."""
+    return f"lockstep/attempt-{attempt}/meeting-{meeting}"
