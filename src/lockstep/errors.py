@@ -80,6 +80,8 @@ class PeerLost(LockstepError):
 class RankLeft(LockstepError):
     """The user's code ended a rank before its work was done."""
 
+    exit_code = 5
+
 
 class BadMessage(LockstepError):
     """What came from another rank is not what ranks send each other."""
