@@ -143,7 +143,7 @@ def _refuse_without(topology: Topology) -> str:
 def _in_a_folder(topology: Topology, limit: float) -> Callable[[], Client]:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     try:
-        folder = private.folder_of_run(f"{topology.port} {run_id} {topology.attempt} {topology.world_size}")
+        folder = private.folder_of_run(f"{topology.port} {run_id} {topology.attempt}")
     except LaunchError as error:
         raise RollCallError(f"rank {topology.place.rank} on {topology.place.host}: {error}") from None
     path = str(folder / private.SOCKET)
