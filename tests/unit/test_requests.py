@@ -102,7 +102,8 @@ def test_under_a_launcher_the_terminal_is_left_to_it() -> None:
     assert request.leave == "SIGTERM"
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+def test_before_the_first_step_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.train.requests.interactive", lambda: False)  # as it is, for tests beside others
     request = Requests()
     with pytest.raises(Interrupted) as raised, request.listening(launched=True, alone=True):
         os.kill(os.getpid(), signal.SIGTERM)
