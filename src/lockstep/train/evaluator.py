@@ -51,7 +51,11 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """The same, given up as soon as a rank is asked to leave: then None, on all of them."""
         leaves = (lambda: False) if self._strategy.measures_together else self._leaves
-        return self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
+        states = generator_states(self._runtime)
+        found = self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
+        if found is None:  # whoever begins anew draws the same numbers
+            set_generator_states(self._runtime, states)
+        return found
 
     def _evaluate(
         self,
