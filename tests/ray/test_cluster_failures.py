@@ -43,6 +43,7 @@ def _hosts(run: Path) -> dict[int, str]:
     return {each["rank"]: each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]}
 
 
+@pytest.mark.long
 def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(
     places: Places, on_ray: OnRay, keep: Keep
 ) -> None:

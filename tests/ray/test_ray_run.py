@@ -74,6 +74,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     assert result.metrics["step"] == 15
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_ended_by_the_watch_and_the_run_goes_on(
     fit: Fit, tmp_path: Path, calm: tuple[Path, Any]
 ) -> None:

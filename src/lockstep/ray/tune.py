@@ -155,7 +155,8 @@ def _trial(result: Any, sweep: Sweep, folder: Path) -> Trial:
     number = _number(result.metrics["trial_id"])
     run, metric = folder / trial_folder(number), result.metrics.get(sweep.metric)
     summary = run_folder.read_summary(run)
-    status = "failed" if result.error is not None else str(summary.get("status", "pruned"))
+    ended = str(summary["status"]) if run_folder.has_ended_before(summary) else "pruned"
+    status = "failed" if result.error is not None else ended
     if status == "pruned":
         run_folder.record(run, status, f"by the sweep, at epoch {result.metrics.get('epoch')}")
     cause = str(summary.get("reason") or result.error or "") if status == "failed" else ""
