@@ -5,27 +5,16 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from lockstep.config.values import ImportPath, Interval, Seconds
+from lockstep.config.pod import Pod
+from lockstep.config.section import Section as Section
+from lockstep.config.values import HostName, ImportPath, Interval, Seconds
 
 EVERY_EPOCH = Interval(1, "epoch")
 
 Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
 REGIONS: tuple[Region, ...] = get_args(Region)
-
-
-class Section(BaseModel):
-    """A part of the config: unknown keys are refused, values never change after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        populate_by_name=True,
-        arbitrary_types_allowed=True,
-        strict=True,
-        ser_json_inf_nan="constants",  # an argument that is infinite must not become null on its way to the ranks
-    )
 
 
 def _as_mapping(kind: Any) -> BeforeValidator:
@@ -256,7 +245,14 @@ class RayCluster(Section):
 
 
 class Launch(Section):
-    type: Literal["local", "ray"] = "local"
+    type: Literal["local", "ssh", "ray"] = "local"
+    hosts: tuple[HostName, ...] = Field(
+        (), strict=False, description="for ssh: where to train, by the names of your SSH config; [user@]host"
+    )
+    hosts_file: str | None = Field(None, min_length=1, description="or a file that has one in every line")
+    nodes: int | None = Field(
+        None, gt=0, description="how many of the hosts to train on: the others are spares, for a host that dies"
+    )
     max_restarts: int = Field(0, ge=0)
     port: int | None = Field(None, gt=0, lt=65536, description="a free one where not given")
     threads: int | None = Field(
@@ -267,6 +263,15 @@ class Launch(Section):
     grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
     share_devices: bool = Field(False, description="let several processes use one physical device")
     ray: RayCluster = RayCluster()
+
+    @model_validator(mode="after")
+    def _hosts_are_for_ssh(self) -> Launch:
+        given = [name for name in ("hosts", "hosts_file", "nodes") if getattr(self, name)]
+        if given and self.type != "ssh":
+            raise ValueError(f"{given[0]} is for launch: ssh, but launch.type is {self.type}")
+        if self.hosts and self.hosts_file:
+            raise ValueError("give hosts or hosts_file, not both")
+        return self
 
 
 class Watch(Section):
@@ -330,6 +335,7 @@ class RunSettings(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     launch: Annotated[Launch, _as_mapping(Launch)] = Launch()
+    pod: Pod = Pod()
     watch: Watch = Watch()
     profile: Profile | None = None
 

@@ -90,3 +90,20 @@ def _import_path(text: str) -> str:
 
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
+
+
+def variable_name(text: str) -> str:
+    """The name of an environment variable."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII):
+        raise ValueError("not the name of an environment variable; write for example HF_TOKEN")
+    return text
+
+
+def _host_name(text: str) -> str:
+    # An argument of ssh: what begins with a dash would be an option, and nothing else belongs into a name.
+    if not re.fullmatch(r"([\w.-]+@)?[\w.:\[\]][\w.:%\[\]-]*", text, re.ASCII) or text.startswith("-") or len(text) > 255:
+        raise ValueError("not the name of a host; write host or user@host, as for ssh")
+    return text
+
+
+HostName = Annotated[str, AfterValidator(_host_name)]

@@ -1,0 +1,58 @@
+"""How commands and files reach the workers of a pod: as data, so that `--dry-run` can print what would be done."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of this machine that reaches one worker, or the pod as a whole."""
+
+    argv: tuple[str, ...]
+    worker: int | None = None  # whose output it is; None: of the pod as a whole, or of all workers at once
+    reads: Path | None = None  # what it is given on standard input
+    writes: Path | None = None  # where its standard output goes
+
+    def render(self) -> str:
+        """Quoted, ready to paste."""
+        reads = f" < {shlex.quote(str(self.reads))}" if self.reads is not None else ""
+        writes = f" > {shlex.quote(str(self.writes))}" if self.writes is not None else ""
+        return shlex.join(self.argv) + reads + writes
+
+
+class Transport(Protocol):
+    """What reaches the workers: OpenSSH's client, or gcloud. Every method says what to run and runs nothing."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """What messages call them, in order."""
+        ...
+
+    def create(self) -> list[Command]:
+        """What makes the hosts; nothing where they are there already."""
+        ...
+
+    def delete(self) -> list[Command]:
+        """What gives the hosts back; nothing where they stay."""
+        ...
+
+    def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
+        """Run a command on a worker, or on all of them; every argument arrives there as it is."""
+        ...
+
+    def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
+        """Bring a file to a worker, or to all; `to` is relative to the home folder there, or absolute."""
+        ...
+
+    def fetch(self, path: str, to: Path, worker: int) -> list[Command]:
+        """Bring a file of a worker here."""
+        ...
+
+    def explain(self, command: Command, code: int, errors: str) -> str:
+        """Why a command failed, and what to do: of its exit code and what it said."""
+        ...
