@@ -12,6 +12,7 @@ import click
 from lockstep.cli.doctor import doctor
 from lockstep.cli.init import init
 from lockstep.cli.messages import say
+from lockstep.cli.pod import pod
 from lockstep.cli.profile import profile
 from lockstep.cli.run import run
 from lockstep.cli.schema import schema
@@ -83,5 +84,5 @@ def main() -> None:
     """Train PyTorch models with every device in step."""
 
 
-for command in (train, resume, run, profile, init, doctor, verify, schema):
+for command in (train, resume, run, pod, profile, init, doctor, verify, schema):
     main.add_command(command)

@@ -26,11 +26,18 @@ if TYPE_CHECKING:
 @SET
 @OUT
 @click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
+@click.option("--pod", "pod_name", metavar="NAME", help="On the hosts of a pod: push, start and follow.")
 @PROFILE
 @DRY_RUN
 @leaving_at_once
 def train(
-    config: Path, overrides: tuple[str, ...], out: Path, sweep: Path | None, profile: bool, dry_run: bool
+    config: Path,
+    overrides: tuple[str, ...],
+    out: Path,
+    sweep: Path | None,
+    pod_name: str | None,
+    profile: bool,
+    dry_run: bool,
 ) -> None:
     """Train what CONFIG describes."""
     from lockstep.config.load import load
@@ -43,6 +50,9 @@ def train(
         return
     if launched(os.environ) and not dry_run:
         sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
+    if pod_name is not None or loaded.launch.type == "ssh":
+        _on_pod(loaded, pod_name or str(loaded.name), out, dry_run)
+        return
     if dry_run:
         _dry_run(loaded, "RUN_DIR")
         return
@@ -118,6 +128,15 @@ def resume(
         changed(loaded)
         local.warm_up(local.plan(loaded, str(run_dir)))
         conclude(run_dir, local.train(run_dir, loaded, say), loaded)
+
+
+def _on_pod(config: RunConfig, name: str, out: Path, dry_run: bool) -> None:
+    from lockstep.start import pod
+
+    if dry_run:
+        _print(config, pod.described(config, name))
+        return
+    sys.exit(pod.train(config, name, out))
 
 
 def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[str, Any], dry_run: bool) -> bool:

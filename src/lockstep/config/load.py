@@ -19,7 +19,7 @@ from lockstep.shown import brief, in_a_line
 
 __all__ = [
     "check_profile_ranks", "check_strategy", "load", "load_python", "parse_yaml", "read", "to_yaml", "uneven_shares",
-    "validate", "with_values",
+    "validate", "with_overrides", "with_values",
 ]  # fmt: skip
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -39,6 +39,16 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
         places.update({keys[:n]: f"--set {override}" for n in range(1, len(keys) + 1) if keys[:n] not in places})
     return _loaded(raw, places, path.resolve().parent, str(path))
+
+
+def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """A config that was loaded before, with `key.path=value` overrides."""
+    raw = config.plain()
+    places: dict[KeyPath, str] = {}
+    for override in overrides:
+        keys = _apply(raw, override)
+        places.update({keys[:n]: f"--set {brief(override)}" for n in range(1, len(keys) + 1)})
+    return validate(RunConfig, raw, places, "config")
 
 
 def load_python(config: Path | Mapping[str, Any], values: Mapping[str, Any], caller: str) -> RunConfig:

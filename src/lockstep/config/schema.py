@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from typing import Annotated, Any, Literal, get_args
 
@@ -49,6 +50,14 @@ def _processes(value: Any) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise ValueError("must be a number greater than 0, or auto")
+
+
+def _network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError as error:
+        raise ValueError(f"not a network; write for example 10.0.0.0/24 ({error})") from None
+    return text
 
 
 def _not_empty(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
@@ -253,6 +262,9 @@ class Launch(Section):
     nodes: int | None = Field(
         None, gt=0, description="how many of the hosts to train on: the others are spares, for a host that dies"
     )
+    network: Annotated[str, AfterValidator(_network)] | None = Field(
+        None, description="for ssh: where the hosts reach each other, such as 10.0.0.0/24; as they are logged in to"
+    )
     max_restarts: int = Field(0, ge=0)
     port: int | None = Field(None, gt=0, lt=65536, description="a free one where not given")
     threads: int | None = Field(
@@ -266,7 +278,7 @@ class Launch(Section):
 
     @model_validator(mode="after")
     def _hosts_are_for_ssh(self) -> Launch:
-        given = [name for name in ("hosts", "hosts_file", "nodes") if getattr(self, name)]
+        given = [name for name in ("hosts", "hosts_file", "nodes", "network") if getattr(self, name)]
         if given and self.type != "ssh":
             raise ValueError(f"{given[0]} is for launch: ssh, but launch.type is {self.type}")
         if self.hosts and self.hosts_file:

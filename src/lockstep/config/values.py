@@ -99,11 +99,13 @@ def variable_name(text: str) -> str:
     return text
 
 
-def _host_name(text: str) -> str:
+def host_name(text: str) -> str:
+    """What ssh takes for a host: a name, an address or an alias, with a user before it or not."""
     # An argument of ssh: what begins with a dash would be an option, and nothing else belongs into a name.
-    if not re.fullmatch(r"([\w.-]+@)?[\w.:\[\]][\w.:%\[\]-]*", text, re.ASCII) or text.startswith("-") or len(text) > 255:
+    wanted = r"([\w.][\w.-]*@)?[\w.:\[\]][\w.:%\[\]-]*"
+    if len(text) > 255 or not re.fullmatch(wanted, text, re.ASCII):
         raise ValueError("not the name of a host; write host or user@host, as for ssh")
     return text
 
 
-HostName = Annotated[str, AfterValidator(_host_name)]
+HostName = Annotated[str, AfterValidator(host_name)]

@@ -1,6 +1,7 @@
 """How ranks find each other: the store where they leave word, and the groups that they form.
 
-Where the store is, and who may come in: started by our own launcher, it is a Unix socket in a folder of mode 0700.
+Where the store is, and who may come in: started by our own launcher, it is a Unix socket in a folder of mode 0700, or,
+for several hosts, at the address of the first of them, for those who know the secret of the run.
 Where somebody else started ranks on one host, rank 0 serves one in a folder of the user's own. On several hosts rank 0
 serves at the address where ranks meet, and asks for the secret of the run.
 
@@ -36,7 +37,7 @@ from lockstep.distributed.store import secret as run_secret
 from lockstep.distributed.store.client import Client, NotLetIn, connect_tcp, connect_unix
 from lockstep.distributed.store.for_torch import TorchStore
 from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
-from lockstep.distributed.topology import Topology
+from lockstep.distributed.topology import NETWORK_STORE, Topology
 from lockstep.errors import LaunchError, RollCallError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.environment import with_variables
@@ -122,9 +123,11 @@ def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:
 
 def _way(topology: Topology, limit: float) -> Callable[[], Client]:
     """How this process gets to the store; where it is rank 0's to serve, it is served from here on."""
+    secret = run_secret.checked(topology.secret, run_secret.VARIABLE) if topology.secret else None
+    if topology.store == NETWORK_STORE:
+        return lambda: connect_tcp(topology.address, topology.port, secret or _refuse_without(topology), limit)
     if topology.store:
         return lambda: connect_unix(topology.store, limit)
-    secret = run_secret.checked(topology.secret, run_secret.VARIABLE) if topology.secret else None
     if secret is None and topology.host_count == 1 and is_this_host(topology.address):
         return _in_a_folder(topology, limit)
     return _over_the_network(topology, secret or run_secret.from_file() or _refuse_without(topology), limit)

@@ -15,6 +15,8 @@ from lockstep.errors import TopologyError
 
 _LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPSTORE"
 _SECRET = "LOCKSTEP_SECRET"
+# In place of the path of a socket: our launcher serves the store at MASTER_ADDR, and asks for the run's secret.
+NETWORK_STORE = "tcp"
 _POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
 
 
@@ -41,7 +43,7 @@ class Topology:
     attempt: int = 0
     # The launcher already serves a store of torch's at address:port, so nobody must open a second one there.
     launcher_serves_store: bool = False
-    # The Unix socket of our own launcher's store, where it started this process.
+    # The Unix socket of our own launcher's store, where it started this process; or that it is on the network.
     store: str = ""
     # What ranks on several hosts know and nobody else does; never shown, and never passed on by `to_env`.
     secret: str = field(default="", repr=False)
@@ -121,6 +123,7 @@ class Topology:
             secret=env.get(_SECRET, ""),
             launched_by_us=env.get(_LAUNCHED) == "1",
             watched=env.get(_WATCHED) == "1",
+            hosts=_number(env, "GROUP_WORLD_SIZE") if env.get(STORE) == NETWORK_STORE else None,
         )
 
     @classmethod

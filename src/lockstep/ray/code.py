@@ -6,29 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.code_files import EXCLUDED
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-
-# In the language of .gitignore. What is big, what belongs to this machine, and what nobody else should read.
-EXCLUDED = (
-    "runs/",
-    ".git/",
-    ".venv*/",
-    "venv/",
-    "env/",
-    "node_modules/",
-    "__pycache__/",
-    ".mypy_cache/",
-    ".pytest_cache/",
-    ".ruff_cache/",
-    "*.safetensors",
-    ".env",
-    ".env.*",
-    "*.pem",
-    "*.key",
-    "id_rsa*",
-    "id_ed25519*",
-)
 
 
 def runtime_env(config: RunConfig) -> tuple[dict[str, Any], str]:

@@ -1,0 +1,243 @@
+"""`lockstep pod`: hosts that are reached by SSH or gcloud, and the runs on them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.cli.messages import say
+from lockstep.cli.options import DRY_RUN, OUT, SET
+from lockstep.shown import visible
+
+if TYPE_CHECKING:
+    from lockstep.pod.record import Record
+    from lockstep.pod.transport import Command
+    from lockstep.pod.verbs import Pod
+
+CONFIG = click.option(
+    "--config", "config", type=click.Path(path_type=Path), default=None, help="A config; the pod's own where not given."
+)
+WORKER = click.option("--worker", type=click.IntRange(min=0), default=None, help="One worker; all where not given.")
+_EXEC_SECONDS = 24 * 3600.0
+
+
+@click.group()
+def pod() -> None:
+    """Train on hosts that are reached by SSH, or on Cloud TPU pods by gcloud."""
+
+
+def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tuple[Pod, Record]:
+    """A pod by its name, with the config that is given or the one that is remembered."""
+    from lockstep.config.load import load
+    from lockstep.pod import record as records
+    from lockstep.pod.verbs import Pod
+    from lockstep.start import folder as folders
+
+    if config is None:
+        record = records.read(name)
+        return Pod(name, record.run_config()), record
+    loaded = load(config, overrides)
+    loaded = loaded.model_copy(update={"name": loaded.name or folders.named(config.stem)})
+    made = Pod(name, loaded)
+    before = records.find(name)
+    code = str(made.code.folder) if made.code.folder is not None else None
+    fresh = records.Record(name=name, config=records.plain(loaded), code=code)
+    record = before.model_copy(update={"config": fresh.config, "code": code}) if before else fresh
+    return made, record
+
+
+def _print(commands: Sequence[Command]) -> None:
+    for command in commands:
+        click.echo(visible(command.render()))
+
+
+@pod.command()
+@click.argument("name")
+@CONFIG
+@SET
+@DRY_RUN
+def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: bool) -> None:
+    """Make the hosts of a pod, or check those that there are, and remember how to reach them."""
+    from lockstep.pod import preflight
+    from lockstep.pod import record as records
+    from lockstep.pod.verbs import NotAll
+
+    made, record = _known(name, config, overrides)
+    if dry_run:
+        _print([*made.transport.create(), *made.inspecting()])
+        return
+    made.create()
+    inspections = made.inspect()
+    click.echo(preflight.table(inspections))
+    if any(each.problems for each in inspections):
+        raise NotAll("not all hosts can take part")
+    records.write(record)
+
+
+@pod.command()
+@click.argument("name")
+@CONFIG
+@DRY_RUN
+def push(name: str, config: Path | None, dry_run: bool) -> None:
+    """Bring the task's folder to all hosts: only what changed travels."""
+    from lockstep.pod import record as records
+
+    made, record = _known(name, config)
+    if dry_run:
+        made.pack_all()
+        _print([*made.inspecting(), *made.copying(), *made.pushing()])
+        return
+    files, changed = made.push()
+    records.write(record)
+    say(f"{files} files on {len(made.transport.workers)} hosts; {changed} of them were new or had changed")
+
+
+@pod.command()
+@click.argument("name")
+@CONFIG
+@SET
+@OUT
+@click.option("--follow/--detach", "follow", default=False, help="Show what it says until it ends.")
+@DRY_RUN
+def run(name: str, config: Path | None, overrides: tuple[str, ...], out: Path, follow: bool, dry_run: bool) -> None:
+    """Push, and start training on all hosts: it goes on when this command has ended."""
+    from lockstep.pod import record as records
+    from lockstep.start import pod as starting
+
+    made, _ = _known(name, config, overrides)
+    if dry_run:
+        click.echo(visible(starting.described(made.config, name)))
+        return
+    started = made.start(out)
+    records.write(started)
+    say(f"job {started.job} was started; run folder {started.head}:{started.folder}")
+    if follow:
+        sys.exit(starting.follow(made, started, stops=False))
+    say(f"look at it: lockstep pod logs {name} --follow")
+
+
+@pod.command()
+@click.argument("name")
+@click.option("--follow", is_flag=True, help="Until the run ends; its exit code is the command's.")
+@WORKER
+@DRY_RUN
+def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
+    """Show what the hosts said, with their names before it."""
+    from lockstep.start import pod as starting
+
+    made, record = _known(name, None)
+    workers = range(len(made.transport.workers)) if worker is None else [made.worker(worker)]
+    if dry_run:
+        _print([each for at in workers for each in made.following(at, 0, record.job, follow)])
+        return
+    if follow and worker is None:
+        sys.exit(starting.follow(made, record, stops=False))
+    for at in workers:
+        for line in made.console(at, record.job, follow):
+            click.echo(visible(f"[{made.transport.workers[at]}] {line}"))
+
+
+@pod.command(name="exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("name")
+@WORKER
+@DRY_RUN
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ...]) -> None:
+    """Run a command on all workers, or on one: every argument arrives as it is."""
+    from lockstep.pod.execute import execute as carry_out
+
+    made, _ = _known(name, None)
+    commands = made.transport.run(command, None if worker is None else made.worker(worker))
+    if worker is not None and len(made.transport.workers) > 1:
+        say(f"on {made.transport.workers[worker]} alone: XLA calls there may hang, as they wait for all workers")
+    if dry_run:
+        _print(commands)
+        return
+    codes = []
+    for done in carry_out(commands, _EXEC_SECONDS):
+        name = f"[{made.transport.workers[done.command.worker]}] " if done.command.worker is not None else ""
+        for line in [*done.out.splitlines(), *done.errors.splitlines()]:
+            click.echo(visible(f"{name}{line}"))
+        codes.append(done.code)
+    sys.exit(max(codes))
+
+
+@pod.command()
+@click.argument("name")
+@DRY_RUN
+def ps(name: str, dry_run: bool) -> None:
+    """Say of every worker what runs there."""
+    made, _ = _known(name, None)
+    if dry_run:
+        _print(made.asking("ps"))
+        return
+    for line in made.states():
+        click.echo(visible(line))
+
+
+@pod.command()
+@click.argument("name")
+@click.option("--now", is_flag=True, help="End it without waiting for a save, if it was asked to stop before.")
+@DRY_RUN
+def stop(name: str, now: bool, dry_run: bool) -> None:
+    """Ask the run to save and leave; `lockstep pod resume` goes on from there."""
+    made, record = _known(name, None)
+    if dry_run:
+        _print(made.asking("stop", made.head(record), job=record.job, at_once=now))
+        return
+    made.stop(record, at_once=now)
+    say(f"asked job {record.job} to {'end' if now else 'save and leave'}; see: lockstep pod logs {name} --follow")
+
+
+@pod.command()
+@click.argument("name")
+@OUT
+@DRY_RUN
+def pull(name: str, out: Path, dry_run: bool) -> None:
+    """Bring the newest run's folder here: checkpoints, metrics and the logs of all ranks."""
+    made, record = _known(name, None)
+    if dry_run:
+        _print(made.pulling(record))
+        return
+    brought = made.pull(record, out)
+    say(f"{len(brought)} files in {out / Path(record.folder or '').name}")
+
+
+@pod.command()
+@click.argument("name")
+@SET
+@DRY_RUN
+def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
+    """Go on with the newest run from its newest checkpoint; hosts that are gone are made again where that can be."""
+    from lockstep.config.load import with_overrides
+    from lockstep.pod import record as records
+    from lockstep.start import pod as starting
+
+    config = with_overrides(records.read(name).run_config(), overrides)
+    if dry_run:
+        click.echo(visible(starting.described(config, name)))
+        return
+    sys.exit(starting.resume(name, config))
+
+
+@pod.command()
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@DRY_RUN
+def delete(name: str, yes: bool, dry_run: bool) -> None:
+    """Give the hosts back, or remove the pod's folder from them: runs that were not pulled are lost."""
+    from lockstep.pod import record as records
+
+    made, _ = _known(name, None)
+    if dry_run:
+        _print([*made.asking("delete"), *made.transport.delete()])
+        return
+    if not yes:
+        click.confirm(f"Remove pod {name} from {', '.join(made.transport.workers)}, with its runs?", abort=True)
+    made.delete()
+    records.forget(name)
+    say(f"pod {name} is gone")

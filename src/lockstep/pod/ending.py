@@ -1,0 +1,51 @@
+"""What a job says at its end, in the console that is followed: how it went, where it is, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from lockstep.distributed.failure import Result
+from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.pod.order import Order
+from lockstep.record.run_folder import read_summary, record
+from lockstep.terminal import tell
+
+
+def conclude(order: Order, result: Result) -> tuple[int, str]:
+    """Tell it; the exit code, which is 75 only where there is a checkpoint to go on from, and the status."""
+    folder, pod = Path(order.folder), shlex.quote(order.pod)
+    saved = any((folder / "checkpoints").glob("step-*"))
+    go_on = f"lockstep pod resume {pod}"
+    if result.failure is not None:
+        failure = result.failure
+        record(folder, "failed", failure.cause)
+        tell(_lines(failure.render(int(read_summary(folder).get("world_size") or len(order.hosts)))))
+        tell(f"lockstep: logs: lockstep pod pull {pod}")
+        if saved:
+            tell(f"lockstep: go on from the last checkpoint with: {go_on}")
+        return result.exit_code, "failed"
+    if result.exit_code == PREEMPTED_EXIT_CODE:
+        tell(f"lockstep: saved and stopped; go on with: {go_on}")
+        return result.exit_code, "preempted"
+    if result.nothing_to_save:
+        record(folder, "interrupted", "asked to stop before the first step")
+        tell(f"lockstep: stopped before the first step; go on with: {go_on}")
+        return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
+    if result.exit_code:
+        record(folder, "interrupted", "asked to end at once")
+        then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
+        tell(f"lockstep: ended at once; {then}")
+        return result.exit_code, "interrupted"
+    summary = read_summary(folder)
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
+                        if isinstance(value, (int, float)))  # fmt: skip
+    told = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
+    tell(f"lockstep: {summary.get('status', 'ended')}: {told}  {metrics}".rstrip())
+    tell(f"lockstep: run folder: {order.head.name}:{folder}")
+    tell(f"lockstep: bring it here: lockstep pod pull {pod}")
+    return 0, str(summary.get("status", "completed"))
+
+
+def _lines(text: str) -> str:
+    return "\n".join(f"lockstep: {line}" if line else "" for line in text.split("\n"))

@@ -1,0 +1,118 @@
+"""A pod's folder on one of its hosts: code, runs, and what is known of the job that is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+
+
+def checked_name(name: str) -> str:
+    """A pod's name becomes part of paths and commands."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r}: the name of a pod is made of letters, digits, '-', '_' and '.', and begins with "
+                          "a letter or a digit")  # fmt: skip
+    return name
+
+
+class PodFolder:
+    """`<directory>/<pod>`, for its owner alone."""
+
+    def __init__(self, directory: str, pod: str) -> None:
+        self.path = Path.home() / Path(directory).expanduser() / checked_name(pod)
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "push.tar"
+
+    def job(self, job: str) -> Job:
+        return Job(self.path / "jobs" / checked_name(job))
+
+    def newest_job(self) -> Job | None:
+        """The job that was started last: they are named by their time."""
+        with contextlib.suppress(OSError):
+            names = sorted(each.name for each in (self.path / "jobs").iterdir())
+            return self.job(names[-1]) if names else None
+        return None
+
+    def make(self) -> None:
+        for each in (self.path.parent, self.path, self.code, self.runs, self.path / "jobs"):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+class Job:
+    """The files of one job on one host."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.order, self.console = path / "order.json", path / "console.log"
+        self._agent, self._ended = path / "agent.json", path / "ended.json"
+
+    def has_begun(self, port: int | None) -> None:
+        """By the agent, once it is at work."""
+        _write(self._agent, {"pid": os.getpid(), "started": started(os.getpid()), "port": port})
+
+    def has_ended(self, exit_code: int, status: str) -> None:
+        _write(self._ended, {"exit_code": exit_code, "status": status})
+
+    def agent(self) -> dict[str, Any] | None:
+        """What the agent of this job wrote down; None where it has not begun."""
+        return _read(self._agent)
+
+    def ended(self) -> dict[str, Any] | None:
+        return _read(self._ended)
+
+    def pid(self) -> int | None:
+        """The agent's process, where it is alive: a number that another process has by now is not it."""
+        agent = self.agent()
+        pid = agent.get("pid") if agent else None
+        if not isinstance(pid, int) or pid <= 1:
+            return None
+        now = started(pid)
+        return pid if now is not None and agent is not None and now == agent.get("started") else None
+
+
+def started(pid: int) -> str | None:
+    """When a process was started, in the system's own words; None where there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:  # no /proc here: its number has to do
+            os.kill(pid, 0)
+        except OSError:
+            return None
+        return ""
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(file)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

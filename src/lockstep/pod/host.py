@@ -1,0 +1,233 @@
+"""What runs on a host of a pod for the length of one command: `python -P -m lockstep.pod.host VERB JSON`.
+
+It answers in JSON on standard output, or follows a console. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed.topology import without_place
+from lockstep.errors import LaunchError, LockstepError
+from lockstep.pod import archive, network
+from lockstep.pod.folder import Job, PodFolder
+from lockstep.pod.order import Order, checked_env
+from lockstep.version import installed
+
+# How long an agent may take to say that it is at work.
+_BEGIN_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_CHUNK = 64 * 1024
+
+
+def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """What there is to know of this host before a run."""
+    existing = next(each for each in (folder.path, *folder.path.parents) if each.is_dir())
+    job = folder.newest_job()
+    address = network.address(asked.get("network"))
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "lockstep": installed(),
+        "torch": _version("torch"),
+        "host": socket.gethostname(),
+        "address": address,
+        "addresses": sorted(network.interfaces().values()),
+        "port": network.free_port(address) if address else None,
+        "time": time.time(),
+        "free_bytes": shutil.disk_usage(existing).free,
+        "writable": os.access(existing, os.W_OK),
+        "path": str(folder.path),
+        "code": archive.digests(folder.code, only_travelling=False),
+        "running": job.name if job is not None and job.pid() is not None else None,
+        "devices": _devices(asked.get("config")),
+        "newest_step": _newest_step(asked.get("folder")),
+    }
+
+
+def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Take in what was copied here."""
+    folder.make()
+    archive.unpack(folder.archive, folder.code)
+    folder.archive.unlink(missing_ok=True)
+    return {"code": archive.digest(archive.digests(folder.code, only_travelling=False))}
+
+
+def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Take in what was copied here, and start the agent of the order in it, detached from this login."""
+    folder.make()
+    text = archive.unpack(folder.archive, folder.code)
+    folder.archive.unlink(missing_ok=True)
+    if text is None:
+        raise LaunchError(f"{folder.archive}: has no order in it")
+    order = Order.model_validate_json(text)
+    before = folder.newest_job()
+    if before is not None and before.pid() is not None:
+        raise LaunchError(
+            f"job {before.name} of pod {order.pod} is still at work here (pid {before.pid()}): `lockstep pod stop "
+            f"{order.pod}` has it save and leave"
+        )
+    job = folder.job(order.job)
+    job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    command = [sys.executable, "-P", "-m", "lockstep.pod.agent", str(job.path)]
+    inherited = without_place(os.environ)
+    for name in ("SSH_AUTH_SOCK", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):  # of this login, which ends
+        inherited.pop(name, None)
+    with job.console.open("ab") as console:
+        agent = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+            cwd=folder.code,
+            env={**inherited, **checked_env(order.env)},
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _BEGIN_SECONDS
+    while job.agent() is None:
+        if agent.poll() is not None and job.agent() is None:
+            said = job.console.read_text(encoding="utf-8", errors="replace").strip()
+            raise LaunchError(f"the agent could not begin: {said[-2000:] or f'exit code {agent.returncode}'}")
+        if time.monotonic() > deadline:
+            agent.kill()
+            raise LaunchError(f"the agent did not begin within {_BEGIN_SECONDS:g} s; see {job.console}")
+        time.sleep(_POLL_SECONDS)
+    return {"job": job.name, **(job.agent() or {})}
+
+
+def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
+    """What the agent's console has from an offset on, and what comes; the exit code is that of the run."""
+    job = _job(folder, asked)
+    out = sys.stdout.buffer
+    with contextlib.ExitStack() as stack:
+        console = stack.enter_context(job.console.open("rb"))
+        console.seek(int(asked.get("offset", 0)))
+        while True:
+            alive = job.pid() is not None  # before the last look: what it wrote in its last moment is seen
+            while data := console.read(_CHUNK):
+                out.write(data)
+            out.flush()
+            ended = job.ended()
+            if ended is not None and not alive:
+                return int(ended["exit_code"])
+            if not alive and job.agent() is not None:
+                out.write(f"lockstep: the agent on {socket.gethostname()} is gone, and did not say why: it was killed, "
+                          "or the host was restarted\n".encode())  # fmt: skip
+                out.flush()
+                return 5
+            if not asked.get("follow", True):
+                return 0
+            time.sleep(_POLL_SECONDS)
+
+
+def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """The newest job, and whether it is at work."""
+    job = folder.newest_job()
+    if job is None:
+        return {"job": None}
+    ended = job.ended() or {}
+    return {"job": job.name, "pid": job.pid(), **ended, "host": socket.gethostname()}
+
+
+def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Ask the job to save and leave; twice: to end at once."""
+    job = _job(folder, asked)
+    pid = job.pid()
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT if asked.get("at_once") else signal.SIGTERM)
+    return {"job": job.name, "pid": pid}
+
+
+def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Put what the hosts have of a run into one file, to be fetched; checkpoints of a rank's own host included."""
+    run = Path(str(asked["run"]))
+    packed = folder.path / "pull.tar"
+    if not run.is_dir():
+        return {"file": None}
+    descriptor = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as opened, tarfile.open(fileobj=opened, mode="w") as tar:
+        tar.add(run, arcname=run.name, filter=lambda member: None if ".partial" in member.name else member)
+    return {"file": str(packed)}
+
+
+def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Remove all that is here of a pod."""
+    job = folder.newest_job()
+    if job is not None and job.pid() is not None:
+        raise LaunchError(f"job {job.name} is still at work here: `lockstep pod stop` it first")
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return {"deleted": not folder.path.exists()}
+
+
+VERBS: dict[str, Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int]] = {
+    "inspect": inspect, "push": push, "start": start, "follow": follow, "ps": ps, "stop": stop, "pack": pack,
+    "delete": delete,
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    verb, text = arguments
+    asked = json.loads(text)
+    try:
+        folder = PodFolder(asked["directory"], asked["pod"])
+        answer = VERBS[verb](folder, asked)
+    except (LockstepError, OSError) as error:
+        print(json.dumps({"error": str(error)}))
+        return 2
+    if isinstance(answer, int):
+        return answer
+    print(json.dumps(answer))
+    return 0
+
+
+def _job(folder: PodFolder, asked: dict[str, Any]) -> Job:
+    job = folder.job(str(asked["job"])) if asked.get("job") else folder.newest_job()
+    if job is None or not job.path.is_dir():
+        raise LaunchError(f"no job was started here: {folder.path} has none")
+    return job
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a run would find here, or why it would not."""
+    if config is None:
+        return None
+    from lockstep import runtime
+    from lockstep.config.schema import RunConfig
+
+    try:
+        family, count = runtime.resolve(RunConfig.model_validate({**config, "processes": "auto"}))
+    except LockstepError as error:
+        return {"error": str(error)}
+    return {"runtime": family, "processes": count}
+
+
+def _newest_step(folder: str | None) -> int | None:
+    """Of the checkpoints that are here of a run that is to go on."""
+    steps = [each.name.removeprefix("step-") for each in Path(folder).glob("checkpoints/step-*")] if folder else []
+    return max((int(each) for each in steps if each.isdecimal()), default=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Ranks on hosts that are reached by SSH or gcloud: started there, detached, and followed from here."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from lockstep.distributed.signals import handled, unless_ignored
+from lockstep.terminal import tell
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+    from lockstep.pod.record import Record
+    from lockstep.pod.verbs import Pod
+
+
+def train(config: RunConfig, name: str, out: Path) -> int:
+    """Push, start and follow; the run's exit code."""
+    from lockstep.pod import record as records
+    from lockstep.pod.verbs import Pod
+
+    pod = Pod(name, config)
+    started = pod.start(out)
+    records.write(started)
+    _tell_started(pod, started)
+    return follow(pod, started, stops=True)
+
+
+def resume(name: str, config: RunConfig | None = None) -> int:
+    """Go on with the newest run of a pod, from its newest checkpoint."""
+    from lockstep.errors import ConfigError
+    from lockstep.pod import record as records
+    from lockstep.pod.verbs import Pod
+
+    known = records.read(name)
+    if known.folder is None:
+        raise ConfigError(f"pod {name}: no run was started there yet")
+    pod = Pod(name, config or known.run_config())
+    started = pod.start(Path(), known)
+    records.write(started)
+    _tell_started(pod, started)
+    return follow(pod, started, stops=True)
+
+
+def follow(pod: Pod, record: Record, stops: bool) -> int:
+    """Show what the hosts say until the run is over. With `stops`, Ctrl-C asks the run to stop; else it only leaves."""
+    from lockstep.pod.follow import follow as follow_consoles
+
+    asked = _Asked()
+    told = 0
+
+    def leave() -> bool:
+        nonlocal told
+        if asked.left or (asked.count and not stops):
+            tell(f"lockstep: the run goes on; look again: lockstep pod logs {pod.name} --follow")
+            return True
+        if asked.count > told:
+            told = asked.count
+            tell("lockstep: asking the run to save and leave; once more to end it at once"
+                 if told == 1 else "lockstep: asking the run to end at once")  # fmt: skip
+            pod.stop(record, at_once=told > 1)
+        return False
+
+    with asked.listening():
+        return follow_consoles(
+            pod.transport, lambda worker, offset: pod.following(worker, offset, record.job), pod.head(record), leave
+        )
+
+
+class _Asked:
+    """Signals of this terminal, which is not where the run is."""
+
+    def __init__(self) -> None:
+        self.count, self.left = 0, False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        stops = dict.fromkeys(unless_ignored([signal.SIGINT, signal.SIGTERM]), self._stop)
+        leaves = dict.fromkeys(unless_ignored([signal.SIGHUP]), self._leave)
+        with handled({**stops, **leaves}):
+            yield
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self.left = True
+
+
+def _tell_started(pod: Pod, record: Record) -> None:
+    hosts = ", ".join(pod.transport.workers)
+    tell(f"lockstep: job {record.job} of pod {pod.name} on {hosts}; run folder {record.head}:{record.folder}")
+
+
+def described(config: RunConfig, name: str) -> str:
+    """The commands of `train`, in order."""
+    from lockstep.pod.record import archive_of
+    from lockstep.pod.verbs import Pod
+
+    pod = Pod(name, config)
+    steps = [pod.inspecting(), pod.copying(), pod.starting(), [c for w in range(len(pod.transport.workers))
+                                                              for c in pod.following(w)]]  # fmt: skip
+    note = f"# {archive_of(name)}: what the host lacks of the code, and its order"
+    lines = [command.render() for step in steps for command in step]
+    return "\n".join([note, *lines])
