@@ -141,13 +141,13 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
             click.echo(visible(f"[{made.transport.workers[at]}] {line}"))
 
 
-@pod.command(name="exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@pod.command(name="exec")
 @click.argument("name")
 @WORKER
 @DRY_RUN
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ...]) -> None:
-    """Run a command on all workers, or on one: every argument arrives as it is."""
+    """Run a command on all workers, or on one: `lockstep pod exec NAME -- COMMAND`; every argument arrives as it is."""
     from lockstep.pod.execute import execute as carry_out
 
     made, _ = _known(name, None)

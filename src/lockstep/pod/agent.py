@@ -23,7 +23,7 @@ from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, connect_tcp
 from lockstep.distributed.store.server import Server, listen_on_tcp
 from lockstep.distributed.watch.stall import Limits
-from lockstep.errors import LaunchError, LockstepError
+from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launcher.local import warm_up
 from lockstep.launcher.plan import available_cores
 from lockstep.pod.ending import conclude
@@ -174,17 +174,24 @@ class _Leading:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status = conclude(self._order, self._result)
+        code, status = conclude(self._order, self._result, self._head.world_size)
         self._job.has_ended(code, status)
         return code
 
 
 def _make_run_folder(order: Order) -> None:
-    """On every host, with the config in it: on the first it is the run, on the others it is for logs."""
-    folder = Path(order.folder)
+    """On every host, with the config in it: on the first it is the run, on the others it is for logs.
+
+    Where they share a disk, the first has written it by the time that an attempt begins.
+    """
+    folder, config = Path(order.folder), order.run_config()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    if order.index == 0 or not (folder / run_folder.CONFIG_FILE).exists():
-        run_folder.write_config(folder, order.run_config())
+    try:
+        known = run_folder.read_plain_config(folder) == config.plain()
+    except ConfigError:
+        known = False
+    if not known:
+        run_folder.write_config(folder, config)
 
 
 def main(job_folder: str) -> int:

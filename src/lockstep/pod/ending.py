@@ -12,7 +12,7 @@ from lockstep.record.run_folder import read_summary, record
 from lockstep.terminal import tell
 
 
-def conclude(order: Order, result: Result) -> tuple[int, str]:
+def conclude(order: Order, result: Result, world_size: int) -> tuple[int, str]:
     """Tell it; the exit code, which is 75 only where there is a checkpoint to go on from, and the status."""
     folder, pod = Path(order.folder), shlex.quote(order.pod)
     saved = any((folder / "checkpoints").glob("step-*"))
@@ -20,7 +20,7 @@ def conclude(order: Order, result: Result) -> tuple[int, str]:
     if result.failure is not None:
         failure = result.failure
         record(folder, "failed", failure.cause)
-        tell(_lines(failure.render(int(read_summary(folder).get("world_size") or len(order.hosts)))))
+        tell(_lines(failure.render(world_size)))
         tell(f"lockstep: logs: lockstep pod pull {pod}")
         if saved:
             tell(f"lockstep: go on from the last checkpoint with: {go_on}")

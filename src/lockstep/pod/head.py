@@ -98,7 +98,7 @@ class Head:
     def _attempt(self, attempt: int) -> Result:
         self._shares = shares(self._order, self._living()[: self._order.nodes])
         self._say(attempt=attempt, shares=[each.model_dump() for each in self._shares], stop=False, end=False)
-        watcher = Watcher(self._store.under(store_prefix(attempt)), range(self._world), self._limits)
+        watcher = Watcher(self._store.under(store_prefix(attempt)), range(self.world_size), self._limits)
         result = self._supervise(watcher)
         self._end()
         if result is None:
@@ -248,8 +248,8 @@ class Head:
         return [index for index in sorted(self._heard) if index not in self.lost]
 
     @property
-    def _world(self) -> int:
-        return self._shares[-1].first + self._shares[-1].count
+    def world_size(self) -> int:
+        return sum(each.count for each in self._shares)
 
     def _name(self, index: int) -> str:
         return self._order.hosts[index].name
@@ -262,6 +262,6 @@ class Head:
         spares = [self._name(index) for index in self._living()[: self._order.nodes] if index not in before]
         instead = f", with {', '.join(spares)} in the place of {', '.join(self._name(each) for each in self.lost)}"
         tell(
-            f"lockstep: {failure.render(self._world)}\nlockstep: restarting from the newest checkpoint"
+            f"lockstep: {failure.render(self.world_size)}\nlockstep: restarting from the newest checkpoint"
             f"{instead if spares else ''} (restart {attempt + 1} of {self._restarts})"
         )

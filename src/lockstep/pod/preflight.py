@@ -115,20 +115,23 @@ def _beside_each_other(inspections: list[Inspection]) -> list[Inspection]:
     return judged
 
 
+def _row(each: Inspection) -> tuple[str, ...]:
+    found, devices = each.found, each.found.get("devices") or {}
+    return (
+        str(found["address"]),
+        str(found["python"]),
+        str(found["torch"]),
+        f"{devices.get('processes', '-')} {devices.get('runtime', '')}".strip(),
+        f"{found['free_bytes'] / 2**30:.0f} GB",
+        f"{each.clock:+.1f} s",
+    )
+
+
 def table(inspections: Sequence[Inspection]) -> str:
     """A line per host, with its verdict."""
     rows = [("host", "address", "python", "torch", "devices", "free", "clock", "verdict")]
     for each in inspections:
-        found, devices = each.found, each.found.get("devices") or {}
-        known = (
-            str(found["address"]),
-            str(found["python"]),
-            str(found["torch"]),
-            f"{devices.get('processes', '-')} {devices.get('runtime', '')}".strip(),
-            f"{found['free_bytes'] / 2**30:.0f} GB",
-            f"{each.clock:+.1f} s",
-        )
-        rows.append((each.name, *(known if each.reached else ("-",) * 6), "; ".join(each.problems) or "ok"))
+        rows.append((each.name, *(_row(each) if each.reached else ("-",) * 6), "; ".join(each.problems) or "ok"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows

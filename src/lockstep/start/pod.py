@@ -32,6 +32,8 @@ def train(config: RunConfig, name: str, out: Path) -> int:
 
 def resume(name: str, config: RunConfig | None = None) -> int:
     """Go on with the newest run of a pod, from its newest checkpoint."""
+    from lockstep.config.changes import changes, refuse_wrong_changes
+    from lockstep.config.changes import described as described_change
     from lockstep.errors import ConfigError
     from lockstep.pod import record as records
     from lockstep.pod.verbs import Pod
@@ -39,7 +41,12 @@ def resume(name: str, config: RunConfig | None = None) -> int:
     known = records.read(name)
     if known.folder is None:
         raise ConfigError(f"pod {name}: no run was started there yet")
-    pod = Pod(name, config or known.run_config())
+    config = config or known.run_config()
+    found = changes(known.config, records.plain(config))
+    refuse_wrong_changes(found, config.plain())
+    for change in found:
+        tell(f"lockstep: changed: {described_change(change)}")
+    pod = Pod(name, config)
     started = pod.start(Path(), known)
     records.write(started)
     _tell_started(pod, started)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+_NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--fork")
 NEEDED = ("ip", "tc", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen")
 
 
@@ -30,7 +31,7 @@ def why_not() -> str | None:
     missing = [name for name in NEEDED if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"there is no {', '.join(missing)} here (Debian: iproute2, openssh-server, openssh-client)"
-    probe = subprocess.run(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True)
+    probe = subprocess.run(["unshare", *_NAMESPACES, "true"], capture_output=True)
     return None if probe.returncode == 0 else f"no namespaces can be made here: {probe.stderr.decode().strip()}"
 
 
@@ -44,14 +45,15 @@ class Host:
         self.network, self.name, self.address = network, name, f"10.77.0.{number}"
         self.folder = network.folder / name
         self.disk = self.folder / "disk"
-        self.disk.mkdir(parents=True)
+        self.disk.mkdir(parents=True, exist_ok=True)
         # The first process there: it collects what others leave behind, as an init does.
         script = f"hostname {name} && mount --bind {shlex.quote(str(self.disk))} {shlex.quote(str(network.disk))} && "
         script += "echo up && while :; do sleep 1000 & wait; done"
         self._init = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            ["unshare", *_NAMESPACES, "--mount-proc", "--kill-child", "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self._init.stdout is not None
         if self._init.stdout.readline() != b"up\n":
             raise RuntimeError(self._init.communicate()[1].decode())
@@ -65,9 +67,9 @@ class Host:
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
 
-    def enter(self, *argv: str) -> list[str]:
+    def enter(self, *argv: str, folder: Path = Path("/")) -> list[str]:
         """A command that runs in this host."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--pid", f"--wd={Path.cwd()}", *argv]
+        return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--pid", f"--wd={folder}", *argv]
 
     def run(self, *argv: str) -> str:
         return _run(self.enter(*argv))
@@ -114,6 +116,14 @@ class Host:
         """What tc netem can do to a link: `delay 200ms`, `loss 5%`."""
         self.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", *how)
 
+    def speed_up(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.run("tc", "qdisc", "del", "dev", "eth0", "root")
+
+    @property
+    def is_up(self) -> bool:
+        return self._init.poll() is None
+
     def die(self) -> None:
         """Every process of this host at once, as when its power fails."""
         with contextlib.suppress(ProcessLookupError):
@@ -139,7 +149,7 @@ class Network:
         _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key)])
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "100000"])
         deadline = time.monotonic() + 10
-        while os.readlink(f"/proc/{self._switch.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+        while Path(f"/proc/{self._switch.pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         self.run("ip", "link", "add", "switch", "type", "bridge")
@@ -156,6 +166,22 @@ class Network:
             host = Host(self, name, 11 + len(self.hosts))
             host.start_sshd()
             self.hosts[name] = host
+
+    def restore(self) -> None:
+        """Every host as it was at first: those that died are made anew, with the disks that they had."""
+        for number, (name, host) in enumerate(list(self.hosts.items())):
+            if not host.is_up:
+                host.die()
+                self.run_quietly("ip", "link", "del", host.cable)
+                self.hosts[name] = Host(self, name, 11 + number)
+                self.hosts[name].start_sshd()
+            else:
+                host.plug()
+                host.speed_up()
+
+    def run_quietly(self, *argv: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.run(*argv)
 
     @property
     def client(self) -> Host:

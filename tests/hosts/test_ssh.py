@@ -1,0 +1,237 @@
+"""`launch: ssh` and `lockstep pod` on real sshd servers: one run over three hosts, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import losses, rows, steps_saved, summary, wait_until
+from laptop import Laptop
+
+pytestmark = pytest.mark.xdist_group("hosts")
+
+
+def differences(run: Path, reference: Path) -> list[str]:
+    """Where a run is not bit for bit another one."""
+    names = ("train/loss", "val/loss", "val/accuracy")
+    ours, theirs = ([[row.get(name) for name in names] for row in rows(each)] for each in (run, reference))
+    found = [] if ours == theirs else [f"{ours} instead of {theirs}"]
+    weights, others = (
+        load_file(max((each / "checkpoints").glob("step-*")) / "model.safetensors") for each in (run, reference)
+    )
+    return found + [name for name in others if not torch.equal(weights[name], others[name])]
+
+
+def under_way(laptop: Laptop, pod: str, steps: int = 4, host: str = "anna") -> Path:
+    """Once the run has saved its first checkpoint."""
+    run = wait_until(lambda: laptop.runs(host, pod), what="the run's folder")[-1]
+    return Path(wait_until(lambda: steps_saved(run) and max(steps_saved(run)) >= steps and run, what="a checkpoint"))
+
+
+@pytest.mark.requirement("P13")
+@pytest.mark.requirement("P07")
+@pytest.mark.requirement("P01")
+def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path) -> None:
+    started = laptop.start("train", laptop.config())
+    stranger = _knock(laptop, under_way(laptop, "tiny"))
+    out, _ = started.communicate(timeout=120)
+    assert started.returncode == 0, out
+    (run,) = laptop.runs("anna", "tiny")
+    assert not differences(run, one_machine)
+    assert [each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]] == [
+        "anna", "anna", "bert", "carl",
+    ]  # fmt: skip
+    assert out.count("roll call: all 4 ranks are here") == 1
+    assert "completed" in out and "lockstep pod pull tiny" in out
+    # Nobody but the first host has the run; the others have the logs of their ranks.
+    (elsewhere,) = laptop.runs("bert", "tiny")
+    assert not (elsewhere / "checkpoints").exists()
+    assert (elsewhere / "logs" / "rank-2.log").exists()
+    # Whoever does not know the run's secret is sent away, and named.
+    assert stranger == b"", "the store answered a stranger"
+    (console,) = (laptop.network.hosts["anna"].disk / "tiny" / "jobs").glob("*/console.log")
+    assert "10.77.0.14" in console.read_text()
+    pulled = laptop.run("pod", "pull", "tiny")
+    assert pulled.code == 0, pulled.text
+    here = laptop.folder / "runs" / run.name
+    assert {each.name for each in (here / "logs").iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
+    assert not differences(here, one_machine)
+    for host in laptop.network.hosts.values():
+        assert not host.processes("lockstep")
+
+
+def _knock(laptop: Laptop, run: Path) -> bytes:
+    """From a host that has no part in it, at the port where the ranks meet: what comes back."""
+    order = json.loads(next((run.parents[1] / "jobs").glob("*/order.json")).read_text())
+    program = (
+        "import socket, sys\n"
+        f"s = socket.create_connection(({order['hosts'][0]['address']!r}, {order['port']}), 5)\n"
+        "s.sendall(b'GET / HTTP/1.0\\r\\n\\r\\n' + b'x' * 100)\n"
+        "s.settimeout(10)\n"
+        "try: sys.stdout.buffer.write(s.recv(100))\n"
+        "except ConnectionResetError: pass\n"
+    )
+    return laptop.network.hosts["dora"].run(sys.executable, "-c", program).encode()
+
+
+@pytest.mark.requirement("P11")
+def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop: Laptop, one_machine: Path) -> None:
+    config = laptop.config("verbs", task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.4})
+    created = laptop.run("pod", "create", "verbs", "--config", config)
+    assert created.code == 0, created.text
+    assert [line.split()[0] for line in created.out.splitlines()[1:4]] == ["anna", "bert", "carl"]
+    assert "2 files on 3 hosts; 2 of them were new" in laptop.run("pod", "push", "verbs").text
+    assert "; 0 of them were new" in laptop.run("pod", "push", "verbs").text
+    nasty = ["a b", "$(touch /tmp/x)", "`id`", "'\"", "two\nlines", "-n", "*", "\\"]
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    told = laptop.run("pod", "exec", "verbs", "--worker", "1", "--", sys.executable, "-c", code, *nasty)
+    assert json.loads(told.out.splitlines()[-1].removeprefix("[bert] ")) == nasty
+    assert "may hang" in told.text
+    client = laptop.start("train", config, "--pod", "verbs")
+    run = under_way(laptop, "verbs")
+    client.kill()
+    client.wait(10)
+    laptop.network.hosts["bert"].stop_sshd()
+    before = max(losses(run))
+    wait_until(lambda: max(losses(run)) > before + 1, what="steps without a client")
+    laptop.network.hosts["bert"].start_sshd()
+    assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
+    watching = laptop.start("pod", "logs", "verbs", "--follow")
+    assert laptop.run("pod", "stop", "verbs").code == 0
+    out, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 75, out
+    assert "saved and stopped; go on with: lockstep pod resume verbs" in out
+    assert summary(run)["status"] == "preempted"
+    resumed = laptop.run("pod", "resume", "verbs", "--set", "launch.grace=50 s")
+    assert resumed.code == 0, resumed.text
+    assert f"restored step-{summary_step(out):08d}" in resumed.text
+    assert not differences(run, one_machine)
+    deleted = laptop.run("pod", "delete", "verbs", "--yes")
+    assert deleted.code == 0, deleted.text
+    assert not any((host.disk / "verbs").exists() for host in laptop.network.hosts.values())
+
+
+def summary_step(out: str) -> int:
+    return int(next(line for line in out.splitlines() if "saved at step" in line).split("saved at step ")[1].split()[0])
+
+
+def test_a_spare_takes_the_place_of_a_host_that_dies(laptop: Laptop, one_machine: Path) -> None:
+    config = laptop.config(
+        "spare", hosts=("anna", "bert", "carl", "dora"), launch={"nodes": 3, "max_restarts": 1},
+        task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.3},
+    )  # fmt: skip
+    started = laptop.start("train", config)
+    run = under_way(laptop, "spare")
+    laptop.network.hosts["carl"].die_silently()
+    out, _ = started.communicate(timeout=120)
+    assert started.returncode == 0, out
+    assert "host carl (rank 3) is gone" in out
+    assert "with dora in the place of carl (restart 1 of 1)" in out
+    assert not differences(run, one_machine)
+    assert [each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]][-1] == "dora"
+
+
+def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
+    config = laptop.config("cut", task={"type": "tasks.py:Tiny", "sleep": 0.3})
+    started = laptop.start("train", config)
+    under_way(laptop, "cut")
+    bert = laptop.network.hosts["bert"]
+    bert.cut()
+    began = time.monotonic()
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 5, out
+    assert time.monotonic() - began < 25
+    assert "host bert (rank 2) is gone: nothing was heard of it for 10 s" in out
+    assert "lockstep pod resume cut" in out
+    assert "Traceback" not in out
+    # Who is cut off ends too: nothing trains on alone.
+    wait_until(lambda: not bert.processes("lockstep.worker") and not bert.processes("forkserver"), what="the cut host")
+    for name in ("anna", "carl"):
+        assert not laptop.network.hosts[name].processes("lockstep")
+
+
+def test_a_slow_link_is_no_fault(laptop: Laptop) -> None:
+    laptop.network.hosts["bert"].slow_down("delay", "200ms", "loss", "5%")
+    config = laptop.config("slow", train={"steps": 5, "batch_size": 12}, checkpoint={"every": "5 steps"})
+    finished = laptop.run("train", config, limit=180)
+    assert finished.code == 0, finished.text
+    assert "completed" in finished.text and "gone" not in finished.text
+
+
+def test_a_rank_that_dies_on_another_host_is_named(laptop: Laptop) -> None:
+    config = laptop.config(
+        "killed",
+        task={"type": "tasks.py:Tiny", "fail_at": {"rank": 2, "how": "kill", "step": 6}},
+        launch={"port": 29777},
+    )
+    finished = laptop.run("train", config)
+    assert finished.code == 5, finished.text
+    assert "rank 2 of 4 on bert failed: killed by SIGKILL" in finished.text
+    assert "Traceback" not in finished.text
+    config = laptop.config(
+        "raised", task={"type": "tasks.py:Tiny", "fail_at": {"rank": 3, "how": "exception", "step": 6}}
+    )
+    finished = laptop.run("train", config)
+    assert finished.code == 5, finished.text
+    assert "rank 3 of 4 on carl failed: ValueError: this example cannot be right" in finished.text
+
+
+def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: Laptop) -> None:
+    network = laptop.network
+
+    def refused(**values: object) -> str:
+        finished = laptop.run("train", laptop.config("bad", **values))  # type: ignore[arg-type]
+        assert finished.code == 2, finished.text
+        assert "Traceback" not in finished.text
+        return finished.text
+
+    network.write_ssh_config(known=["anna", "bert"])
+    text = refused()
+    assert "1 of 3 hosts cannot take part, so nothing was started" in text
+    assert "its host key is not known here" in text and "ssh carl" in text
+    network.write_ssh_config()
+    assert "the login was refused" in refused(hosts=("anna", "nobody@bert"))
+    assert "no such host name" in refused(hosts=("anna", "nowhere.invalid"))
+    assert "bert is listed twice" in refused(hosts=("anna", "bert", "bert"))
+    assert "is the same host as bert" in refused(hosts=("anna", "bert", network.hosts["bert"].address))
+    assert "check pod.python" in refused(pod={"python": "/no/such/python", "directory": str(network.disk)})
+    assert "launch.nodes: 4 hosts" in refused(launch={"nodes": 4})
+    assert "2 ranks cannot be spread over 3 hosts" in refused(processes=2)
+    assert "pod.env: NOT_SET" in refused(
+        pod={"python": sys.executable, "directory": str(network.disk), "env": ["NOT_SET"]}
+    )
+    assert "it has no address in launch.network" in refused(launch={"network": "192.0.2.0/24"})
+    carl = network.hosts["carl"]
+    carl.run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(network.disk))
+    try:
+        assert "MB are free" in refused()
+    finally:
+        carl.run("umount", str(network.disk))
+    network.hosts["carl"].stop_sshd()
+    try:
+        assert "nothing listens for SSH there" in refused()
+    finally:
+        network.hosts["carl"].start_sshd()
+    for host in network.hosts.values():
+        assert not host.processes("lockstep")
+
+
+def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: Laptop) -> None:
+    """The port is taken: the head cannot begin, and nobody is left waiting for it."""
+    listen = "import socket, time; s = socket.create_server(('10.77.0.11', 29778)); print('up', flush=True)"
+    argv = laptop.network.hosts["anna"].enter(sys.executable, "-c", f"{listen}; time.sleep(60)")
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as taking:
+        assert taking.stdout is not None
+        taking.stdout.readline()
+        finished = laptop.run("train", laptop.config("taken", launch={"port": 29778}))
+        taking.kill()
+    assert finished.code == 2, finished.text
+    assert "10.77.0.11 port 29778: nothing can listen there" in finished.text
+    wait_until(lambda: not any(h.processes("lockstep") for h in laptop.network.hosts.values()), what="no agent left")
