@@ -20,9 +20,10 @@ import yaml
 
 from ray_cluster import fit, nodes
 from ray_launching import on_ray, places
+from s3_server import s3, stored
 from world_of_one import new_run
 
-__all__ = ["fit", "new_run", "nodes", "on_ray", "places"]  # fixtures
+__all__ = ["fit", "new_run", "nodes", "on_ray", "places", "s3", "stored"]  # fixtures
 
 # A shell in the background, or nohup, has these ignored, which is honoured: tests send them, and mean it.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

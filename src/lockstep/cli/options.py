@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from lockstep.mirror.url import Url, place
 
 
-class Place(click.ParamType):
-    """A folder, or the URL of one in object storage."""
+def out(given: str | Path) -> Path | Url:
+    """Where runs' folders are made."""
+    return place(given, "--out")
 
-    name = "dir or url"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path | Url:
-        if isinstance(value, (Path, Url)):
-            return value
-        setting = parameter.opts[0] if isinstance(parameter, click.Option) else "RUN_DIR"
-        return place(value, setting)
+def run_dir(given: str | Path) -> Path | Url:
+    """The folder of a run."""
+    return place(given, "RUN_DIR")
 
 
 SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Override a config value; VALUE is YAML."
 )
 OUT = click.option(
-    "--out", type=Place(), default=Path("runs"), help="Where run folders are made: a folder, s3://... or gs://..."
+    "--out",
+    type=out,
+    default="runs",
+    metavar="DIR|URL",
+    help="Where run folders are made: a folder, s3://... or gs://...",
 )
 PROFILE = click.option("--profile", is_flag=True, help="Write a trace of a few steps; short for profile.enabled=true.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved config and the launch plan; start nothing.")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli import options
 from lockstep.cli.ending import conclude
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
-from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, Place, with_profile
+from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 from lockstep.start import checkpoint, cluster, local, resuming
@@ -63,8 +64,8 @@ def train(
 
             ended = cluster.train(loaded, make_folder)
             conclude(ended.folder, ended.result, ended.config, mirrors[0])
-    loaded = local.resolved(loaded, say)
     folders.require_bucket(out, "--out")
+    loaded = local.resolved(loaded, say)
     local.warm_up(local.plan(loaded, ""))
     folder = folders.new(out, "--out", loaded)
     with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
@@ -72,7 +73,7 @@ def train(
 
 
 @click.command()
-@click.argument("run_dir", type=Place())
+@click.argument("run_dir", type=options.run_dir)
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Go on from the checkpoint of this step.")
 @click.option("--best", is_flag=True, help="Go on from the best checkpoint, by checkpoint.keep.")
 @SET
@@ -182,9 +183,9 @@ def _dry_run(config: RunConfig, folder: str) -> None:
 
 def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:
     from lockstep.config.load import to_yaml
+    from lockstep.config.sweep import load_sweep
     from lockstep.errors import ConfigError
     from lockstep.mirror.url import is_url
-    from lockstep.config.sweep import load_sweep
     from lockstep.ray.address import require_answer
     from lockstep.ray.installed import require_train_v2
     from lockstep.record import run_folder

@@ -43,10 +43,10 @@ def launch(
     """Call `main(run)` on every rank and return what each of them returned, by rank.
 
     Further settings are those of the config: seed, runtime, strategy, data, checkpoint, log, launch. `folder` names the
-    run's folder; one that exists is gone on with, by `run.restore()`. Both may be URLs of object storage. Where a launcher such as torchrun has already
-    given this process a rank, nothing is started: `main` is called here, and the list holds this rank's value alone.
-    One process runs here as well, so that a debugger works. `lockstep resume FOLDER` starts the script that calls this
-    once more, on the folder of the run.
+    run's folder; one that exists is gone on with, by `run.restore()`. It and `out` may be URLs of object storage. Where
+    a launcher such as torchrun has already given this process a rank, nothing is started: `main` is called here, and
+    the list holds this rank's value alone. One process runs here as well, so that a debugger works. `lockstep resume
+    FOLDER` starts the script that calls this once more, on the folder of the run.
     """
     checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
     topology = Topology.from_env(os.environ) if launched(os.environ) else None

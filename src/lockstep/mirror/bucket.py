@@ -88,13 +88,15 @@ class Bucket:
         if step is not None:
             if step not in [each.step for each in whole]:
                 there = ", ".join(str(each.step) for each in whole) or "none"
-                raise CheckpointError(f"{self.url}: there is no whole checkpoint of step {step} (steps with one: {there})")
+                raise CheckpointError(
+                    f"{self.url}: there is no whole checkpoint of step {step} (steps with one: {there})"
+                )
             return [_path(step)]
         if looked and not whole:
-            each = "; ".join(f"{step_name(number)}: {problem}" for number, problem in looked.items())
+            problems = "; ".join(f"{step_name(number)}: {problem}" for number, problem in looked.items())
             raise CheckpointError(
-                f"{self.url}/{CHECKPOINTS}: there are checkpoints and none is whole, so nothing was begun anew ({each}). "
-                "Put back a good one; to start over on purpose, move or delete them"
+                f"{self.url}/{CHECKPOINTS}: there are checkpoints and none is whole, so nothing was begun anew "
+                f"({problems}). Put back a good one; to start over on purpose, move or delete them"
             )
         chosen = best_first(whole, mode) if best else whole[::-1]
         return [_path(each.step) for each in chosen]
@@ -230,9 +232,7 @@ def _file_system(scheme: str) -> Any:
     try:
         import fsspec
 
-        made = fsspec.filesystem(
-            scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {})
-        )
+        made = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
     except ImportError:
         extra = SCHEMES[scheme]
         package = {"s3": "s3fs", "gcs": "gcsfs"}.get(extra, "fsspec")
@@ -258,4 +258,3 @@ def _check_sizes(there: Mapping[str, int], path: str, told: Mapping[str, Any]) -
 
 def _is_long(file: Path) -> bool:
     return file.stat().st_size > _LONG
-

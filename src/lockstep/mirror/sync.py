@@ -35,7 +35,7 @@ class FolderSync:
     def __init__(
         self, remote: Remote, folder: Path, files: Callable[[], Iterable[Path]], checkpoints: bool = True
     ) -> None:
-        """`files` are those to push beside checkpoints, as they are now; `checkpoints`: whether they are ours to push."""
+        """`files` are those to push beside checkpoints now; `checkpoints`: whether they are ours to push."""
         self.remote, self.folder = remote, folder
         self._files, self._checkpoints = files, checkpoints
         self.storage = CheckpointStorage(folder / CHECKPOINTS)

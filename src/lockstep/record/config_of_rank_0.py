@@ -32,6 +32,6 @@ def brought_here(folder: Path, topology: Topology) -> None:
         temporary.replace(file)
     except OSError as error:
         raise ConfigError(
-            f"rank {place.rank} on {place.host}: {folder}: the run's folder, where this rank's log goes, cannot be made "
+            f"rank {place.rank} on {place.host}: {folder}: the run's folder, for this rank's log, cannot be made "
             f"on this host: {error.strerror or error}. Make it writable for uid {os.getuid()}"
         ) from None

@@ -58,8 +58,8 @@ def train(
 
             ended = cluster.train(loaded, make_folder)
             return _outcome(ended.folder, ended.result, int(ended.config.processes))
-    loaded = local.resolved(loaded, _tell)
     folders.require_bucket(where, "out:")
+    loaded = local.resolved(loaded, _tell)
     if loaded.processes == 1:
         return _here(loaded, folders.new(where, "out:", loaded))
     local.warm_up(local.plan(loaded, ""))
