@@ -21,9 +21,10 @@ import yaml
 from laptop import hosts, laptop, one_machine
 from ray_cluster import fit, nodes
 from ray_launching import on_ray, places
+from s3_server import s3, stored
 from world_of_one import new_run
 
-__all__ = ["fit", "hosts", "laptop", "new_run", "nodes", "on_ray", "one_machine", "places"]  # fixtures
+__all__ = ["fit", "hosts", "laptop", "new_run", "nodes", "on_ray", "one_machine", "places", "s3", "stored"]  # fixtures
 
 # A shell in the background, or nohup, has these ignored, which is honoured: tests send them, and mean it.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -113,6 +113,13 @@ class FolderLost(LockstepError):
     exit_code = 5
 
 
+class BucketBehind(LockstepError):
+    """The run is over, and what its folder on this host has did not all get into its bucket."""
+
+    exit_code = 6
+    concerns_all_ranks = True
+
+
 class NonFiniteLoss(LockstepError):
     """The loss became NaN or infinite."""
 

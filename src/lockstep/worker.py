@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import runtime
+from lockstep.config.plain import finite
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.activity import LEFT, Activity
 from lockstep.distributed.group import Group
@@ -30,7 +31,9 @@ from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
+from lockstep.mirror.mirror import Mirror, mirrored
 from lockstep.record import display, folder_lock, run_folder
+from lockstep.record.config_of_rank_0 import brought_here
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.writers import write_json
@@ -53,28 +56,35 @@ def train(
     config: RunConfig,
     topology: Topology,
     make_folder: Callable[[], Path],
-    opened: Callable[[Path], None] = lambda folder: None,
+    ended: Callable[[dict[str, Any]], None] = lambda outcome: None,
     prepare: Prepare = lambda folder: None,
 ) -> int:
-    """Train as one rank; the exit code of an orderly end. `opened` is told the run's folder, on every rank."""
+    """Train as one rank; the exit code of an orderly end.
+
+    `ended` is told what rank 0 wrote down of it, with the run's folder, on every rank: another host may not see either.
+    """
 
     def load_task() -> Any:
         return import_object(config.task.type, "task")
 
     with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True, prepare=prepare) as run:
-        opened(run.folder)
         try:
             outcome = fit(run, config)
         except Preempted as preempted:
-            conclude(run, {"status": "preempted", "reason": preempted.reason})
+            ended(_told(run, {"status": "preempted", "reason": preempted.reason}))
             logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
             return PREEMPTED_EXIT_CODE
         except Interrupted as interrupted:
             _conclude_interrupted(run, interrupted)
             raise
         run.finish()
-        conclude(run, outcome)
+        ended(_told(run, outcome))
     return 0
+
+
+def _told(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 writes down of an orderly end, on every rank."""
+    return {**run.agree(lambda: finite(conclude(run, outcome)), "how the run ended"), "folder": run.folder}
 
 
 def call(
@@ -249,17 +259,33 @@ def opened(
     """
     with contextlib.ExitStack() as holding:
         guards: list[Guard] = []
+        mirrors: list[Mirror | None] = []  # by whoever holds the folder
 
         def hold_folder() -> str:
             folder = make_folder().resolve()
             guards.append(holding.enter_context(_held(folder, present.topology, held, patience)).check)
+            if not held:
+                mirrors.append(holding.enter_context(mirrored(folder, settings, logger.warning)))
             prepare(folder)
             return str(folder)
 
         folder = Path(present.group.agree(hold_folder, "the run's folder"))
         guard = guards[0] if guards else lambda: None
         with _opened(present, settings, folder, requests, redirect, outlet, guard) as run:
+            if mirrors and mirrors[0] is not None:
+                run.checkpointer.elsewhere = _waiting_for(mirrors[0], settings, present.group.activity)
             yield run
+
+
+def _waiting_for(mirror: Mirror, settings: RunSettings, activity: Activity) -> Callable[[bool], None]:
+    """What makes rank 0 wait until a save is in the bucket, by a name and with a limit."""
+
+    def wait(leaving: bool) -> None:
+        limit = settings.launch.grace
+        with activity.within(f"the upload to {mirror.url}", limit=limit + activity.patience):
+            mirror.settle(limit if leaving else None)
+
+    return wait
 
 
 def _patience(topology: Topology) -> float:
@@ -332,10 +358,10 @@ def _announce(present: Present, folder: Path) -> None:
             logger.info(line)
 
 
-def conclude(run: Run, outcome: dict[str, Any]) -> None:
-    """summary.json, by rank 0."""
+def conclude(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
+    """summary.json, by rank 0, and what it says."""
     if not run.is_main:
-        return
+        return {}
     run.require_folder()
     seconds = run.elapsed()
     summary = {
@@ -353,11 +379,14 @@ def conclude(run: Run, outcome: dict[str, Any]) -> None:
         **({"compilations": run.compilations} if run.compilations else {}),
     }
     write_json(run.folder / run_folder.SUMMARY_FILE, summary)
+    return summary
 
 
 def main(folder: str) -> int:
-    path = Path(folder)
-    return train(run_folder.read_config(path), Topology.from_env(os.environ), lambda: path)
+    path, topology = Path(folder), Topology.from_env(os.environ)
+    if topology.host_count > 1:
+        brought_here(path, topology)
+    return train(run_folder.read_config(path), topology, lambda: path)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         script.chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 ON_RAY = sorted((ROOT / "docs").glob("ray*.md"))

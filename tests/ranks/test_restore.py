@@ -61,6 +61,20 @@ def test_one_rank_of_every_host_reads_each_file_once(tmp_path: Path) -> None:
     assert "checkpoint step-00000003 is damaged and is passed over: as rank 1 reads it" in zero["warnings"][0]
 
 
+def test_a_host_that_does_not_see_a_checkpoint_gets_it_from_rank_0(tmp_path: Path) -> None:
+    """Rank 1's has an older one of the same name, which does not count, and lacks the others."""
+    store = fill(tmp_path / "run" / "a")
+    flip_a_bit(store.path(3) / MODEL_FILE)
+    other = CheckpointStorage(tmp_path / "run" / "b")
+    write(other, Snapshot(2, {"big": torch.zeros(3)}, {}, {}))
+    zero, one, two = launch(bodies.restores, processes=3, folder=tmp_path / "run")
+    for each in (zero, one, two):
+        assert each["newest"] == {"step": 2, "sum": zero["newest"]["sum"], "momentum": 2.0, "tied": True}
+        assert each["best"]["step"] == 1
+    assert [each["opened"] for each in (zero, one, two)] == [dict.fromkeys([*FILES], 1), {}, {}]
+    assert "passed over: model.safetensors does not match its digest" in zero["warnings"][0]
+
+
 def test_a_reader_that_does_not_get_on_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
     fill(tmp_path / "run" / "a")
     with pytest.raises(lockstep.WorkerFailed) as failed:

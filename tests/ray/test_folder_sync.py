@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +16,13 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.topology import Place
 from lockstep.errors import CheckpointError, FolderLost
 from lockstep.ray.folder_store import FolderStore
-from lockstep.ray.folder_sync import FolderSync
+from lockstep.ray.folder_sync import NodeSync
 
 
-class Direct(FolderSync):
+class Direct(NodeSync):
     def __init__(self, driver: Path, node: Path) -> None:
-        super().__init__(None, node, Place())
-        self._driver = FolderStore(str(driver))
-
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        return getattr(self._driver, what)(*arguments)
+        store = FolderStore(str(driver))
+        super().__init__(lambda what, *arguments: getattr(store, what)(*arguments), node, Place())
 
 
 def save(folder: Path, step: int, value: float | None = None) -> None:
@@ -104,3 +100,15 @@ def test_a_folder_that_was_moved_on_the_drivers_disk_is_not_made_anew(tmp_path: 
     with pytest.raises(FolderLost, match="was moved to"):
         sync.push()
     assert not driver.exists()
+
+
+def test_a_step_that_is_saved_once_more_is_sent_once_more(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    driver.mkdir()
+    sync = Direct(driver, node)
+    sync.pull()
+    save(node, 1)
+    sync.push()
+    save(node, 1, value=0.5)  # judged by now
+    sync.push()
+    assert CheckpointStorage(driver / "checkpoints").best_good("min") == 1

@@ -198,7 +198,6 @@ def test_storage_that_cannot_be_written(on_ray: OnRay) -> None:
     ("ray", "message"),
     [
         ({"address": "ray://head:10001"}, "launch.ray.address: ray Client (ray://) cannot carry a training run"),
-        ({"storage": "s3://bucket/runs"}, "launch.ray.storage: must be a folder that all nodes have mounted"),
         ({"resources": {"CPU": -1}}, "launch.ray.resources.CPU: input should be greater than or equal to 0"),
         ({"placment": "PACK"}, "launch.ray.placment: unknown key, did you mean placement?"),
         ({"placement": "TIGHT"}, "launch.ray.placement: must be one of PACK, SPREAD"),

@@ -80,6 +80,8 @@ class Checkpointer:
         self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
         self._mode, self._seed = settings.keep.mode, seed
         self.last: Last | None = None
+        # For rank 0, where the folder is also kept elsewhere: waits until what is saved is there, too.
+        self.elsewhere: Callable[[bool], None] = lambda leaving: None
 
     def attach(self, name: str, part: Stateful) -> None:
         """Save and restore something else along with the models; restored at once where the run already is."""
@@ -194,6 +196,11 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for the write under way; raises what it raised."""
         self._writer.finish()
+
+    def settle(self, leaving: bool) -> None:
+        """Wait until what is saved may be announced; a run that is `leaving` waits longer for what is elsewhere."""
+        self.finish()
+        self.elsewhere(leaving)
 
     def give_up(self) -> None:
         """Let a write under way come to its end, in a run that failed."""

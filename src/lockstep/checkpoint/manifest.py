@@ -62,20 +62,27 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, if it is one and whole; raises Damaged or Unreadable."""
     try:
-        manifest: dict[str, Any] = json.loads(read_bytes(folder / MANIFEST_FILE, LONGEST_RECORD))
+        data = read_bytes(folder / MANIFEST_FILE, LONGEST_RECORD)
+    except OSError as error:
+        raise not_read(MANIFEST_FILE, error) from None
+    return parse(data, folder.name)
+
+
+def parse(data: bytes, name: str) -> dict[str, Any]:
+    """What the manifest of the checkpoint of this name says; raises Damaged."""
+    try:
+        manifest: dict[str, Any] = json.loads(data)
         if manifest["format"] != FORMAT:
             raise Damaged(f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}")
         if manifest["digest"] != _digest(manifest):
             raise Damaged(f"{MANIFEST_FILE} does not match its own digest")
-        for name in FILES:
-            size, digest = manifest["files"][name]["bytes"], manifest["files"][name]["sha256"]
+        for file in FILES:
+            size, digest = manifest["files"][file]["bytes"], manifest["files"][file]["sha256"]
             if type(size) is not int or size < 0 or not isinstance(digest, str):
-                raise Damaged(f"{MANIFEST_FILE} does not say how long {name} is, or its digest")
+                raise Damaged(f"{MANIFEST_FILE} does not say how long {file} is, or its digest")
         if isinstance(value := manifest.get("value"), int):
             manifest["value"] = float(value)  # or an OverflowError: nobody has measured a number of 400 digits
-        _check_step(folder, manifest)
-    except OSError as error:
-        raise not_read(MANIFEST_FILE, error) from None
+        _check_step(name, manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{MANIFEST_FILE} cannot be read: {error}") from None
     return manifest
@@ -111,9 +118,9 @@ def problem(folder: Path) -> str | None:
     return None
 
 
-def _check_step(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
     """A copy of a checkpoint under the name of another step is not what its name says."""
-    name, step = folder.name, manifest.get("step")
+    step = manifest.get("step")
     if step is not None and name.startswith(STEP_PREFIX) and name != step_name(step):
         raise Damaged(f"{MANIFEST_FILE} is of step {step}")
 

@@ -1,8 +1,9 @@
 """From a checkpoint back to tensors and state, on every rank, with one reading per host.
 
 On every host one rank reads each file once, checks its digest as it goes, and passes the bytes on to the others of its
-host. All ranks do the same with them, and find out together whether the checkpoint was whole: one that is damaged on
-any host is passed over by all, and one that cannot be read on any host ends the run on all. What is loaded has memory
+host. A host that does not see the checkpoint that rank 0 sees, because its disk is its own, gets the bytes from rank 0.
+All ranks do the same with them, and find out together whether the checkpoint was whole: one that is damaged on any host
+is passed over by all, and one that cannot be read on any host ends the run on all. What is loaded has memory
 of its own, and nothing to do with the files any more.
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,10 @@ from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE, TREE_FILE, Dama
 from lockstep.checkpoint.shared_file import SharedFile
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.group import Group, Part
+from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,11 @@ def restore(
     found = group.agree(lambda: _candidates(storage, step, best, mode), "the checkpoints to restore")
     if found["refused"]:
         raise CheckpointError(found["refused"])
-    part = group.part(_hosts(group)) if found["steps"] else Part([group.rank], None)
+    hosts = _Hosts(group) if found["steps"] else None
     damaged: dict[int, str] = {}
     for candidate in found["steps"]:
-        loaded = _read_together(storage, candidate, group, part)
+        assert hosts is not None
+        loaded = _read_together(storage, candidate, group, hosts)
         if isinstance(loaded, Loaded):
             return loaded
         if not loaded.damaged:
@@ -98,20 +104,47 @@ def _candidates(storage: CheckpointStorage, step: int | None, best: bool, mode: 
     return {"refused": None, "steps": steps}
 
 
-def _hosts(group: Group) -> list[list[int]]:
-    """The ranks of every host. A name that two hosts share makes them one: slower, and just as right."""
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(group.gather(socket.gethostname(), "the hosts that read a checkpoint")):
-        ranks.setdefault(host, []).append(rank)
-    return list(ranks.values())
+class _Hosts:
+    """The ranks of every host, and the groups that they talk over. A name that two hosts share makes them one: slower,
+    and just as right."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(group.gather(socket.gethostname(), "the hosts that read a checkpoint")):
+            ranks.setdefault(host, []).append(rank)
+        self._ranks = list(ranks.values())
+        self._parts: list[list[int]] = []
+        self._part = Part([group.rank], None)
+
+    @property
+    def first_here(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return any(self._group.rank == ranks[0] for ranks in self._ranks)
+
+    def together(self, blind: Sequence[int]) -> Part:
+        """Those who get the bytes from one reader: every host its own ranks, and rank 0's those of the hosts whose
+        first ranks are `blind` as well. The same on all ranks, so that they make the groups together."""
+        with_rank_0 = [rank for ranks in self._ranks if 0 in ranks or ranks[0] in blind for rank in ranks]
+        others = [ranks for ranks in self._ranks if 0 not in ranks and ranks[0] not in blind]
+        parts = [sorted(with_rank_0), *others]
+        if parts != self._parts:
+            self._parts, self._part = parts, self._group.part(parts)
+        return self._part
 
 
-def _read_together(storage: CheckpointStorage, step: int, group: Group, part: Part) -> Loaded | Problem:
+def _read_together(storage: CheckpointStorage, step: int, group: Group, hosts: _Hosts) -> Loaded | Problem:
     """A checkpoint on all ranks, or what is wrong with it. Every rank goes through the same exchanges."""
     folder = storage.path(step)
     told = group.agree(lambda: _manifest(folder), f"the manifest of {folder.name}")
     if "problem" in told:
         return Problem(**told["problem"])
+    sees = not hosts.first_here or _sees(folder, told)
+    blind = [rank for rank, each in enumerate(group.gather(sees, f"who sees {folder.name}")) if not each]
+    part = hosts.together(blind)
+    if blind and group.rank == 0:
+        logger.info("%s is not on the disk of the host of %s: it goes there from rank 0", folder.name,
+                    ranks_text(blind))  # fmt: skip
     reads = group.rank == part.ranks[0]
     problem = _first_problem(group, _sizes_problem(folder, told) if reads else None, f"the files of {folder.name}")
     if problem is not None:
@@ -152,6 +185,16 @@ def _manifest(folder: Path) -> dict[str, Any]:
         return manifest.read(folder)
     except (Damaged, Unreadable) as error:
         return {"problem": asdict(Problem.of(error))}
+
+
+def _sees(folder: Path, told: Mapping[str, Any]) -> bool:
+    """Whether this host has the checkpoint that rank 0 has. One that cannot be read is there: that has to be said."""
+    try:
+        return bool(manifest.read(folder)["digest"] == told["digest"])
+    except Damaged:
+        return False
+    except Unreadable:
+        return True
 
 
 def _sizes_problem(folder: Path, told: Mapping[str, Any]) -> Problem | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,53 +11,88 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from lockstep.cli.messages import say
-from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.distributed.failure import Result
+    from lockstep.mirror.mirror import Mirror
+    from lockstep.mirror.url import Url
+
+# What the upload gets where the user had the run ended at once.
+_AT_ONCE_SECONDS = 5.0
 
 
-def conclude(folder: Path, result: Result, config: RunConfig) -> NoReturn:
-    """Tell it, and leave with the run's exit code."""
+def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | None = None) -> NoReturn:
+    """Tell it, and leave with the run's exit code; `mirror` is what keeps the folder in a bucket."""
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
-    sys.exit(_tell(folder, result, config))
+    _note(folder, result)
+    behind = _uploaded(result, config, mirror) if mirror is not None else None
+    code = _tell(folder, result, config, folder if mirror is None or behind else mirror.url)
+    if behind is not None:
+        say(behind)
+        code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
+    sys.exit(code)
 
 
-def _tell(folder: Path, result: Result, config: RunConfig) -> int:
-    """The exit code: that of the run, and 75 only where there is a checkpoint to go on from."""
-    from lockstep.record.run_folder import read_summary, record
+def _note(folder: Path, result: Result) -> None:
+    """In summary.json, what rank 0 did not get to write."""
+    from lockstep.record.run_folder import record
+
+    if result.failure is not None:
+        record(folder, "failed", result.failure.cause)
+    elif result.nothing_to_save:
+        record(folder, "interrupted", "asked to stop before the first step")
+    elif result.exit_code not in (0, PREEMPTED_EXIT_CODE):
+        record(folder, "interrupted", "asked to end at once")
+
+
+def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:
+    """Wait for the rest to be in the bucket; what to tell where it did not get there.
+
+    Signals that ask to stop ask for what is being done; Ctrl-C ends it.
+    """
+    from lockstep.distributed.signals import handled, nothing
+
+    limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
+    if result.exit_code == INTERRUPTED_EXIT_CODE and not result.nothing_to_save:
+        limit = min(limit, _AT_ONCE_SECONDS)
+    with handled(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1), nothing)):
+        return mirror.finish(limit)
+
+
+def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) -> int:
+    """The exit code: that of the run, and 75 only where there is a checkpoint to go on from, `where`."""
+    from lockstep.record.run_folder import read_summary
 
     saved = any((folder / "checkpoints").glob("step-*"))
 
     if result.failure is not None:
         failure = result.failure
-        record(folder, "failed", failure.cause)
         say(failure.render(int(config.processes)))
         log = folder / "logs" / f"rank-{failure.rank}.log"
         if log.exists():  # a rank has one from the roll call on
             say(f"log: {log}")
         if saved:
-            say(f"go on from the last checkpoint with: lockstep resume {folder}")
+            say(f"go on from the last checkpoint with: lockstep resume {where}")
         return result.exit_code
     if result.exit_code == PREEMPTED_EXIT_CODE:
-        say(f"saved and stopped; go on with: lockstep resume {folder}")
+        say(f"saved and stopped; go on with: lockstep resume {where}")
         return result.exit_code
     if result.nothing_to_save:
-        record(folder, "interrupted", "asked to stop before the first step")
         then = "nothing has changed since the last checkpoint" if saved else "there was nothing to save"
-        say(f"stopped before the first step: {then}; go on with: lockstep resume {folder}")
+        say(f"stopped before the first step: {then}; go on with: lockstep resume {where}")
         return PREEMPTED_EXIT_CODE if saved else result.exit_code
     if result.exit_code:
-        record(folder, "interrupted", "asked to end at once")
         then = "go on from the last checkpoint" if saved else "nothing was saved; start over"
-        say(f"ended at once; {then} with: lockstep resume {folder}")
+        say(f"ended at once; {then} with: lockstep resume {where}")
         return result.exit_code
     say(_outcome(read_summary(folder)))
-    say(f"run folder: {folder}")
+    say(f"run folder: {where}")
+    say(f"its copy here:  {folder}") if where != folder else None
     limit = "steps" if config.train.steps is not None else "epochs"
-    say(f"train further:  lockstep resume {folder} --set train.{limit}=N")
+    say(f"train further:  lockstep resume {where} --set train.{limit}=N")
     say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
     say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
     return 0

@@ -6,10 +6,29 @@ from pathlib import Path
 
 import click
 
+from lockstep.mirror.url import Url, place
+
+
+def out(given: str | Path) -> Path | Url:
+    """Where runs' folders are made."""
+    return place(given, "--out")
+
+
+def run_dir(given: str | Path) -> Path | Url:
+    """The folder of a run."""
+    return place(given, "RUN_DIR")
+
+
 SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Override a config value; VALUE is YAML."
 )
-OUT = click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are made.")
+OUT = click.option(
+    "--out",
+    type=out,
+    default="runs",
+    metavar="DIR|URL",
+    help="Where run folders are made: a folder, s3://... or gs://...",
+)
 PROFILE = click.option("--profile", is_flag=True, help="Write a trace of a few steps; short for profile.enabled=true.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved config and the launch plan; start nothing.")
 

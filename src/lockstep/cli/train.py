@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli import options
 from lockstep.cli.ending import conclude
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
+from lockstep.mirror.url import Url
 from lockstep.shown import visible
-from lockstep.start import checkpoint, cluster, local
+from lockstep.start import checkpoint, cluster, local, resuming
 from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 def train(
     config: Path,
     overrides: tuple[str, ...],
-    out: Path,
+    out: Path | Url,
     sweep: Path | None,
     pod_name: str | None,
     profile: bool,
@@ -56,21 +59,31 @@ def train(
     if dry_run:
         _dry_run(loaded, "RUN_DIR")
         return
-    if loaded.launch.type == "ray":
-        ended = cluster.train(loaded, folders.on_ray(loaded, out, make_parent=True))
-        conclude(ended.folder, ended.result, ended.config)
-    loaded = local.resolved(loaded, say)
-    plan = local.plan(loaded, "")
-    local.warm_up(plan)
-    folder = folders.new(out, "--out", loaded)
+    from lockstep.mirror.mirror import mirrored
     from lockstep.record import folder_lock
 
-    with folder_lock.locked(folder):
-        conclude(folder, local.train(folder, loaded, say), loaded)
+    if loaded.launch.type == "ray":
+        new = folders.on_ray(loaded, out, make_parent=True)
+        with contextlib.ExitStack() as mirroring:
+            mirrors = []
+
+            def make_folder(resolved: RunConfig) -> Path:
+                made = new(resolved)
+                mirrors.append(mirroring.enter_context(mirrored(made, resolved, say)))
+                return made
+
+            ended = cluster.train(loaded, make_folder)
+            conclude(ended.folder, ended.result, ended.config, mirrors[0])
+    folders.require_bucket(out, "--out")
+    loaded = local.resolved(loaded, say)
+    local.warm_up(local.plan(loaded, ""))
+    folder = folders.new(out, "--out", loaded)
+    with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
+        conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=options.run_dir)
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Go on from the checkpoint of this step.")
 @click.option("--best", is_flag=True, help="Go on from the best checkpoint, by checkpoint.keep.")
 @SET
@@ -78,59 +91,66 @@ def train(
 @DRY_RUN
 @leaving_at_once
 def resume(
-    run_dir: Path, step: int | None, best: bool, overrides: tuple[str, ...], profile: bool, dry_run: bool
+    run_dir: Path | Url, step: int | None, best: bool, overrides: tuple[str, ...], profile: bool, dry_run: bool
 ) -> None:
-    """Go on with the run in RUN_DIR from its newest good checkpoint, or from another one.
+    """Go on with the run in RUN_DIR, a folder or its URL, from its newest good checkpoint, or from another one.
 
     Checkpoints that are newer than a chosen one are set aside under another name.
     """
     from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import Topology, launched
+    from lockstep.mirror.mirror import mirrored
     from lockstep.record import folder_lock, run_folder
 
     wanted = checkpoint.Wanted(step, best)
-    if _start_script_again(run_dir, wanted, {"--set": overrides, "--profile": profile}, dry_run):
-        return
-    before = run_folder.read_plain_config(run_dir)
-    loaded = load(run_dir / run_folder.CONFIG_FILE, with_profile(overrides, profile))
-    refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
+    topology = Topology.from_env(os.environ) if launched(os.environ) and not dry_run else None
+    with contextlib.ExitStack() as finding:
+        with saying_what_is_logged() if topology is None else contextlib.nullcontext():
+            run = finding.enter_context(resuming.found(run_dir, wanted, topology, dry_run))
+        if _start_script_again(run.start_files, wanted, {"--set": overrides, "--profile": profile}, dry_run):
+            return
+        before = run_folder.read_plain_config(run.start_files)
+        loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
+        refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
 
-    def go_back(first: bool = True) -> None:
-        if first:
-            checkpoint.forget(run_dir)
-        if not wanted.is_newest and not checkpoint.has_gone_back(run_dir):
-            with saying_what_is_logged():
-                say(f"going on from step {checkpoint.go_back(run_dir, wanted, loaded.checkpoint.keep.mode)}")
+        def go_back(folder: Path, first: bool = True) -> None:
+            if first:
+                checkpoint.forget(folder)
+            if not wanted.is_newest and not checkpoint.has_gone_back(folder):
+                with saying_what_is_logged():
+                    say(f"going on from step {checkpoint.go_back(folder, wanted, loaded.checkpoint.keep.mode)}")
 
-    def changed(resolved: RunConfig) -> Path:
-        go_back()
-        run_folder.write_config(run_dir, resolved)
-        for change in changes(before, resolved.plain()):
-            say(f"changed: {described(change)}")
-        return run_dir
+        def changed(resolved: RunConfig) -> Path:
+            go_back(folder)
+            run_folder.write_config(folder, resolved)
+            for change in changes(before, resolved.plain()):
+                say(f"changed: {described(change)}")
+            return folder
 
-    if launched(os.environ) and not dry_run:
-        first = Topology.from_env(os.environ).attempt == 0
-        # On rank 0, for all, once they have met and it holds the folder.
-        sys.exit(local.train_as_rank(loaded, lambda: run_dir, prepare=lambda folder: go_back(first)))
-    if dry_run:
-        _dry_run(loaded, str(run_dir))
-        if not wanted.is_newest:
-            chosen = checkpoint.found(run_dir, wanted, loaded.checkpoint.keep.mode)
-            click.echo(f"from step {chosen}; to be set aside: {', '.join(checkpoint.newer(run_dir, chosen)) or 'none'}")
-        return
-    with folder_lock.locked(run_dir):
-        if loaded.launch.type == "ray":
-            ended = cluster.train(loaded, changed, held=True)
-            conclude(ended.folder, ended.result, ended.config)
-        loaded = local.resolved(loaded, say)
-        changed(loaded)
-        local.warm_up(local.plan(loaded, str(run_dir)))
-        conclude(run_dir, local.train(run_dir, loaded, say), loaded)
+        if topology is not None:
+            first = topology.attempt == 0
+            # On rank 0, for all, once they have met and it holds the folder.
+            sys.exit(local.train_as_rank(loaded, run.folder, prepare=lambda folder: go_back(folder, first)))
+        folder = run.folder()
+        if dry_run:
+            _dry_run(loaded, str(folder))
+            if not wanted.is_newest:
+                chosen = checkpoint.found(folder, wanted, loaded.checkpoint.keep.mode)
+                aside = ", ".join(checkpoint.newer(folder, chosen)) or "none"
+                click.echo(f"from step {chosen}; to be set aside: {aside}")
+            return
+        with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
+            if loaded.launch.type == "ray":
+                ended = cluster.train(loaded, changed, held=True)
+                conclude(ended.folder, ended.result, ended.config, mirror)
+            loaded = local.resolved(loaded, say)
+            changed(loaded)
+            local.warm_up(local.plan(loaded, str(folder)))
+            conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
 
-def _on_pod(config: RunConfig, name: str, out: Path, dry_run: bool) -> None:
+def _on_pod(config: RunConfig, name: str, out: Path | Url, dry_run: bool) -> None:
     from lockstep.start import pod
 
     if dry_run:
@@ -180,13 +200,22 @@ def _dry_run(config: RunConfig, folder: str) -> None:
     _print(config, plan)
 
 
-def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
+def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:
     from lockstep.config.load import to_yaml
     from lockstep.config.sweep import load_sweep
+    from lockstep.errors import ConfigError
+    from lockstep.mirror.url import is_url
     from lockstep.ray.address import require_answer
     from lockstep.ray.installed import require_train_v2
     from lockstep.record import run_folder
 
+    storage = config.launch.ray.storage
+    if isinstance(out, Url) or is_url(storage or ""):
+        setting, named = ("launch.ray.storage", storage) if is_url(storage or "") else ("--out", out)
+        raise ConfigError(
+            f"{setting} {named}: a sweep writes its trials from many nodes at once, into one folder that they share; "
+            "name a folder on a disk. A single run can be kept in a bucket"
+        )
     sweep = load_sweep(file, config)
     if dry_run:
         from lockstep.train.parts import check_parts
@@ -198,7 +227,6 @@ def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
     require_answer(config.launch.ray)
     from lockstep.ray.tune import sweep_over
 
-    storage = config.launch.ray.storage
     folder = run_folder.create(Path(storage) if storage else out, f"{config.name}-sweep")
     say(f"trials in {folder}")
     sys.exit(sweep_over(config, sweep, folder))

@@ -226,12 +226,6 @@ def _no_client(address: str) -> str:
     return address
 
 
-def _shared_folder(storage: str) -> str:
-    if "://" in storage:
-        raise ValueError("must be a folder that all nodes have mounted; a bucket has to be mounted first")
-    return storage
-
-
 class RayCluster(Section):
     """Where Ray starts the workers, and what each of them gets."""
 
@@ -248,8 +242,8 @@ class RayCluster(Section):
     min_workers: int | None = Field(None, gt=0, description="go on with so few where there is no room for all")
     runtime_env: dict[str, Any] = Field({}, description="Ray's own; the task's folder travels to the workers anyway")
     insecure: bool = Field(False, description="use a cluster that asks nobody for a token: see docs/security.md")
-    storage: Annotated[str, AfterValidator(_shared_folder)] | None = Field(
-        None, description="a folder that all nodes share, for the runs' folders; --out where not given"
+    storage: str | None = Field(
+        None, description="a folder that all nodes share, or a bucket, for the runs' folders; --out where not given"
     )
 
 

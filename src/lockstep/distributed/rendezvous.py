@@ -21,7 +21,7 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,30 @@ def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None
     if topology.world_size == 1 and not topology.watched:
         return None, None
     prefix = private.store_prefix(topology.attempt, next(_meetings))
-    try:
+    with _saying_who_does_not_answer(topology, limit):
         connect = _way(topology, limit)
         return connect().under(prefix), connect().under(prefix)
+
+
+def from_rank_0(topology: Topology, limit: float, name: str, data: bytes) -> bytes:
+    """Rank 0's data on every rank, before they have met: for what they have to know in order to."""
+    with _saying_who_does_not_answer(topology, limit):
+        store = _way(topology, limit)().under(f"lockstep/attempt-{topology.attempt}/before")
+        if topology.place.rank == 0:
+            store.set(name, data)
+            return data
+        if not store.wait([name], limit):
+            raise RollCallError(
+                f"rank {topology.place.rank} on {topology.place.host}: rank 0 did not say within {limit:g} s what "
+                f"{name} is: look at what it says"
+            )
+        return store.read(name) or b""
+
+
+@contextlib.contextmanager
+def _saying_who_does_not_answer(topology: Topology, limit: float) -> Iterator[None]:
+    try:
+        yield
     except NotLetIn as error:
         raise RollCallError(
             f"rank {topology.place.rank} on {topology.place.host}: {error}: {run_secret.VARIABLE} must be the same on "

@@ -22,6 +22,9 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, Wor
 from lockstep.launcher import local, room, script
 from lockstep.launcher.entry import call_function
 from lockstep.launcher.plan import local_plan
+from lockstep.mirror import staging, url
+from lockstep.mirror.mirror import mirrored
+from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, run_folder
 from lockstep.terminal import tell
 from lockstep.train.requests import Preempted
@@ -40,10 +43,10 @@ def launch(
     """Call `main(run)` on every rank and return what each of them returned, by rank.
 
     Further settings are those of the config: seed, runtime, strategy, data, checkpoint, log, launch. `folder` names the
-    run's folder; one that exists is gone on with, by `run.restore()`. Where a launcher such as torchrun has already
-    given this process a rank, nothing is started: `main` is called here, and the list holds this rank's value alone.
-    One process runs here as well, so that a debugger works. `lockstep resume FOLDER` starts the script that calls this
-    once more, on the folder of the run.
+    run's folder; one that exists is gone on with, by `run.restore()`. It and `out` may be URLs of object storage. Where
+    a launcher such as torchrun has already given this process a rank, nothing is started: `main` is called here, and
+    the list holds this rank's value alone. One process runs here as well, so that a debugger works. `lockstep resume
+    FOLDER` starts the script that calls this once more, on the folder of the run.
     """
     checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
     topology = Topology.from_env(os.environ) if launched(os.environ) else None
@@ -58,9 +61,9 @@ def launch(
         family, count = runtime.resolve(checked)
         room.check(count, checked.data.workers)
         checked = checked.model_copy(update={"runtime": family, "processes": count})
-        if count > 1:
-            return _launch_processes(main, checked, place)
     try:
+        if topology is None and count > 1:
+            return _launch_processes(main, checked, place)
         return [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
     except Preempted:
         place.tell_how_to_go_on()
@@ -72,7 +75,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
     folder = place.make()
-    with folder_lock.locked(folder):
+    with folder_lock.locked(folder), mirrored(folder, settings, _say):
         place.prepare(folder)
         result = local.launch(
             plan,
@@ -82,15 +85,14 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
             grace=settings.launch.grace,
             watch=Limits.of(settings.watch, settings.runtime),
         )
-    if result.failure is not None:
-        failure = result.failure
-        raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
-    if result.exit_code == INTERRUPTED_EXIT_CODE:
-        raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
-    if result.exit_code:
-        place.tell_how_to_go_on()
-        raise Preempted("asked to stop")
-    return [result.returned[rank] for rank in range(count)]
+        if result.failure is not None:
+            failure = result.failure
+            raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
+        if result.exit_code == INTERRUPTED_EXIT_CODE:
+            raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
+        if result.exit_code:
+            raise Preempted("asked to stop")
+        return [result.returned[rank] for rank in range(count)]
 
 
 def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str) -> Any:
@@ -101,30 +103,38 @@ class _Folder:
     """The folder of a run: made once, by the launcher or rank 0, which then also says where it is."""
 
     def __init__(self, started: script.Script, name: str, out: str | Path, folder: str | Path | None) -> None:
-        self._script, self._name, self._out, self._given = started, name, Path(out), folder
+        self._script, self._name, self._out, self._given = started, name, url.place(out, "out:"), folder
         self._made: Path | None = None
 
     def make(self) -> Path:
         named = script.folder_to_resume(self._script.call) or self._given
-        self._made = run_folder.create(self._out, self._name) if named is None else _existing_or_new(Path(named))
+        if named is not None:
+            self._made = _existing_or_new(named)
+        elif isinstance(self._out, Url):
+            self._made = staging.new(self._out, self._name, "out:")
+        else:
+            self._made = run_folder.create(self._out, self._name)
         return self._made
 
     def prepare(self, folder: Path) -> None:
         """Once it is held: note what was started, and say where."""
         script.write(folder, self._script)
-        made = self._made or folder  # as the user named it
+        made = staging.named(self._made or folder)  # as the user named it
         _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
 
     def tell_how_to_go_on(self) -> None:
         if self._made is not None:  # by this process, which speaks for all
-            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(self._made)}")
+            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(staging.named(self._made))}")
 
 
 def _say(text: str) -> None:
     tell(f"lockstep: {text}")
 
 
-def _existing_or_new(folder: Path) -> Path:
+def _existing_or_new(named: str | Path) -> Path:
+    folder = url.place(named, "folder:")
+    if isinstance(folder, Url):
+        return staging.existing_or_new(folder, "folder:")
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:

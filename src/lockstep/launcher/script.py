@@ -54,7 +54,8 @@ class Script(Section):
     def same_program(self, other: Script) -> bool:
         return (self.script, self.module, self.function) == (other.script, other.module, other.function)
 
-    def how_to_go_on(self, folder: Path) -> str:
+    def how_to_go_on(self, folder: Path | str) -> str:
+        """`folder` may be the URL that it stands for."""
         if self.can_start:
             return f"lockstep resume {shlex.quote(str(folder))}"
         return f"lockstep.launch({self.function}, folder={str(folder)!r}, ...) in this session"

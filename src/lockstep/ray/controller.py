@@ -26,6 +26,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, Result, worth_retrying
 from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ClusterLost
+from lockstep.mirror.url import is_url
 from lockstep.ray import capacity, code
 from lockstep.ray.address import address_of
 from lockstep.ray.attempts import Attempts, no_capacity
@@ -175,7 +176,7 @@ class _Controller:
             mailbox=self._mailbox,
             threads=limits.threads or max(1, int(self._resources.get("CPU", 1))),
             here=str(Path.cwd()) if self._cluster.ours else None,
-            storage=settings.storage,
+            storage=None if is_url(settings.storage or "") else settings.storage,
         )
         task = self._config.task.model_copy(update={"type": self._task})
         return TorchTrainer(

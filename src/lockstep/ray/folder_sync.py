@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.topology import Place
+from lockstep.mirror.sync import CHECKPOINTS, FolderSync
 from lockstep.ray.mailbox import ANSWER_SECONDS
 
 _INTERVAL = 1.0
@@ -20,28 +20,26 @@ _CHUNK = 8 * 1024 * 1024
 _RANK_ZERO_FILES = ("metrics.jsonl", "summary.json", "topology.json", "tensorboard")
 
 
-class FolderSync:
+def ask_mailbox(mailbox: Any) -> Callable[..., Any]:
+    """Something of the run's folder, of the mailbox beside the driver."""
+    return lambda what, *arguments: ray.get(mailbox.folder_store.remote(what, *arguments), timeout=ANSWER_SECONDS)
+
+
+class NodeSync:
     """Between a folder on this node and the one of the same name on the driver's."""
 
-    def __init__(self, mailbox: Any, folder: Path, place: Place) -> None:
-        self._mailbox, self._folder, self._place = mailbox, folder, place
-        self._storage = CheckpointStorage(folder / "checkpoints")
-        self._sent: dict[str, tuple[int, int]] = {}  # file -> its size and time when it was sent
-        self._on_driver: set[int] = set()  # steps whose checkpoints the driver has, and this node had too
-        self._has_new = False  # whether the driver has a checkpoint that was made here
-        self._lock = threading.Lock()
+    def __init__(self, ask: Callable[..., Any], folder: Path, place: Place) -> None:
+        self._folder, self._place = folder, place
+        self._sync = FolderSync(OnDriver(ask), folder, self._files, checkpoints=place.rank == 0)
         self._done = threading.Event()
 
     def pull(self, step: int | None = None, best: bool = False, mode: str = "min") -> None:
         """Start from what the driver has: the checkpoint to restore, the newest unless said, and what still grows."""
         if self._place.local_rank == 0:
-            shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
-            checkpoint = self._ask("checkpoint", step, best, mode)
-            if checkpoint is not None:
-                self._pull_files(checkpoint)
-        for path in self._own_paths():
-            self._pull_files(path)
-        self._on_driver = set(self._storage.steps()) if self._place.rank == 0 else set()
+            shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
+            self._sync.pull_checkpoint(step, best, mode)
+        self._sync.pull_files(self._own_paths())
+        self._sync.both_have(self._sync.storage.steps() if self._place.rank == 0 else ())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -56,14 +54,7 @@ class FolderSync:
             self.push()
 
     def push(self) -> None:
-        with self._lock:
-            if self._place.rank == 0:
-                self._push_checkpoints()
-            for path in self._own_paths():
-                place = self._folder / path
-                for file in [place] if place.is_file() else sorted(place.rglob("*")):
-                    if file.is_file():
-                        self._push_file(file, str(file.relative_to(self._folder)))
+        self._sync.push()
 
     def _push_regularly(self) -> None:
         while not self._done.wait(_INTERVAL):
@@ -73,41 +64,44 @@ class FolderSync:
     def _own_paths(self) -> list[str]:
         return [f"logs/rank-{self._place.rank}.log", *(_RANK_ZERO_FILES if self._place.rank == 0 else ())]
 
-    def _push_checkpoints(self) -> None:
-        here = set(self._storage.steps())
-        aside = {step for step in self._on_driver - here if self._storage.set_aside(step)}
-        if here - self._on_driver and not self._has_new:
-            # As it was done here before the first save.
-            self._ask("set_aside_after", max(self._on_driver - aside, default=None))
-            self._has_new = True
-        for step in sorted(here - self._on_driver):
-            folder = self._storage.path(step)
-            arriving = f"checkpoints/.partial-{folder.name}-sync"
-            for file in folder.iterdir():
-                self._push_file(file, f"{arriving}/{file.name}")
-            self._ask("rename", arriving, f"checkpoints/{folder.name}")
-        for step in self._on_driver - here - aside:
-            self._ask("remove", f"checkpoints/{self._storage.path(step).name}")
-        self._on_driver = here
+    def _files(self) -> Iterator[Path]:
+        for path in self._own_paths():
+            place = self._folder / path
+            yield from (each for each in ([place] if place.is_file() else sorted(place.rglob("*"))) if each.is_file())
 
-    def _push_file(self, file: Path, path: str) -> None:
-        status = file.stat()
-        known = (status.st_size, status.st_mtime_ns)
-        if self._sent.get(path) == known:
-            return
+
+class OnDriver:
+    """A Remote: the folder on the driver's disk, in pieces that fit into a message."""
+
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self._ask = ask
+
+    def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
+        found = self._ask("checkpoint", step, best, mode)  # which has read all of it
+        return [] if found is None else [found]
+
+    def files(self, path: str) -> list[tuple[str, int]]:
+        return [(name, size) for name, size in self._ask("files", path)]
+
+    def fetch(self, path: str, size: int, place: Path) -> None:
+        with place.open("wb") as file:
+            for offset in range(0, size, _CHUNK):
+                file.write(self._ask("read", path, offset, min(_CHUNK, size - offset)))
+
+    def send(self, file: Path, path: str) -> None:
         with file.open("rb") as stream:
             self._ask("write", path, 0, stream.read(_CHUNK))
             while data := stream.read(_CHUNK):
                 self._ask("write", path, stream.tell() - len(data), data)
-        self._sent[path] = known
 
-    def _pull_files(self, path: str) -> None:
-        for name, size in self._ask("files", path):
-            place = self._folder / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("wb") as file:
-                for offset in range(0, size, _CHUNK):
-                    file.write(self._ask("read", name, offset, min(_CHUNK, size - offset)))
+    def publish(self, folder: Path, path: str) -> None:
+        arriving = f"{CHECKPOINTS}/.partial-{folder.name}-sync"
+        for file in folder.iterdir():
+            self.send(file, f"{arriving}/{file.name}")
+        self._ask("rename", arriving, path)
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        return ray.get(self._mailbox.folder_store.remote(what, *arguments), timeout=ANSWER_SECONDS)
+    def remove(self, path: str) -> None:
+        self._ask("remove", path)
+
+    def set_aside_after(self, step: int | None) -> None:
+        self._ask("set_aside_after", step)

@@ -16,7 +16,7 @@ from lockstep.distributed.failure import report
 from lockstep.distributed.topology import Place, ranks_text
 from lockstep.errors import ConfigError, RankStalled
 from lockstep.ray import session
-from lockstep.ray.folder_sync import FolderSync
+from lockstep.ray.folder_sync import NodeSync, ask_mailbox
 from lockstep.ray.relay import Relay, RelayedDisplay, RelayedLog, printing_through
 from lockstep.ray.reporting import BackgroundReporter
 from lockstep.train.requests import Preempted
@@ -42,7 +42,7 @@ def main(orders: dict[str, Order]) -> None:
     if not relay.may_begin():
         return
     relaying, syncing = contextlib.ExitStack(), contextlib.ExitStack()
-    folder_sync: FolderSync | None = None
+    folder_sync: NodeSync | None = None
     relaying.enter_context(relay.running())
     if place.rank == 0:
         relaying.enter_context(printing_through(relay))
@@ -63,7 +63,7 @@ def main(orders: dict[str, Order]) -> None:
     session.fit(config)
 
 
-def _folder_sync(order: Order, current: session.Session) -> FolderSync | None:
+def _folder_sync(order: Order, current: session.Session) -> NodeSync | None:
     """What makes up for a disk of this node's own; all ranks go on together once every node has what it needs."""
     group, place = current.present.group, current.present.topology.place
     sees = (Path(order.folder) / order.mark).exists()
@@ -76,7 +76,7 @@ def _folder_sync(order: Order, current: session.Session) -> FolderSync | None:
             f"the run's folder {order.folder} there (this is rank {place.rank} on {place.host})"
         )
     current.shares_folder = False
-    folder_sync = None if sees else FolderSync(order.mailbox, Path(order.folder), place)
+    folder_sync = None if sees else NodeSync(ask_mailbox(order.mailbox), Path(order.folder), place)
     if folder_sync is not None:
         folder_sync.pull()
     group.barrier("the run's folder on all nodes")

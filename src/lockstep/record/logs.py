@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import ConfigError
 from lockstep.shown import shown
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def rank_log(
     folder: Path, rank: int, console: Console | None, redirect: bool, to_screen: logging.Handler | None = None
 ) -> Iterator[Path]:
     """Log to logs/rank-N.log while the block runs; with redirect, other ranks' output goes there altogether."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder, rank)
     path = folder / f"rank-{rank}.log"
     if redirect and rank != 0:
         _redirect_output(path)
@@ -51,6 +53,17 @@ def rank_log(
         for handler in handlers:
             ours.removeHandler(handler)
             handler.close()
+
+
+def _make(folder: Path, rank: int) -> None:
+    """On a host that does not see rank 0's disk, the run's folder is made for this."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"rank {rank} on {socket.gethostname()}: its log goes to {folder}, which cannot be made there: "
+            f"{error.strerror}. Make it writable for uid {os.getuid()} on that host"
+        ) from None
 
 
 def screen_handler(console: Console | None) -> logging.Handler:

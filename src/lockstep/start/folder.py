@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.mirror.url import Url, place
+
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
 
@@ -16,22 +18,37 @@ def named(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip(".-") or "run"
 
 
-def new(out: Path, setting: str, config: RunConfig) -> Path:
-    """A new folder with its config in it; `setting` is what named `out`."""
+def new(out: Path | Url, setting: str, config: RunConfig) -> Path:
+    """A new folder with its config in it; `setting` is what named `out`. For a URL, the folder that stands for it."""
     from lockstep.record import run_folder
 
-    folder = run_folder.create(out, str(config.name), setting)
+    if isinstance(out, Url):
+        from lockstep.mirror import staging
+
+        folder = staging.new(out, str(config.name), setting)
+    else:
+        folder = run_folder.create(out, str(config.name), setting)
     run_folder.has_begun(folder)
     run_folder.write_config(folder, config)
     return folder
 
 
-def on_ray(config: RunConfig, out: Path, make_parent: bool) -> Callable[[RunConfig], Path]:
+def on_ray(config: RunConfig, out: Path | Url, make_parent: bool) -> Callable[[RunConfig], Path]:
     """The same for a run on a cluster, whose nodes may share another folder than `out`."""
     from lockstep.record import run_folder
 
     storage = config.launch.ray.storage
-    where = (Path(storage), "launch.ray.storage") if storage else (out, "--out")
-    if make_parent:
-        run_folder.require_folder(*where)
-    return lambda resolved: new(*where, resolved)
+    where, setting = (place(storage, "launch.ray.storage"), "launch.ray.storage") if storage else (out, "--out")
+    if isinstance(where, Url):
+        require_bucket(where, setting)
+    elif make_parent:
+        run_folder.require_folder(where, setting)
+    return lambda resolved: new(where, setting, resolved)
+
+
+def require_bucket(out: Path | Url, setting: str) -> None:
+    """Refuse a bucket that cannot be used, before anything is started."""
+    if isinstance(out, Url):
+        from lockstep.mirror.bucket import Bucket
+
+        Bucket(out).probe(setting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
 import os
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
+from lockstep.mirror.url import Url, place
 from lockstep.start import cluster, local
 from lockstep.start import folder as folders
 from lockstep.terminal import tell
@@ -27,6 +29,8 @@ def train(
 ) -> dict[str, Any]:
     """Train what a config describes and return how it went: what summary.json holds, and the run's `folder`.
 
+    `out` is where that is made: a folder, or a URL (s3://bucket/prefix) that the folder, on this host, stands for.
+
     The config is a file, plain data or a RunConfig; values replace what it says, by name: `processes=1`,
     `train={"epochs": 3}` (merged) or `**{"train.epochs": 3}`. `task` may be the class itself, if ranks can import it.
 
@@ -37,19 +41,30 @@ def train(
     """
     _refuse_while_importing()
     loaded = _loaded(config, values)
+    where = place(out, "out:")
     if _launched():
-        return _as_rank(loaded, Path(out))
-    if loaded.launch.type == "ray":
-        ended = cluster.train(loaded, folders.on_ray(loaded, Path(out), make_parent=True))
-        return _outcome(ended.folder, ended.result, int(ended.config.processes))
-    loaded = local.resolved(loaded, _tell)
-    if loaded.processes == 1:
-        return _here(loaded, folders.new(Path(out), "out:", loaded))
+        return _as_rank(loaded, where)
+    from lockstep.mirror.mirror import mirrored
     from lockstep.record import folder_lock
 
+    if loaded.launch.type == "ray":
+        new = folders.on_ray(loaded, where, make_parent=True)
+        with contextlib.ExitStack() as mirroring:
+
+            def make_folder(resolved: RunConfig) -> Path:
+                made = new(resolved)
+                mirroring.enter_context(mirrored(made, resolved, _tell))
+                return made
+
+            ended = cluster.train(loaded, make_folder)
+            return _outcome(ended.folder, ended.result, int(ended.config.processes))
+    folders.require_bucket(where, "out:")
+    loaded = local.resolved(loaded, _tell)
+    if loaded.processes == 1:
+        return _here(loaded, folders.new(where, "out:", loaded))
     local.warm_up(local.plan(loaded, ""))
-    folder = folders.new(Path(out), "out:", loaded)
-    with folder_lock.locked(folder):
+    folder = folders.new(where, "out:", loaded)
+    with folder_lock.locked(folder), mirrored(folder, loaded, _tell):
         return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
 
 
@@ -136,6 +151,8 @@ def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(config.launch.threads or threads)
     try:
         code = worker.train(config, Topology(), lambda: folder)
+    except BucketBehind:  # the run itself came to its end
+        raise
     except Exception as error:
         run_folder.record(folder, "failed", f"{type(error).__name__}: {error}")
         raise
@@ -146,17 +163,16 @@ def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
     return {**run_folder.read_summary(folder), "folder": folder}
 
 
-def _as_rank(config: RunConfig, out: Path) -> dict[str, Any]:
+def _as_rank(config: RunConfig, out: Path | Url) -> dict[str, Any]:
     """As the rank that a launcher made this process: every rank returns what rank 0 wrote down."""
-    from lockstep.record import run_folder
     from lockstep.train.requests import Preempted
 
-    opened: list[Path] = []
-    code = local.train_as_rank(config, lambda: folders.new(out, "out:", config), opened.append)
-    (folder,) = opened
+    told: list[dict[str, Any]] = []
+    code = local.train_as_rank(config, lambda: folders.new(out, "out:", config), told.append)
+    (outcome,) = told
     if code:
-        raise Preempted(str(run_folder.read_summary(folder).get("reason")))
-    return {**run_folder.read_summary(folder), "folder": folder}
+        raise Preempted(str(outcome.get("reason")))
+    return outcome
 
 
 def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:

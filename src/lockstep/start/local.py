@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -69,16 +69,17 @@ def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
 def train_as_rank(
     config: RunConfig,
     make_folder: Callable[[], Path],
-    opened: Callable[[Path], None] = lambda folder: None,
+    ended: Callable[[dict[str, Any]], None] = lambda outcome: None,
     prepare: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Train as the rank that the environment says; the exit code of an orderly end.
 
-    `opened` is told the run's folder, which rank 0 made for all; `prepare` is called by rank 0 once it holds it.
+    `ended` is told what rank 0 wrote down of the end, and the run's folder; `prepare` is called by rank 0 once it
+    holds that.
     """
     from lockstep import worker
     from lockstep.distributed.topology import Topology
 
     topology = Topology.from_env(os.environ)
     here = config.model_copy(update={"processes": topology.local_world_size})
-    return worker.train(here, topology, make_folder, opened, prepare)
+    return worker.train(here, topology, make_folder, ended, prepare)

@@ -536,7 +536,7 @@ class Run:
         with self.profiler.region("checkpoint"):
             self._save(None, None, explicit=False)
         # All ranks leave when it is on the disk: a launcher may end the rest as soon as the first one is gone.
-        self.agree(self.checkpointer.finish, "the last save")
+        self.agree(lambda: self.checkpointer.settle(leaving=True), "the last save")
         self.profiler.close()
         self._feed.close()
         raise Preempted(reason)
@@ -556,7 +556,7 @@ class Run:
         if asked.save:
             with self.profiler.region("checkpoint"):
                 self._save(None, None, explicit=False)
-            self.checkpointer.finish()  # what is said to be saved is on the disk
+            self.checkpointer.settle(leaving=False)  # what is said to be saved is on the disk
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
         return self.stopped is None

@@ -1,0 +1,234 @@
+"""Keeps a run's folder in a bucket like the one on this host's disk, while a run is at work in it.
+
+Whoever holds the folder does this: the launcher or, where nobody of ours has started the ranks, rank 0. A thread
+uploads; training never waits for it, but for its last save. What fails is said, and tried again until it succeeds or
+the run is over: then the exit code says that the bucket is behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lockstep.checkpoint.retention import to_delete
+from lockstep.config.schema import Keep, RunSettings
+from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind, ConfigError
+from lockstep.mirror import staging
+from lockstep.mirror.bucket import Bucket, cannot_be_used, said
+from lockstep.mirror.lease import BucketLease, last_token
+from lockstep.mirror.staging import MARK_FILE, Mark
+from lockstep.mirror.sync import CHECKPOINTS, FolderSync
+from lockstep.record.holder import Holder
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[str], object]
+
+_INTERVAL = 1.0
+# How often a file that grows (a log, the metrics) is sent again: a bucket takes whole objects only.
+_FILE_SECONDS = 10.0
+_LONGEST_DELAY, _LONGEST_DELAY_AT_THE_END = 30.0, 3.0
+_ATTEMPT_SECONDS = 60.0  # the longest that a save which training goes on after waits to be there
+_REPEAT_SECONDS = 60.0  # between two warnings of the same
+_AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still has to upload
+
+
+@contextlib.contextmanager
+def mirrored(folder: Path, settings: RunSettings, tell: Tell) -> Iterator[Mirror | None]:
+    """Mirror a folder that this process holds, where it stands for one in a bucket; elsewhere nothing.
+
+    At the end of the block everything is in the bucket, or BucketBehind is raised, unless something else is.
+    """
+    mark = staging.mark_of(folder)
+    if mark is None:
+        yield None
+        return
+    mirror = Mirror.begin(folder, mark, settings, tell)
+    try:
+        yield mirror
+        mirror.require(settings.checkpoint.timeout)
+    except SystemExit as leaving:
+        if leaving.code in (0, None, PREEMPTED_EXIT_CODE):
+            mirror.require(settings.launch.grace)
+        mirror.finish(_AFTER_FAILURE_SECONDS)
+        raise
+    except BucketBehind:
+        raise
+    except BaseException:
+        mirror.finish(_AFTER_FAILURE_SECONDS)
+        raise
+    finally:
+        mirror.close()
+
+
+class Mirror:
+    """One folder and its copy in a bucket, from `begin` to `close`."""
+
+    def __init__(self, folder: Path, bucket: Bucket, lease: BucketLease, keep: Keep, tell: Tell) -> None:
+        self.folder, self.url = folder, bucket.url
+        self._bucket, self._lease, self._keep, self._tell = bucket, lease, keep, tell
+        self._sync = FolderSync(bucket, folder, self._files)
+        self._sync.both_have(step for step in self._sync.storage.steps() if step in bucket.steps())
+        self._sync.there = {step: each for step, each in self._sync.there.items() if bucket.digest(step) == each}
+        self._weighed = 0  # checkpoints that were published when retention was last looked after
+        self._asked = self._tried = self._succeeded = 0  # numbers of requests
+        self._finishing = self._urgent = self._closed = False
+        self._news = threading.Condition()
+        self._failure: str | None = None
+        self._told_at = float("-inf")
+        self._thread = threading.Thread(target=self._work, name="lockstep-mirror", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def begin(cls, folder: Path, mark: Mark, settings: RunSettings, tell: Tell) -> Mirror:
+        """Take the folder in the bucket for this run; ConfigError where it is another's, or cannot be used."""
+        lease = None
+        try:
+            bucket = Bucket(mark.url)
+            last = last_token(bucket)
+            if mark.tokens and last is not None and last not in mark.tokens:
+                raise ConfigError(
+                    f"{folder}: {mark.url} was written by another host since this copy of it: go on with what is there "
+                    f"by `lockstep resume {mark.url}`. To go on with this copy by itself, delete {MARK_FILE} in it"
+                )
+            lease = BucketLease.take(bucket, Holder("its writer"), lambda token: _note(folder, mark, token))
+            return cls(folder, bucket, lease, settings.checkpoint.keep, tell)
+        except Exception as error:
+            if lease is not None:
+                lease.release()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{cannot_be_used(mark.url, 'the run is kept in', 'written', error)}. All that is known of the run "
+                f"here is in {folder}; without its {MARK_FILE} it is a folder like any other, to go on in by itself"
+            ) from None
+
+    def settle(self, limit: float | None = None) -> None:
+        """Wait until what was saved before this call is in the bucket, for so long; without a limit, one attempt."""
+        self._wait(_ATTEMPT_SECONDS if limit is None else limit, urgent=limit is not None)
+
+    def finish(self, limit: float) -> str | None:
+        """Upload everything, for so many seconds; what to tell where it did not all get there."""
+        if not self._finishing:
+            self._finishing = True
+            if self._thread.is_alive():
+                self._wait(limit, urgent=True)
+        if self._succeeded >= self._asked:
+            return None
+        return self._behind(limit)
+
+    def require(self, limit: float) -> None:
+        """The same; raises BucketBehind."""
+        behind = self.finish(limit)
+        if behind is not None:
+            raise BucketBehind(behind)
+
+    def close(self) -> None:
+        with self._news:
+            self._closed = True
+            self._asked += 1
+            self._news.notify_all()
+        self._lease.release()
+
+    # The thread
+
+    def _work(self) -> None:
+        delay = _INTERVAL
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._asked > self._tried, timeout=delay)
+                if self._closed:
+                    return
+                asked, finishing = self._asked, self._finishing
+            error = self._attempt(0.0 if finishing else _FILE_SECONDS)
+            with self._news:
+                self._tried = asked
+                if error is None:
+                    self._succeeded = asked
+                self._news.notify_all()
+            if self._lease.is_lost or (finishing and error is None):
+                return
+            if error is None:
+                delay = _INTERVAL
+            else:
+                longest = _LONGEST_DELAY_AT_THE_END if self._urgent else _LONGEST_DELAY
+                delay = min(delay * 2, longest)
+
+    def _attempt(self, at_most_every: float) -> BaseException | None:
+        try:
+            if self._lease.is_lost:
+                raise ConnectionAbortedError("another process has taken the folder over: nothing more is written there")
+            self._sync.push(at_most_every)
+            self._follow_retention()
+        except Exception as error:
+            self._failed(error)
+            return error
+        if self._failure is not None:
+            self._failure = None
+            self._tell(f"{self.url} can be written again, and has everything up to now")
+        return None
+
+    def _failed(self, error: Exception) -> None:
+        self._failure, now = said(error), time.monotonic()
+        if now - self._told_at > _REPEAT_SECONDS:
+            self._told_at = now
+            self._tell(
+                f"{self.url} cannot be written: {self._failure}. Training goes on; what is not there is kept in "
+                f"{self.folder}, and is tried again"
+            )
+
+    def _follow_retention(self) -> None:
+        """Checkpoints of before this host had the run are weighed as well, once there are new ones."""
+        if self._weighed == len(self._sync.published):
+            return
+        here = self._sync.storage.saved()
+        steps = {each.step for each in here}
+        others = [each for each in self._bucket.steps() if each not in steps and each < max(steps, default=0)]
+        saved = [*here, *(self._bucket.saved(step) for step in others)]
+        for step in to_delete(saved, self._keep.last, self._keep.best, self._keep.mode):
+            if step in others:
+                self._bucket.remove(f"{CHECKPOINTS}/{self._sync.storage.path(step).name}")
+        self._weighed = len(self._sync.published)
+
+    # Inside
+
+    def _wait(self, limit: float, urgent: bool) -> None:
+        deadline = time.monotonic() + limit
+        with self._news:
+            self._asked += 1
+            number, self._urgent = self._asked, urgent
+            self._news.notify_all()
+            while self._thread.is_alive() and (self._succeeded if urgent else self._tried) < number:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._news.wait(min(left, 1.0))
+
+    def _behind(self, limit: float) -> str:
+        missing = [self._sync.storage.path(step).name for step in self._sync.storage.steps()
+                   if step not in self._sync.there]  # fmt: skip
+        what = ", ".join(missing) or "the newest of its logs and metrics"
+        why = self._failure or f"it was not done within {limit:g} s"
+        return (
+            f"{self.url} is behind: {what} did not get there ({why}). Nothing is lost: all of it is in {self.folder}. "
+            f"Go on from here, which brings the bucket up to date, with: lockstep resume {self.folder}"
+        )
+
+    def _files(self) -> list[Path]:
+        """Everything in the folder that is complete, and not a checkpoint."""
+        found = []
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            hidden = any(part.startswith(".") for part in parts) or path.suffix == ".partial"
+            if not hidden and parts[0] != CHECKPOINTS and path.is_file() and not path.is_symlink():
+                found.append(path)
+        return found
+
+
+def _note(folder: Path, mark: Mark, token: str) -> None:
+    """Before the lease says so: whichever of the two is written last, this folder is known to be the newest."""
+    Mark(mark.url, (*mark.tokens[-1:], token)).write(folder)

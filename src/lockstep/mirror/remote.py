@@ -1,0 +1,32 @@
+"""What keeps a run's folder elsewhere, as far as bringing it there and back is concerned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+
+class Remote(Protocol):
+    """Paths are relative to the run's folder, with slashes. Whatever fails raises."""
+
+    def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
+        """The paths of checkpoints that look whole, those to restore first first: the one of a step, the best, else
+        the newest. CheckpointError where the step has none, or where there are some and none looks whole."""
+
+    def files(self, path: str) -> list[tuple[str, int]]:
+        """A file, or all files below a folder, with their sizes; none where there is nothing."""
+
+    def fetch(self, path: str, size: int, place: Path) -> None:
+        """Write a file of so many bytes to a place on this host's disk."""
+
+    def send(self, file: Path, path: str) -> None:
+        """Put a file there, in place of what was there."""
+
+    def publish(self, folder: Path, path: str) -> None:
+        """Put a checkpoint there, so that it counts only once all of it is there."""
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint, so that it never counts while half of it is gone."""
+
+    def set_aside_after(self, step: int | None) -> None:
+        """Give checkpoints newer than a step (all, without one) names by which nothing counts or deletes them."""

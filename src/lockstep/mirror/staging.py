@@ -1,0 +1,178 @@
+"""The folder on this host's disk that stands for a run's folder in a bucket.
+
+All that a run does with its folder (locks, renames, reading back) it does there, in the user's cache; a mark in it says
+which folder in a bucket it stands for. It can be deleted whenever no run is at work in it and the bucket has all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config.text_file import read_text
+from lockstep.errors import ConfigError
+from lockstep.mirror.bucket import Bucket, cannot_be_used
+from lockstep.mirror.lease import last_token
+from lockstep.mirror.sync import FolderSync
+from lockstep.mirror.url import Url, parse
+from lockstep.record import folder_lock, run_folder
+
+MARK_FILE = ".bucket.json"
+# What says how a run was started: the config of `lockstep train`, or how a script was.
+START_FILES = (run_folder.CONFIG_FILE, "launch.yaml")
+_TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs")
+
+
+@dataclass(frozen=True)
+class Mark:
+    url: Url
+    tokens: tuple[str, ...] = ()  # of the leases that were taken for this folder last
+
+    def write(self, folder: Path) -> None:
+        run_folder.write_text(folder / MARK_FILE, json.dumps({"url": str(self.url), "tokens": self.tokens}) + "\n")
+
+
+def mark_of(folder: Path) -> Mark | None:
+    """What a folder stands for; nothing where it is a folder like any other."""
+    file = folder / MARK_FILE
+    try:
+        told = json.loads(read_text(file))
+        tokens = told["tokens"]
+        if not all(isinstance(each, str) for each in tokens):
+            raise ValueError("tokens are not text")
+        return Mark(parse(told["url"], str(file)), tuple(tokens))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to go on with "
+            "this folder by itself"
+        ) from None
+
+
+def named(folder: Path) -> str:
+    """What users are told to resume: the URL that a folder stands for, or the folder."""
+    mark = mark_of(folder)
+    return str(folder if mark is None else mark.url)
+
+
+def new(out: Url, name: str, setting: str) -> Path:
+    """A new folder, of a name that nothing in the bucket has; ConfigError where the bucket cannot be used."""
+    bucket = Bucket(out)
+    bucket.probe(setting)
+    parent, passed_over = _home(out), []
+    while True:
+        folder = run_folder.create(parent, name, setting)
+        if not Bucket(out / folder.name).files(""):
+            break
+        passed_over.append(folder)  # so that the next one gets another number
+    for each in passed_over:
+        shutil.rmtree(each, ignore_errors=True)
+    Mark(out / folder.name).write(folder)
+    return folder
+
+
+def existing_or_new(url: Url, setting: str) -> Path:
+    """The folder that stands for a URL, whether or not there is a run yet."""
+    bucket = Bucket(url)
+    bucket.probe(setting)
+    if any(bucket.read(name) is not None for name in START_FILES):
+        return opened(url, setting)
+    folder = _home(url.parent) / url.name
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    if mark_of(folder) is None:
+        Mark(url).write(folder)
+    return folder
+
+
+def start_files(url: Url, setting: str) -> dict[str, bytes]:
+    """What says how the run in a bucket was started, by name; ConfigError where there is no run."""
+    bucket = Bucket(url)
+    try:
+        read = {name: bucket.read(name) for name in START_FILES}
+    except Exception as error:
+        raise ConfigError(cannot_be_used(url, setting, "read", error)) from None
+    found = {name: data for name, data in read.items() if data is not None}
+    if not found:
+        raise ConfigError(f"{url} is not the folder of a run: there is no {START_FILES[0]} in it")
+    return found
+
+
+def opened(
+    url: Url, setting: str, step: int | None = None, best: bool = False, mode: str = "min", checkpoint: bool = True
+) -> Path:
+    """The folder here that stands for a run's in a bucket, with the checkpoint to go on from, unless said otherwise.
+
+    Where this host was the last to write there, what it has is the newest there is, and nothing is fetched. Where
+    another host was, what is left here of before is set aside in a folder next to it.
+    """
+    start_files(url, setting)
+    bucket, folder = Bucket(url), _home(url.parent) / url.name
+    folder.mkdir(exist_ok=True)
+    with folder_lock.locked(folder):
+        mark = mark_of(folder)
+        try:
+            current = mark is not None and bool(mark.tokens) and last_token(bucket) in mark.tokens
+            if not current:
+                _set_contents_aside(folder)
+            sync = FolderSync(bucket, folder, lambda: ())
+            if not current:
+                sync.pull_files(_TO_PULL)
+            if checkpoint and (not current or _is_missing(sync, step, best)):
+                sync.pull_checkpoint(step, best, mode)
+            if not current:  # only now: what was interrupted is not taken for the newest
+                Mark(url, _tokens(bucket)).write(folder)
+        except (ConfigError, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(cannot_be_used(url, setting, "read", error)) from None
+    return folder
+
+
+def _is_missing(sync: FolderSync, step: int | None, best: bool) -> bool:
+    """Whether what is asked for may be in the bucket alone: what was fetched before was one checkpoint of several."""
+    if best:
+        return True
+    return step is not None and step not in sync.storage.steps()
+
+
+def _tokens(bucket: Bucket) -> tuple[str, ...]:
+    token = last_token(bucket)
+    return (token,) if isinstance(token, str) else ()
+
+
+def _home(out: Url) -> Path:
+    """Where the folders of runs below a URL are: for the user alone, as a bucket may be."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    runs = Path(cache).expanduser() / "lockstep" / "runs"
+    home = runs / hashlib.sha256(str(out).encode()).hexdigest()[:16]
+    try:
+        runs.parent.mkdir(parents=True, exist_ok=True)
+        runs.mkdir(mode=0o700, exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{home}: a run whose folder is in a bucket needs a folder on this host as well, and this one cannot be "
+            f"made: {error.strerror}. XDG_CACHE_HOME names another place for it"
+        ) from None
+    return home
+
+
+def _set_contents_aside(folder: Path) -> None:
+    """What is here of a run that another host has gone on with; the folder itself is held, and stays."""
+    there = [each for each in folder.iterdir() if not each.name.startswith(".lock")]
+    if not there:
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-left-{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for each in there:
+        each.rename(aside / each.name)
+    with contextlib.suppress(OSError):
+        (aside / MARK_FILE).unlink()  # it stands for nothing any more

@@ -1,0 +1,173 @@
+"""What counts as a checkpoint in a bucket, and what becomes of those that are not to be gone on with."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import wait_until
+from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE
+from lockstep.checkpoint.snapshot import Snapshot, write
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.config.schema import Checkpoint, Keep, RunSettings
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.mirror import lease, staging
+from lockstep.mirror.bucket import Bucket
+from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.url import Url, parse, place
+from lockstep.record.holder import Holder
+from s3_server import S3Server
+
+SETTINGS = RunSettings(checkpoint=Checkpoint(keep=Keep(last=2, best=1)))
+
+
+@pytest.fixture
+def url(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Url:
+    """Of a run in a bucket, as seen from this process."""
+    for name, value in {**s3.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    return parse("s3://bucket/runs/one", "RUN_DIR")
+
+
+def save(folder: Path, step: int, value: float | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    snapshot = Snapshot(step, {"w": torch.full((3,), float(step))}, {}, {}, about={"value": value})
+    return write(CheckpointStorage(folder / "checkpoints"), snapshot)
+
+
+def steps(s3: S3Server) -> list[str]:
+    return sorted(each.name for each in (s3.disk / "bucket/runs/one/checkpoints").iterdir() if any(each.iterdir()))
+
+
+def fill(url: Url, folder: Path, *saved: int) -> None:
+    """A run of before, in the bucket alone."""
+    bucket = Bucket(url)
+    bucket.write("config.yaml", b"checkpoint: {keep: {mode: min}}\n")
+    for step in saved:
+        bucket.publish(save(folder, step, float(step)), f"checkpoints/step-{step:08d}")
+
+
+def test_half_of_a_checkpoint_is_passed_over_and_makes_room_for_the_next(
+    url: Url, s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(url, tmp_path / "before", 5, 10, 15, 20)
+    there = s3.disk / "bucket/runs/one/checkpoints"
+    (there / "step-00000010" / MANIFEST_FILE).unlink()  # as an upload leaves it that was interrupted
+    short = there / "step-00000015" / MODEL_FILE
+    short.write_bytes(short.read_bytes()[:-1])
+    wrong = there / "step-00000020" / MODEL_FILE  # only its digest tells
+    wrong.write_bytes(wrong.read_bytes()[:-1] + b"!")
+    with caplog.at_level(logging.WARNING):
+        folder = staging.opened(url, "RUN_DIR")
+    assert CheckpointStorage(folder / "checkpoints").steps() == [5]
+    assert "step-00000020, as it came from elsewhere, is damaged and is passed over: model.safetensors" in caplog.text
+    with mirrored(folder, SETTINGS, pytest.fail) as mirror:
+        assert mirror is not None
+        save(folder, 6)
+        mirror.settle()
+        assert steps(s3) == [
+            "aside-step-00000020", "damaged-step-00000015", "step-00000005", "step-00000006",
+        ]  # fmt: skip
+    assert Bucket(url).to_try() == ["checkpoints/step-00000006", "checkpoints/step-00000005"]
+
+
+def test_where_none_is_whole_nothing_is_begun_anew(url: Url, s3: S3Server, tmp_path: Path) -> None:
+    fill(url, tmp_path / "before", 5)
+    (s3.disk / "bucket/runs/one/checkpoints/step-00000005" / MANIFEST_FILE).unlink()
+    with pytest.raises(CheckpointError, match="none is whole, so nothing was begun anew"):
+        staging.opened(url, "RUN_DIR")
+
+
+def test_one_that_is_chosen_is_fetched_and_retention_weighs_those_of_before(
+    url: Url, s3: S3Server, tmp_path: Path
+) -> None:
+    fill(url, tmp_path / "before", 1, 2, 3)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 7 \(steps with one: 1, 2, 3\)"):
+        staging.opened(url, "RUN_DIR", step=7)
+    best = staging.opened(url, "RUN_DIR", best=True)
+    assert CheckpointStorage(best / "checkpoints").steps() == [1]
+    folder = staging.opened(url, "RUN_DIR", step=2)
+    CheckpointStorage(folder / "checkpoints").delete(1)
+    with mirrored(folder, SETTINGS, pytest.fail) as mirror:
+        assert mirror is not None
+        for step in (4, 5):
+            save(folder, step, 10.0)
+            mirror.settle()
+        storage = CheckpointStorage(folder / "checkpoints")
+        storage.delete(2)
+        mirror.settle()
+    assert steps(s3) == ["aside-step-00000003", "step-00000001", "step-00000004", "step-00000005"], "1 is the best"
+
+
+def test_a_copy_that_another_host_has_gone_past_is_not_gone_on_with(
+    url: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(url, tmp_path / "before", 1)
+    here = staging.opened(url, "RUN_DIR")
+    with mirrored(here, SETTINGS, pytest.fail):
+        save(here, 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    there = staging.opened(url, "RUN_DIR")
+    with mirrored(there, SETTINGS, pytest.fail):
+        save(there, 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(
+        ConfigError, match=r"was written by another host since .* `lockstep resume s3://bucket/runs/one`"
+    ):
+        Mirror.begin(here, staging.mark_of(here) or pytest.fail(), SETTINGS, print)
+    assert staging.opened(url, "RUN_DIR") == here
+    assert max(CheckpointStorage(here / "checkpoints").steps()) == 3
+    left = here.with_name("one-left-1")
+    assert CheckpointStorage(left / "checkpoints").steps() == [1, 2], "what was here of before"
+
+
+def test_one_writer_at_a_time_and_one_that_is_gone_is_none(url: Url, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(url)
+    first = lease.BucketLease.take(bucket, Holder("its writer"), lambda token: None)
+    with pytest.raises(ConfigError, match="another run is at work in this folder: its writer, process"):
+        lease.BucketLease.take(bucket, Holder("a second"), lambda token: None)
+    first.release()
+    lease.BucketLease.take(bucket, Holder("a second"), lambda token: None).release()
+    bucket.write(lease.LEASE_FILE, Holder("killed", started="0").encode(token="x", beat=1, released=False))
+    lease.BucketLease.take(bucket, Holder("a third"), lambda token: None).release()
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "_LOOK_SECONDS", 0.2)
+    bucket.write(lease.LEASE_FILE, Holder("of another host", machine="far").encode(token="x", beat=1, released=False))
+    fourth = lease.BucketLease.take(bucket, Holder("a fourth"), lambda token: None)
+    fourth.release()
+    wait_until(lambda: b'"released": true' in (bucket.read(lease.LEASE_FILE) or b""), 10, "the lease")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory://x", "is gone with it"),
+        ("https://host/x", "nothing can be saved by https://"),
+        ("azure://x/y", "azure:// is not supported. s3://, gs://, file:// work"),
+        ("s3://", "names no bucket"),
+        ("s3:///x", "names no bucket"),
+        ("s3://bucket/a/../b", "leads nowhere"),
+        ("s3://bucket/a?x=1", "without \\? and #"),
+        ("file://relative/x", "takes an absolute path"),
+    ],
+)
+def test_urls_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(text, "--out")
+
+
+def test_what_is_a_url() -> None:
+    assert place("runs", "--out") == Path("runs") and place("a:/b", "--out") == Path("a:/b")
+    assert str(place("gcs://bucket/a/", "--out")) == "gs://bucket/a"
+    with pytest.raises(ConfigError, match="a Path cannot hold a URL"):
+        place(Path("s3://bucket/runs"), "out:")
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"gs:// needs the package gcsfs, .*: pip install 'lockstep-train\[gcs\]'"):
+        Bucket(parse("gs://bucket/x", "--out"))
