@@ -14,6 +14,7 @@ from lockstep.cli.options import DRY_RUN, OUT, SET
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
+    from lockstep.mirror.url import Url
     from lockstep.pod.record import Record
     from lockstep.pod.transport import Command
     from lockstep.pod.verbs import Pod
@@ -103,7 +104,9 @@ def push(name: str, config: Path | None, dry_run: bool) -> None:
 @OUT
 @click.option("--follow/--detach", "follow", default=False, help="Show what it says until it ends.")
 @DRY_RUN
-def run(name: str, config: Path | None, overrides: tuple[str, ...], out: Path, follow: bool, dry_run: bool) -> None:
+def run(
+    name: str, config: Path | None, overrides: tuple[str, ...], out: Path | Url, follow: bool, dry_run: bool
+) -> None:
     """Push, and start training on all hosts: it goes on when this command has ended."""
     from lockstep.pod import record as records
     from lockstep.start import pod as starting
@@ -195,7 +198,7 @@ def stop(name: str, now: bool, dry_run: bool) -> None:
 
 @pod.command()
 @click.argument("name")
-@OUT
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is to be here.")
 @DRY_RUN
 def pull(name: str, out: Path, dry_run: bool) -> None:
     """Bring the newest run's folder here: checkpoints, metrics and the logs of all ranks."""

@@ -77,13 +77,13 @@ def new(out: Url, name: str, setting: str) -> Path:
     return folder
 
 
-def existing_or_new(url: Url, setting: str) -> Path:
-    """The folder that stands for a URL, whether or not there is a run yet."""
+def existing_or_new(url: Url, setting: str, at: Path | None = None) -> Path:
+    """The folder that stands for a URL, whether or not there is a run yet; `at` is where it is to be."""
     bucket = Bucket(url)
     bucket.probe(setting)
     if any(bucket.read(name) is not None for name in START_FILES):
-        return opened(url, setting)
-    folder = _home(url.parent) / url.name
+        return opened(url, setting, at=at)
+    folder = at or _home(url.parent) / url.name
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     if mark_of(folder) is None:
         Mark(url).write(folder)
@@ -104,7 +104,13 @@ def start_files(url: Url, setting: str) -> dict[str, bytes]:
 
 
 def opened(
-    url: Url, setting: str, step: int | None = None, best: bool = False, mode: str = "min", checkpoint: bool = True
+    url: Url,
+    setting: str,
+    step: int | None = None,
+    best: bool = False,
+    mode: str = "min",
+    checkpoint: bool = True,
+    at: Path | None = None,
 ) -> Path:
     """The folder here that stands for a run's in a bucket, with the checkpoint to go on from, unless said otherwise.
 
@@ -112,8 +118,8 @@ def opened(
     another host was, what is left here of before is set aside in a folder next to it.
     """
     start_files(url, setting)
-    bucket, folder = Bucket(url), _home(url.parent) / url.name
-    folder.mkdir(exist_ok=True)
+    bucket, folder = Bucket(url), at or _home(url.parent) / url.name
+    folder.mkdir(parents=True, exist_ok=True)
     with folder_lock.locked(folder):
         mark = mark_of(folder)
         try:

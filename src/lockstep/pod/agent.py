@@ -26,6 +26,9 @@ from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launcher.local import warm_up
 from lockstep.launcher.plan import available_cores
+from lockstep.mirror import staging
+from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.url import parse
 from lockstep.pod.ending import conclude
 from lockstep.pod.folder import Job
 from lockstep.pod.head import Head
@@ -146,21 +149,23 @@ class Agent:
         except OSError as error:
             raise LaunchError(f"{address} port {port}: nothing can listen there: {error.strerror}; start again, and "
                               "another port is chosen; launch.port names one") from None  # fmt: skip
-        _make_run_folder(self._order)
         folder = Path(self._order.folder)
-        with folder_lock.locked(folder):
+        if self._order.url is not None:
+            staging.existing_or_new(parse(self._order.url, "--out"), "--out", folder)
+        _make_run_folder(self._order)
+        with folder_lock.locked(folder), mirrored(folder, self._config, tell) as mirror:
             run_folder.has_begun(folder)
             limits = Limits.of(self._config.watch, str(self._config.runtime))
             self._job.has_begun(port)
-            yield _Leading(Head(self._order, self._connect(), limits, self._signals), self._order, self._job)
+            yield _Leading(Head(self._order, self._connect(), limits, self._signals), self._order, self._job, mirror)
         server.close()
 
 
 class _Leading:
     """The head, in a thread of its own: what it hears does not wait for the ranks of its own host."""
 
-    def __init__(self, head: Head, order: Order, job: Job) -> None:
-        self._head, self._order, self._job = head, order, job
+    def __init__(self, head: Head, order: Order, job: Job, mirror: Mirror | None) -> None:
+        self._head, self._order, self._job, self._mirror = head, order, job, mirror
         self._result: Result | None = None
         self._thread = threading.Thread(target=self._run, name="lockstep-head", daemon=True)
         self._thread.start()
@@ -174,7 +179,7 @@ class _Leading:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status = conclude(self._order, self._result, self._head.world_size)
+        code, status = conclude(self._order, self._result, self._head.world_size, self._mirror)
         self._job.has_ended(code, status)
         return code
 

@@ -6,20 +6,43 @@ import shlex
 from pathlib import Path
 
 from lockstep.distributed.failure import Result
-from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind
+from lockstep.mirror.mirror import Mirror
 from lockstep.pod.order import Order
 from lockstep.record.run_folder import read_summary, record
 from lockstep.terminal import tell
 
 
-def conclude(order: Order, result: Result, world_size: int) -> tuple[int, str]:
-    """Tell it; the exit code, which is 75 only where there is a checkpoint to go on from, and the status."""
+def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str]:
+    """Tell it; the exit code, and the status. `mirror` is what keeps the folder in a bucket: it gets the rest first."""
+    _note(Path(order.folder), result)
+    config = order.run_config()
+    limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
+    behind = mirror.finish(limit) if mirror is not None else None
+    code, status = _tell(order, result, world_size)
+    if behind is not None:
+        tell(f"lockstep: {behind}")
+        return (BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code), status
+    return code, status
+
+
+def _note(folder: Path, result: Result) -> None:
+    """In summary.json, what rank 0 did not get to write."""
+    if result.failure is not None:
+        record(folder, "failed", result.failure.cause)
+    elif result.nothing_to_save:
+        record(folder, "interrupted", "asked to stop before the first step")
+    elif result.exit_code not in (0, PREEMPTED_EXIT_CODE):
+        record(folder, "interrupted", "asked to end at once")
+
+
+def _tell(order: Order, result: Result, world_size: int) -> tuple[int, str]:
+    """The exit code is 75 only where there is a checkpoint to go on from."""
     folder, pod = Path(order.folder), shlex.quote(order.pod)
     saved = any((folder / "checkpoints").glob("step-*"))
     go_on = f"lockstep pod resume {pod}"
     if result.failure is not None:
         failure = result.failure
-        record(folder, "failed", failure.cause)
         tell(_lines(failure.render(world_size)))
         tell(f"lockstep: logs: lockstep pod pull {pod}")
         if saved:
@@ -29,11 +52,9 @@ def conclude(order: Order, result: Result, world_size: int) -> tuple[int, str]:
         tell(f"lockstep: saved and stopped; go on with: {go_on}")
         return result.exit_code, "preempted"
     if result.nothing_to_save:
-        record(folder, "interrupted", "asked to stop before the first step")
         tell(f"lockstep: stopped before the first step; go on with: {go_on}")
         return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
     if result.exit_code:
-        record(folder, "interrupted", "asked to end at once")
         then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
         tell(f"lockstep: ended at once; {then}")
         return result.exit_code, "interrupted"
@@ -42,7 +63,7 @@ def conclude(order: Order, result: Result, world_size: int) -> tuple[int, str]:
                         if isinstance(value, (int, float)))  # fmt: skip
     told = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
     tell(f"lockstep: {summary.get('status', 'ended')}: {told}  {metrics}".rstrip())
-    tell(f"lockstep: run folder: {order.head.name}:{folder}")
+    tell(f"lockstep: run folder: {order.url or f'{order.head.name}:{folder}'}")
     tell(f"lockstep: bring it here: lockstep pod pull {pod}")
     return 0, str(summary.get("status", "completed"))
 

@@ -22,6 +22,7 @@ class Record(Section):
     code: str | None = Field(None, description="the folder whose files are pushed; null: nothing is")
     job: str | None = None
     folder: str | None = Field(None, description="the run's, on the hosts")
+    url: str | None = Field(None, description="of that folder in object storage")
     head: str | None = Field(None, description="the host that led the job")
 
     def run_config(self) -> RunConfig:

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.store.secret import fresh
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.mirror.url import Url
 from lockstep.pod import archive, hosts, preflight
 from lockstep.pod.execute import Done, execute
 from lockstep.pod.folder import checked_name
@@ -117,14 +118,14 @@ class Pod:
     def asking_some(self, verb: str, inspections: Sequence[Inspection]) -> list[Command]:
         return [command for each in inspections for command in self.asking(verb, each.index)]
 
-    def start(self, out: Path, record: Record | None = None) -> Record:
+    def start(self, out: Path | Url, record: Record | None = None) -> Record:
         """Bring code and an order to every host and start their agents; with a record, the run in it goes on."""
         folder = record.folder if record is not None else None
         found = self._reachable(self.inspect(folder), needed=self.nodes)
         if record is not None:
             found = _newest_first(found, record)
         self._tell_missing(found)
-        order = self._order(found, self._folder(found[0], out, folder), resume=record is not None)
+        order = self._order(found, self._folder(found[0], out, folder), record.url if record is not None else None, out)
         wanted = self.code.digests()
         archives = []
         for index, each in enumerate(found):
@@ -147,6 +148,7 @@ class Pod:
             code=str(self.code.folder) if self.code.folder is not None else None,
             job=order.job,
             folder=order.folder,
+            url=order.url,
             head=found[0].name,
         )
 
@@ -168,8 +170,10 @@ class Pod:
             execute(stops, _ANSWER_SECONDS)
             raise NotAll("\n".join([*wrong, "nothing was started: what began on other hosts was ended"]))
 
-    def _order(self, found: Sequence[Inspection], folder: str, resume: bool) -> Order:
+    def _order(self, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
         head = found[0].found
+        if isinstance(out, Url):
+            url = str(out / PurePosixPath(folder).name)
         config = plain(self.config)
         config["task"]["type"] = self.code.task_there(head["path"])
         config["runtime"] = head["devices"]["runtime"]
@@ -186,7 +190,7 @@ class Pod:
             secret=fresh(),
             config=config,
             folder=folder,
-            resume=resume,
+            url=url,
             env=self._env(),
         )
 
@@ -197,12 +201,13 @@ class Pod:
             raise ConfigError(f"pod.env: {missing[0]} is to be passed on, but is not set here")
         return {name: os.environ[name] for name in self.config.pod.env}
 
-    def _folder(self, head: Inspection, out: Path, known: str | None) -> str:
+    def _folder(self, head: Inspection, out: Path | Url, known: str | None) -> str:
         """Below the pod's own, unless a path was named that the hosts share."""
         if known is not None:
             return known
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        where = PurePosixPath(out) if out.is_absolute() else PurePosixPath(head.found["path"]) / "runs"
+        shared = isinstance(out, Path) and out.is_absolute()
+        where = PurePosixPath(str(out)) if shared else PurePosixPath(head.found["path"]) / "runs"
         return str(where / f"{self.config.name}-{stamp}")
 
     def _reachable(self, inspections: list[Inspection], needed: int | None = None) -> list[Inspection]:
@@ -349,9 +354,11 @@ def _newest_first(found: list[Inspection], record: Record) -> list[Inspection]:
     """The host that has the newest checkpoint leads: the folder of a run may be on its disk alone."""
     steps = {each.index: each.found["newest_step"] for each in found}
     if all(step is None for step in steps.values()):
+        if record.url is not None:
+            return found  # whoever leads fetches it
         raise LaunchError(
             f"{record.folder}: no host that is reached has a checkpoint of this run; it was led by {record.head}, "
-            "whose disk may be the only one that has it. Start anew, and put --out on a path that all hosts share"
+            "whose disk may be the only one that has it. Start anew, with --out on a path that all hosts share, or in a bucket"
         )
     newest = max(step for step in steps.values() if step is not None)
     leads = next((each for each in found if each.name == record.head and steps[each.index] == newest),

@@ -14,11 +14,12 @@ from lockstep.terminal import tell
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
+    from lockstep.mirror.url import Url
     from lockstep.pod.record import Record
     from lockstep.pod.verbs import Pod
 
 
-def train(config: RunConfig, name: str, out: Path) -> int:
+def train(config: RunConfig, name: str, out: Path | Url) -> int:
     """Push, start and follow; the run's exit code."""
     from lockstep.pod import record as records
     from lockstep.pod.verbs import Pod
