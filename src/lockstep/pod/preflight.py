@@ -129,7 +129,7 @@ def _row(each: Inspection) -> tuple[str, ...]:
 
 def table(inspections: Sequence[Inspection]) -> str:
     """A line per host, with its verdict."""
-    rows = [("host", "address", "python", "torch", "devices", "free", "clock", "verdict")]
+    rows: list[tuple[str, ...]] = [("host", "address", "python", "torch", "devices", "free", "clock", "verdict")]
     for each in inspections:
         rows.append((each.name, *(_row(each) if each.reached else ("-",) * 6), "; ".join(each.problems) or "ok"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]

@@ -358,7 +358,8 @@ def _newest_first(found: list[Inspection], record: Record) -> list[Inspection]:
             return found  # whoever leads fetches it
         raise LaunchError(
             f"{record.folder}: no host that is reached has a checkpoint of this run; it was led by {record.head}, "
-            "whose disk may be the only one that has it. Start anew, with --out on a path that all hosts share, or in a bucket"
+            "whose disk may be the only one that has it. Start anew, with --out on a path that all hosts share or in a "
+            "bucket"
         )
     newest = max(step for step in steps.values() if step is not None)
     leads = next((each for each in found if each.name == record.head and steps[each.index] == newest),
