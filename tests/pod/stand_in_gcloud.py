@@ -1,7 +1,7 @@
-"""A stand-in for gcloud: takes only what the reference of `gcloud compute tpus tpu-vm` has, records it, and does it here.
+"""A stand-in for gcloud: takes only what the reference of `gcloud compute tpus tpu-vm` has, records and does it.
 
-STAND_IN_GCLOUD is a folder. In it, `calls.jsonl` gets every argument list; `pods/NAME.json` is a pod that was created, and
-`pods/NAME/N` the home folder of its worker N, where `ssh` really runs a command by a shell, and `scp` copies to.
+STAND_IN_GCLOUD is a folder. In it, `calls.jsonl` gets every argument list; `pods/NAME.json` is a pod that was created,
+and `pods/NAME/N` the home folder of its worker N, where `ssh` really runs a command by a shell, and `scp` copies to.
 `fails` (a file: exit status, then what to say) makes the next call fail.
 """
 
@@ -63,14 +63,14 @@ def pod_of(verb: str, name: str) -> dict[str, str]:
         fail(f"ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) INVALID_ARGUMENT: {name}", 2)
     if not (PODS / f"{name}.json").exists():
         fail(
-            f"ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) NOT_FOUND: Resource 'projects/p/locations/us-central2-b/nodes/{name}' "
-            "was not found"
+            f"ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) NOT_FOUND: Resource "
+            f"'projects/p/locations/us-central2-b/nodes/{name}' was not found"
         )
     pod = json.loads((PODS / f"{name}.json").read_text())
     if verb in ("ssh", "scp") and pod["state"] != "READY":
         fail(
-            f'ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) This TPU has terminal state "{pod["state"]}", so it cannot be used '
-            "anymore."
+            f'ERROR: (gcloud.compute.tpus.tpu-vm.{verb}) This TPU has terminal state "{pod["state"]}", so it cannot be '
+            "used anymore."
         )
     return pod
 
@@ -93,7 +93,10 @@ def ssh(pod: dict[str, str], options: dict[str, str]) -> int:
         env = {**os.environ, "HOME": str(home), "TPU_WORKER": str(worker)}
         status = subprocess.run(["sh", "-c", command], cwd=home, env=env).returncode
         if status and len(chosen) > 1:
-            print(f"##### Command execution on worker {worker} failed with exit status {status}. Continuing.", file=sys.stderr)
+            print(
+                f"##### Command execution on worker {worker} failed with exit status {status}. Continuing.",
+                file=sys.stderr,
+            )
         worst = worst or status
     return worst
 

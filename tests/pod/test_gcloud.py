@@ -1,4 +1,4 @@
-"""Cloud TPUs by gcloud: the seed's commands by golden files, and a stand-in that checks and records every argument list."""
+"""Cloud TPUs by gcloud: the seed's commands by golden files, and a stand-in that checks every argument list."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SEED: dict[str, Any] = {
 }
 # What a shell, gcloud's splitting at spaces, or an option parser might take for something else.
 AWKWARD = [
-    "two  words", "", " ", "it's", '"quoted"', "$(touch pwned)", "`id`", "$HOME", "a\nb", "\n", "tab\there", "*", "~", "-x",
-    "--worker=0", "a;b", "a&&b", "|", ">file", "\\", "ünïcödé", "%s", "!x", "{a,b}", "#no comment", "\r",
+    "two  words", "", " ", "it's", '"quoted"', "$(touch pwned)", "`id`", "$HOME", "a\nb", "\n", "tab\there", "*", "~",
+    "-x", "--worker=0", "a;b", "a&&b", "|", ">file", "\\", "ünïcödé", "%s", "!x", "{a,b}", "#no comment", "\r",
 ]  # fmt: skip
 
 
@@ -85,16 +85,22 @@ def test_everything_that_can_be_set() -> None:
         accelerator_type="v5litepod-16", zone="us-west4-a", project="lab-1234", provisioning="reserved", network="lab",
         service_account="tpu@lab-1234.iam.gserviceaccount.com", user="root", host_keys="known",
         container={
-            "image": f"example.com/xla@sha256:{'0123456789abcdef' * 4}", "name": "train", "sudo": True, "workdir": "/work",
+            "image": f"example.com/xla@sha256:{'0123456789abcdef' * 4}", "name": "train", "sudo": True,
+            "workdir": "/work",
             "mounts": ["/root:/root", "/data:/data:ro"], "env": {"XLA_IR_DEBUG": "1"},
         },
     )  # fmt: skip
     made = Gcloud("pod-a", settings, Path("startup.sh"))
     command = container.run(
-        settings, ["python", "-m", "lockstep"], workdir="/ignored", variables=["HF_TOKEN", "XLA_IR_DEBUG"], detached=True
+        settings,
+        ["python", "-m", "lockstep"],
+        workdir="/ignored",
+        variables=["HF_TOKEN", "XLA_IR_DEBUG"],
+        detached=True,
     )
     assert rendered(
-        made.create(), made.describe(), made.start(), made.run(command, worker=3), made.copy(Path("-odd"), ".lockstep/code.tar"),
+        made.create(), made.describe(), made.start(), made.run(command, worker=3),
+        made.copy(Path("-odd"), ".lockstep/code.tar"),
         made.fetch(".lockstep/run.tar", Path("run.tar"), worker=2), made.delete(),
     ) == (GOLDEN / "everything.txt").read_text().splitlines()  # fmt: skip
 
@@ -134,7 +140,9 @@ def test_a_pod_from_its_creation_to_its_end(cloud: Path, tmp_path: Path) -> None
     (tmp_path / "a file").write_text("for all")
     done.append(seeds.copy(tmp_path / "a file", "code/file"))
     assert carry_out(done[-1]).returncode == 0
-    assert [(cloud / "pods" / "pod" / str(worker) / "code" / "file").read_text() for worker in range(4)] == ["for all"] * 4
+    assert [(cloud / "pods" / "pod" / str(worker) / "code" / "file").read_text() for worker in range(4)] == [
+        "for all"
+    ] * 4
 
     done.append(seeds.run(["sh", "-c", 'echo "$TPU_WORKER" >only; cat only'], worker=2))
     assert carry_out(done[-1]).stdout == "2\n"
@@ -172,7 +180,9 @@ def test_arguments_arrive_as_they_are(cloud: Path) -> None:
     assert json.loads(ended.stdout) == AWKWARD
     assert not list(cloud.rglob("pwned"))
     # And what `--dry-run` prints is the same command for who pastes it.
-    pasted = subprocess.run(["bash", "-c", rendered(seeds.run(show, worker=1))[0]], capture_output=True, text=True, timeout=60)
+    pasted = subprocess.run(
+        ["bash", "-c", rendered(seeds.run(show, worker=1))[0]], capture_output=True, text=True, timeout=60
+    )
     assert json.loads(pasted.stdout) == AWKWARD
     assert calls(cloud)[-1] == calls(cloud)[-2]
 
@@ -213,7 +223,13 @@ def test_all_chips_are_used_unless_something_else_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("state", "step"),
-    [("READY", "use"), ("CREATING", "wait"), ("STOPPED", "start"), ("PREEMPTED", "recreate"), ("TERMINATED", "recreate")],
+    [
+        ("READY", "use"),
+        ("CREATING", "wait"),
+        ("STOPPED", "start"),
+        ("PREEMPTED", "recreate"),
+        ("TERMINATED", "recreate"),
+    ],
 )
 def test_what_a_pod_needs_before_a_run_can_go_on(state: str, step: str) -> None:
     assert gcloud.next_step(gcloud.state(json.dumps({"name": "pod", "state": state}))) == step
@@ -231,7 +247,9 @@ def test_without_gcloud(monkeypatch: pytest.MonkeyPatch) -> None:
         gcloud.require_gcloud()
 
 
-@pytest.mark.parametrize("name", ["", "-x", "--quiet", "a b", "A", "a_b", "a\n", "$(id)", "a" * 64, "1a", "a-", "root@a", "a:b"])
+@pytest.mark.parametrize(
+    "name", ["", "-x", "--quiet", "a b", "A", "a_b", "a\n", "$(id)", "a" * 64, "1a", "a-", "root@a", "a:b"]
+)
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="not the name of a pod"):
         Gcloud(name, pod())

@@ -176,7 +176,8 @@ def test_a_run_that_fits_its_pod(fitting: RunSettings, ranks: int) -> None:
          r"\(4 hosts of 4, 2x2x4\). Nothing was created"),
         (settings(strategy=spmd(mesh={"data": -1, "model": 3})), "make 3, which does not divide the 16 devices"),
         (settings(strategy=spmd(meshes={"wide": {"data": 4, "model": 2}})), "strategy.meshes.wide.* mesh of 8 devices"),
-        (settings(strategy=spmd(mesh={"data": 8, "model": 2})), r"\{data: 8, model: 2\}.*the axis data has all 16 devices"),
+        (settings(strategy=spmd(mesh={"data": 8, "model": 2})),
+         r"\{data: 8, model: 2\}.*the axis data has all 16 devices"),
         (settings("v3-32", spmd(mesh={"data": 16})), "but there are 32.*v3-32 has 16 chips .*, which are 32 devices"),
         (settings(processes=4), "processes: 4 with strategy: spmd"),
         (settings(strategy="ddp", processes=8), "processes: 8 on every host, but v4-32 .*set processes: 4"),
@@ -197,7 +198,7 @@ def test_a_run_that_does_not_fit_its_pod_is_refused_with_the_numbers(unfitting: 
 
 
 def test_hosts_by_ssh_have_no_accelerator_type() -> None:
-    with pytest.raises(ConfigError, match="pod.type is ssh"):
+    with pytest.raises(ConfigError, match=r"pod\.type is ssh"):
         accelerators.check(RunSettings())
 
 

@@ -19,7 +19,8 @@ def told(errors: str, code: int = 1, worker: int | None = None, **values: Any) -
 
 
 CREATE, SSH = "ERROR: (gcloud.compute.tpus.tpu-vm.create) ", "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) "
-LOGIN = "You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login\n\nto obtain new credentials."
+LOGIN = "You do not currently have an active account selected.\nPlease run:\n\n  $ gcloud auth login\n\nto obtain new."
+UNREACHABLE = "[/usr/bin/ssh] exited with return code [255]."
 NODE = "Resource 'projects/p/locations/us-central2-b/nodes/pod' was not found"
 
 
@@ -43,17 +44,22 @@ NODE = "Resource 'projects/p/locations/us-central2-b/nodes/pod' was not found"
         (CREATE + "PERMISSION_DENIED: The caller does not have permission", 1, "TPU Admin"),
         (CREATE + "ALREADY_EXISTS: Resource already exists", 1, "a pod called pod already"),
         (SSH + "NOT_FOUND: " + NODE, 1, "no pod called pod in us-central2-b: `lockstep pod create pod`"),
-        (SSH + 'This TPU has terminal state "PREEMPTED", so it cannot be used anymore.', 1, "`lockstep pod resume pod`"),
-        (SSH + 'This TPU has state "STOPPED", so it cannot be currently connected to.', 1, "not running: `lockstep pod resume"),
-        (SSH + 'SSH Key is not present in the SSH agent. Please run "ssh-add x"', 1, "ssh-add ~/.ssh/google_compute_engine"),
-        ("Host key verification failed.\n" + SSH + "[/usr/bin/ssh] exited with return code [255].", 1, "key of the host is not"),
-        ("me@1.2.3.4: Permission denied (publickey).\n" + SSH + "[/usr/bin/ssh] exited with return code [255].", 1, "see pod.user"),
-        (SSH + "[/usr/bin/ssh] exited with return code [255].", 1, "cannot be reached by SSH"),
+        (SSH + 'This TPU has terminal state "PREEMPTED", so it cannot be used anymore.', 1,
+         "`lockstep pod resume pod`"),
+        (SSH + 'This TPU has state "STOPPED", so it cannot be currently connected to.', 1,
+         "not running: `lockstep pod resume"),
+        (SSH + 'SSH Key is not present in the SSH agent. Please run "ssh-add x"', 1,
+         "ssh-add ~/.ssh/google_compute_engine"),
+        ("Host key verification failed.\n" + SSH + UNREACHABLE, 1, "key of the host is not"),
+        ("me@1.2.3.4: Permission denied (publickey).\n" + SSH + UNREACHABLE, 1, "see pod.user"),
+        (SSH + UNREACHABLE, 1, "cannot be reached by SSH"),
         ("ssh: connect to host 1.2.3.4 port 22: Connection timed out", 255, "cannot be reached by SSH"),
         ("sh: 1: gcloud: not found", 127, "not installed"),
-        ("docker: permission denied while trying to connect to the Docker daemon socket", 126, "set pod.container.sudo"),
+        ("docker: permission denied while trying to connect to the Docker daemon socket", 126,
+         "set pod.container.sudo"),
         ("docker: Error: Conflict. The container name \"/lockstep\" is already in use", 125, "`lockstep pod stop pod`"),
-        ("docker: manifest for example.com/image:1 not found: manifest unknown", 125, f"image {IMAGE} cannot be fetched"),
+        ("docker: manifest for example.com/image:1 not found: manifest unknown", 125,
+         f"image {IMAGE} cannot be fetched"),
     ],
 )  # fmt: skip
 def test_every_mistake_has_its_remedy(errors: str, code: int, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""The start-up script of a pod: the seed's by golden files, and really run by bash, with programs that note their calls."""
+"""The start-up script of a pod: the seed's by golden files, and run by bash, with programs that note their calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_script_of_the_seeds_config() -> None:
 
 @pytest.mark.requirement("P12")
 def test_it_does_what_the_seeds_does() -> None:
-    """Line by line, but for the key of the packages: apt-key is gone from newer systems, and a failed curl went unseen."""
+    """Line by line, but for the key of the packages: apt-key is gone from newer systems, a failed curl went unseen."""
     ours = startup.script(pod()).replace(" -o DPkg::Lock::Timeout=300", "")
     ours = ours.replace("[signed-by=/usr/share/keyrings/cloud.google.asc] ", "")
     for line in (GOLDEN / "seed_startup.sh").read_text().splitlines():
@@ -53,7 +53,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def host(tmp_path: Path) -> Run:
-    """Runs a script as a host would, below a folder of the test; comes back with what `wait` says and what was called."""
+    """Runs a script as a host would, below a folder of the test, and comes back with what `wait` says."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (tmp_path / "etc/apt/sources.list.d").mkdir(parents=True)
@@ -61,7 +61,9 @@ def host(tmp_path: Path) -> Run:
 
     def run(script: str, missing: tuple[str, ...] = (), **bodies: str) -> tuple[int, str]:
         for name in ("docker", "curl", "apt-get", "gcsfuse", "mountpoint", "pip3", "lsb_release", "hostname"):
-            body = bodies.get(name.replace("-", "_"), {"lsb_release": "echo jammy", "hostname": "echo t1v-n-0"}.get(name, ""))
+            body = bodies.get(
+                name.replace("-", "_"), {"lsb_release": "echo jammy", "hostname": "echo t1v-n-0"}.get(name, "")
+            )
             text = f'#!/bin/sh\n{{ printf "%s" {name}; printf " <%s>" "$@"; echo; }} >>"{tmp_path}/calls"\n{body}\n'
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
@@ -101,7 +103,8 @@ def test_a_host_pulls_the_image_and_mounts_the_bucket(host: Run, tmp_path: Path)
     ]
     listed = (tmp_path / "etc/apt/sources.list.d/gcsfuse.list").read_text().replace(str(tmp_path), "")
     assert listed == (
-        "deb [signed-by=/usr/share/keyrings/cloud.google.asc] https://packages.cloud.google.com/apt gcsfuse-jammy main\n"
+        "deb [signed-by=/usr/share/keyrings/cloud.google.asc] https://packages.cloud.google.com/apt "
+        "gcsfuse-jammy main\n"
     )
     assert not list((tmp_path / "root/logs").iterdir())  # the probe is gone
 

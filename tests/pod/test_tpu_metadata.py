@@ -23,7 +23,9 @@ def serve() -> Iterator[Serve]:
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 where, _, name = self.path.rpartition("/")
-                known = where == "/computeMetadata/v1/instance/attributes" and self.headers["Metadata-Flavor"] == "Google"
+                known = (
+                    where == "/computeMetadata/v1/instance/attributes" and self.headers["Metadata-Flavor"] == "Google"
+                )
                 text = attributes.get(name.replace("-", "_")) if known else None
                 self.send_response(200 if text is not None else 404)
                 self.end_headers()
@@ -34,7 +36,7 @@ def serve() -> Iterator[Serve]:
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answer))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return "127.0.0.1:%d" % servers[-1].server_address[1]
+        return f"127.0.0.1:{servers[-1].server_address[1]}"
 
     yield start
     for server in servers:

@@ -1,8 +1,8 @@
 """The accelerator types of Cloud TPUs: how many hosts, chips and devices each of them means, and where it is offered.
 
-From the cloud's own pages and sources, read in 2026: in v2, v3, v4 and v5p the number in the name counts TensorCores, two
-of a chip; in v5e (`v5litepod-16`) and v6e it counts chips. A host has four chips; v5e and v6e have hosts of one and of
-eight as well, for slices that fit on one host. Up to v3 one chip is two devices to PJRT, from v4 on it is one.
+From the cloud's own pages, read in 2026: in v2, v3, v4 and v5p the number in the name counts TensorCores, two of a
+chip; in v5e (`v5litepod-16`) and v6e it counts chips. A host has four chips; v5e and v6e have hosts of one and of eight
+as well, for slices that fit on one host. Up to v3 one chip is two devices to PJRT, from v4 on it is one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def accelerator(type: str) -> Accelerator:
     name, _, number = re.sub(r"^v5e-", "v5litepod-", type).rpartition("-")
     if name in _GENERATIONS:
         sizes = sorted(_GENERATIONS[name].topologies)
-        size = min(sizes, key=lambda each: abs(each - int(number))) if number.isdecimal() and len(number) < 9 else sizes[0]
+        size = (
+            min(sizes, key=lambda each: abs(each - int(number))) if number.isdecimal() and len(number) < 9 else sizes[0]
+        )
         counted = "chips" if _GENERATIONS[name].cores_counted == 1 else "TensorCores, two of every chip"
         raise ValueError(
             f"there is no such accelerator type; did you mean {name}-{size}? {name} has the sizes "

@@ -85,7 +85,7 @@ def _no_secrets(values: dict[str, str]) -> dict[str, str]:
     for name in values:
         if _SECRETS.search(name):
             raise ValueError(
-                f"{name} looks like a secret, and what is written here is on a command line of every host; name it in "
+                f"what is written here is on a command line of every host, and {name} looks like a secret; name it in "
                 "pod.env instead, which passes on the value that this machine has"
             )
     return values
@@ -153,21 +153,23 @@ class Pod(Section):
         None, description="such as us-central2-b; that of `gcloud config` where not given"
     )
     unlisted_zone: bool = Field(False, description="take a zone that Lockstep does not know to have such accelerators")
-    project: Annotated[
-        str, _like(r"(?:[a-z0-9.-]{1,80}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]", "not the id of a project")
-    ] | None = Field(None, description="that of `gcloud config` where not given")
-    runtime_version: Annotated[
-        str, _like(r"[a-z][a-z0-9.-]{1,80}", "not a runtime version; write for example tpu-ubuntu2204-base")
-    ] | None = Field(None, description="the image of the machines; where not given, by the accelerator's generation")
+    project: (
+        Annotated[str, _like(r"(?:[a-z0-9.-]{1,80}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]", "not the id of a project")] | None
+    ) = Field(None, description="that of `gcloud config` where not given")
+    runtime_version: (
+        Annotated[str, _like(r"[a-z][a-z0-9.-]{1,80}", "not a runtime version; write for example tpu-ubuntu2204-base")]
+        | None
+    ) = Field(None, description="the image of the machines; where not given, by the accelerator's generation")
     provisioning: Literal["spot", "on-demand", "reserved"] = Field(
         "spot", description="spot: a fraction of the price of on-demand, and can be taken away at any time"
     )
     network: Annotated[str, _like(r"[a-z][a-z0-9./-]{0,250}", "not the name of a network")] | None = Field(
         None, description="the one called default where not given"
     )
-    service_account: Annotated[
-        str, _like(r"[a-z0-9][a-z0-9._-]{0,100}@[a-z0-9.-]{1,100}", "not the address of a service account")
-    ] | None = Field(None, description="whose rights the hosts have, such as to write to the bucket")
+    service_account: (
+        Annotated[str, _like(r"[a-z0-9][a-z0-9._-]{0,100}@[a-z0-9.-]{1,100}", "not the address of a service account")]
+        | None
+    ) = Field(None, description="whose rights the hosts have, such as to write to the bucket")
     user: Annotated[str, _like(r"[A-Za-z_][\w.-]{0,63}", "not the name of a user")] | None = Field(
         None, description="who to log in as there; gcloud takes your own name where not given"
     )
@@ -182,7 +184,9 @@ class Pod(Section):
     @model_validator(mode="after")
     def _what_belongs_together(self) -> Pod:
         if self.type == "ssh":
-            given = next((name for name in _OF_THE_CLOUD if getattr(self, name) != Pod.model_fields[name].default), None)
+            given = next(
+                (name for name in _OF_THE_CLOUD if getattr(self, name) != Pod.model_fields[name].default), None
+            )
             if given:
                 raise ValueError(f"{given} is for a Cloud TPU (type: gcloud), but pod.type is ssh")
             return self
@@ -228,5 +232,7 @@ def _check_zone(pod: Pod) -> None:
 def pod_name(text: str) -> str:
     """The name of a Cloud TPU: an argument of gcloud, so that nothing else may pass for one."""
     if not re.fullmatch(_NAME, text, re.ASCII):
-        raise ValueError("not the name of a pod: lower-case letters, digits and dashes, with a letter in front, up to 63")
+        raise ValueError(
+            "not the name of a pod: lower-case letters, digits and dashes, with a letter in front, up to 63"
+        )
     return text

@@ -1,7 +1,7 @@
 """The TPU pod that this host belongs to: its variables say so, or the host's metadata where nobody set them.
 
-On Kubernetes TPU_WORKER_ID and TPU_WORKER_HOSTNAMES are set. On Cloud TPU VMs they are not: there the metadata server knows
-the same, and JAX and torch_xla ask it, too.
+On Kubernetes TPU_WORKER_ID and TPU_WORKER_HOSTNAMES are set. On Cloud TPU VMs they are not: there the metadata server
+knows the same, and JAX and torch_xla ask it, too.
 """
 
 from __future__ import annotations

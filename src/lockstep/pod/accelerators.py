@@ -56,8 +56,8 @@ def _check_devices(settings: RunSettings, found: Accelerator) -> None:
 def _check_mesh(settings: RunSettings, found: Accelerator) -> None:
     if settings.processes not in ("auto", 1):
         raise ConfigError(
-            f"processes: {settings.processes} with strategy: spmd, where one process of a host drives all of its chips: "
-            "leave processes out"
+            f"processes: {settings.processes} with strategy: spmd, where one process of a host drives all of its "
+            "chips: leave processes out"
         )
     chips = settings.xla.chips
     devices = found.devices if chips is None else len(chips) * found.devices_per_chip

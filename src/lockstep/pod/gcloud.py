@@ -1,6 +1,6 @@
 """Cloud TPU VMs through gcloud: every command as an argument list, and what to do where one fails.
 
-gcloud hands `--command` to the shell of the user on every worker, so it is quoted for that shell. It uses the SSH key of
+gcloud hands `--command` to the shell of the user on every worker, so it is quoted for that shell. It uses an SSH key of
 its own (~/.ssh/google_compute_engine); no agent is forwarded.
 """
 
@@ -25,8 +25,8 @@ _TPU_VM = ("gcloud", "compute", "tpus", "tpu-vm")
 _PROVISIONING = {"spot": ["--spot"], "reserved": ["--reserved"], "on-demand": []}
 
 ONE_WORKER = (
-    "this runs on one worker alone. A call of PyTorch/XLA there may hang: it waits for the other workers. Look at files "
-    "and processes in this way, and run what uses the TPU on all workers"
+    "this runs on one worker alone. A call of PyTorch/XLA there may hang: it waits for the other workers. Look at "
+    "files and processes in this way, and run what uses the TPU on all workers"
 )
 NEW_HOST_KEYS = (
     "gcloud trusts the key that a new host shows on the first connection, and insists on it from then on; set "
@@ -55,14 +55,14 @@ class Gcloud:
         return tuple(f"worker {number}" for number in range(self.pod.accelerator.hosts))
 
     def create(self) -> list[Command]:
-        pod = self.pod
+        pod, script = self.pod, self.startup_script
         return [
             self._command(
                 "create", self.name,
                 *_PROVISIONING[pod.provisioning],
                 f"--accelerator-type={pod.accelerator_type}",
                 f"--version={pod.version}",
-                *([f"--metadata-from-file=startup-script={_in_a_list(self.startup_script)}"] if self.startup_script else []),
+                *([f"--metadata-from-file=startup-script={_in_a_list(script)}"] if script else []),
                 *([f"--network={pod.network}"] if pod.network else []),
                 *([f"--service-account={pod.service_account}"] if pod.service_account else []),
             )
@@ -117,7 +117,9 @@ class Gcloud:
         if worker is None:
             return "all"
         if not 0 <= worker < len(self.workers):
-            raise ConfigError(f"there is no worker {worker}: {self.pod.accelerator}, so that the last is {len(self.workers) - 1}")
+            raise ConfigError(
+                f"there is no worker {worker}: {self.pod.accelerator}, so that the last is {len(self.workers) - 1}"
+            )
         return str(worker)
 
     def _command(self, verb: str, *arguments: str, worker: int | None = None) -> Command:
@@ -130,8 +132,8 @@ def require_gcloud() -> None:
     """Before anything else is done for a Cloud TPU."""
     if shutil.which("gcloud") is None:
         raise LaunchError(
-            "gcloud is not installed, or not on the PATH: a pod of type gcloud is reached by it. Install the Google Cloud "
-            "CLI, run `gcloud init`, and try again; --dry-run works without it"
+            "gcloud is not installed, or not on the PATH: a pod of type gcloud is reached by it. Install the Google "
+            "Cloud CLI, run `gcloud init`, and try again; --dry-run works without it"
         )
 
 

@@ -46,8 +46,8 @@ _OF_GCLOUD = (
     ),
     _Kind(
         r"no more capacity|enough resources available|RESOURCE_POOL_EXHAUSTED|[Ii]nsufficient (reserved )?capacity",
-        "there is no free {accelerator} in {zone} now, which has nothing to do with your quota: try again later, another "
-        "pod.zone, or another pod.provisioning (it is {provisioning})",
+        "there is no free {accelerator} in {zone} now, which has nothing to do with your quota: try again later, "
+        "another pod.zone, or another pod.provisioning (it is {provisioning})",
     ),
     _Kind(
         r"[Qq]uota|QUOTA|RESOURCE_EXHAUSTED",
@@ -56,18 +56,18 @@ _OF_GCLOUD = (
     ),
     _Kind(
         r"accelerator\S* .*(not found|not available|invalid)|accelerator_type|acceleratorType",
-        "there is no {accelerator} in {zone}: `gcloud compute tpus accelerator-types list --zone={a_zone}` says what there "
-        "is; set pod.accelerator_type or pod.zone",
+        "there is no {accelerator} in {zone}: `gcloud compute tpus accelerator-types list --zone={a_zone}` says what "
+        "there is; set pod.accelerator_type or pod.zone",
     ),
     _Kind(
         r"[Rr]untime.?version|runtime_version|--version",
-        "there is no runtime version {version} for a {accelerator} in {zone}: `gcloud compute tpus tpu-vm versions list "
-        "--zone={a_zone}` says what there is; set pod.runtime_version",
+        "there is no runtime version {version} for a {accelerator} in {zone}: `gcloud compute tpus tpu-vm versions "
+        "list --zone={a_zone}` says what there is; set pod.runtime_version",
     ),
     _Kind(
         r"denied on '?locations/|[Uu]nknown zone|[Zz]one .*not (found|valid|exist)|Location .*not",
-        "the zone {zone} does not exist, or has no TPUs for this project: set pod.zone; `gcloud compute tpus locations list` "
-        "says which there are",
+        "the zone {zone} does not exist, or has no TPUs for this project: set pod.zone; `gcloud compute tpus locations "
+        "list` says which there are",
     ),
     _Kind(
         r"SERVICE_DISABLED|has not been used in project|API .*not enabled",
@@ -75,8 +75,8 @@ _OF_GCLOUD = (
     ),
     _Kind(
         r"PERMISSION_DENIED|does not have permission|Permission .*denied",
-        "the account that gcloud is logged in with may not do this in the project: ask for the role TPU Admin, or log in "
-        "with another (`gcloud auth login`)",
+        "the account that gcloud is logged in with may not do this in the project: ask for the role TPU Admin, or log "
+        "in with another (`gcloud auth login`)",
     ),
     _Kind(
         r"ALREADY_EXISTS|already exists",
@@ -84,8 +84,8 @@ _OF_GCLOUD = (
     ),
     _Kind(
         r"NOT_FOUND|was not found",
-        "there is no pod called {name} in {zone}: `lockstep pod create {name}` makes one; `gcloud compute tpus tpu-vm list` "
-        "says which there are",
+        "there is no pod called {name} in {zone}: `lockstep pod create {name}` makes one; `gcloud compute tpus tpu-vm "
+        "list` says which there are",
     ),
     _Kind(
         r"SSH [Kk]ey is not present in the SSH agent",
@@ -96,8 +96,8 @@ _OF_GCLOUD = (
 _OF_SSH = (
     _Kind(
         r"Host key verification failed|HOST IDENTIFICATION HAS CHANGED|No \S+ host key is known",
-        "the key of the host is not the one that is known: if the pod was made anew, run `gcloud compute config-ssh --remove` "
-        "and connect again; pod.host_keys: {host_keys} decides about keys that are not known",
+        "the key of the host is not the one that is known: if the pod was made anew, run `gcloud compute config-ssh "
+        "--remove` and connect again; pod.host_keys: {host_keys} decides about keys that are not known",
     ),
     _Kind(
         r"Permission denied \(",
@@ -111,7 +111,9 @@ _OF_SSH = (
     ),
 )
 _OF_DOCKER = (
-    _Kind(r"permission denied while trying to connect to the Docker", "docker is for root there: set pod.container.sudo"),
+    _Kind(
+        r"permission denied while trying to connect to the Docker", "docker is for root there: set pod.container.sudo"
+    ),
     _Kind(r"Cannot connect to the Docker daemon|docker: (command )?not found", "docker does not run on the host"),
     _Kind(
         r"Conflict\. The container name|is already in use by container",
@@ -146,7 +148,9 @@ def _remedy(name: str, pod: Pod, code: int, errors: str) -> str:
             return kind.text.format(**_values(name, pod))
     failed = _FAILED_ON.findall(errors)
     if failed:
-        return "the command failed on " + ", ".join(f"worker {worker} (exit status {status})" for worker, status in failed)
+        return "the command failed on " + ", ".join(
+            f"worker {worker} (exit status {status})" for worker, status in failed
+        )
     return "gcloud, or the command that it ran, says why:"
 
 

@@ -1,7 +1,7 @@
 """The script that every host of a Cloud TPU runs when it starts: the image, the bucket, and what the config adds.
 
-Every value is quoted. It may run again (a host that restarts): what is there already is left alone. What it says goes to a
-file, and its exit status to another, so that `wait` can tell when a host is ready and why it is not.
+Every value is quoted. It may run again (a host that restarts): what is there already is left alone. What it says goes
+to a file, and its exit status to another, so that `wait` can tell when a host is ready and why it is not.
 """
 
 from __future__ import annotations

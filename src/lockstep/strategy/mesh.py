@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 # Parameters with fewer elements are cheaper to keep whole than to gather.
 LARGE = 1024
 
+
 @dataclass(frozen=True)
 class Sharding:
     """How one parameter is split: over which mesh, and which axes for every dimension."""
