@@ -35,7 +35,7 @@ def serve() -> Iterator[Serve]:
                 pass
 
         servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answer))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         return f"127.0.0.1:{servers[-1].server_address[1]}"
 
     yield start

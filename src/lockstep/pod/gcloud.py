@@ -141,11 +141,13 @@ Step = Literal["use", "wait", "start", "recreate"]
 _STEPS: dict[str, Step] = {
     "READY": "use",
     **dict.fromkeys(("CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "UNHIDING"), "wait"),
-    **dict.fromkeys(("STOPPING", "DELETING", "HIDING"), "wait"),
+    **dict.fromkeys(("STOPPING", "DELETING", "HIDING", "HIDDEN", "UNKNOWN", "STATE_UNSPECIFIED"), "wait"),
     "STOPPED": "start",
-    # A spot TPU that was taken away stays in the list until it is deleted, and never comes back by itself.
-    **dict.fromkeys(("PREEMPTED", "TERMINATED", "HIDDEN", "UNKNOWN", "STATE_UNSPECIFIED"), "recreate"),
-}  # type: ignore[dict-item]
+    # A spot TPU that was taken away stays in the list until it is deleted, and never comes back by itself. Nothing
+    # else is deleted: its disks may have what nobody has copied.
+    "PREEMPTED": "recreate",
+    "TERMINATED": "recreate",
+}
 
 
 def state(described: str) -> str:

@@ -136,17 +136,17 @@ def explained(name: str, pod: Pod, command: Command, code: int, errors: str) -> 
 
 
 def _remedy(name: str, pod: Pod, code: int, errors: str) -> str:
-    if code == 127 and not _OURS.search(errors):
-        return "there is no such command; gcloud or what it runs on the host is not installed"
     ours = _OURS.search(errors)
     own = errors[ours.start() :] if ours else ""
+    if code == 127 and not own:
+        return "there is no such command; gcloud or what it runs on the host is not installed"
     unreachable = "return code [255]" in own or (code == 255 and not own)
-    kinds = [*(_OF_SSH if unreachable else ())] or [*(_OF_GCLOUD if own else ()), *_OF_DOCKER]
-    text = own if own and not unreachable else errors
-    for kind in kinds:
-        if re.search(kind.pattern, errors if kind in _OF_DOCKER else text):
-            return kind.text.format(**_values(name, pod))
-    failed = _FAILED_ON.findall(errors)
+    looked_for = [(_OF_SSH, errors)] if unreachable else [(_OF_GCLOUD, own), (_OF_DOCKER, errors)]
+    for kinds, text in looked_for:
+        found = next((kind for kind in kinds if re.search(kind.pattern, text)), None)
+        if found:
+            return found.text.format(**_values(name, pod))
+    failed: list[tuple[str, str]] = _FAILED_ON.findall(errors)
     if failed:
         return "the command failed on " + ", ".join(
             f"worker {worker} (exit status {status})" for worker, status in failed
