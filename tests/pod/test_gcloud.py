@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.config.pod import Pod
 from lockstep.errors import ConfigError, LaunchError
@@ -187,6 +189,15 @@ def test_arguments_arrive_as_they_are(cloud: Path) -> None:
     assert calls(cloud)[-1] == calls(cloud)[-2]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=5))
+def test_any_arguments_are_quoted(arguments: list[str]) -> None:
+    (command,) = the_seeds().run(["echo", *arguments])
+    (option,) = [each for each in command.argv if each.startswith("--command=")]
+    assert shlex.split(option.removeprefix("--command=")) == ["echo", *arguments]
+    assert tuple(shlex.split(command.render())) == command.argv
+
+
 @pytest.mark.requirement("P11")
 def test_variables_are_passed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The value is in the environment of docker, and in no argument."""
@@ -199,6 +210,15 @@ def test_variables_are_passed_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "-e\nHF_TOKEN\n" in arguments and "secret" not in arguments
     assert arguments.endswith("\npython\ntwo words\n")
     assert (tmp_path / "value").read_text() == "very secret"
+
+
+def test_or_by_a_file() -> None:
+    argv = container.run(pod(), ["x"], workdir="/w", env_file="/root/.lockstep/env")
+    assert "--env-file=/root/.lockstep/env" in argv
+    assert container.env_lines({"A": "b c", "D": "$(id)"}) == "A=b c\nD=$(id)\n"
+    with pytest.raises(ConfigError, match=r"pod\.env: the value of KEY has several lines") as told:
+        container.env_lines({"KEY": "very\nsecret"})
+    assert "secret" not in str(told.value)
 
 
 def test_other_commands_for_a_container() -> None:
@@ -277,6 +297,12 @@ def test_what_gcloud_or_a_shell_would_take_for_something_else_is_refused() -> No
         Gcloud("pod", pod(), Path("a,b")).create()
     with pytest.raises(ConfigError, match=r"pod.type: gcloud"):
         Gcloud("pod", Pod())
+
+
+def test_pods_are_spoken_of_without_torch() -> None:
+    modules = ("gcloud", "container", "startup", "accelerators")
+    program = f"import sys{''.join(f', lockstep.pod.{each}' for each in modules)}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.requirement("P11")

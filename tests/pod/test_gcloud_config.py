@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from lockstep.config.accelerators import ACCELERATORS, accelerator
 from lockstep.config.load import load
 from lockstep.config.pod import Pod
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.pod import accelerators
+from lockstep.pod import accelerators, startup
 from lockstep.runtime import pjrt
 
 
@@ -121,6 +127,21 @@ def test_bad_input_is_refused_with_its_place_and_the_remedy(tmp_path: Path, pod:
     text = refused(tmp_path, pod)
     assert expected in text, text
     assert str(tmp_path / "config.yaml") in text
+
+
+@settings_of_hypothesis(max_examples=200, deadline=None)
+@given(st.text(max_size=300))
+def test_whatever_is_taken_is_one_plain_argument(text: str) -> None:
+    for name in ("zone", "project", "runtime_version", "network", "service_account", "user", "accelerator_type"):
+        with contextlib.suppress(ValidationError):
+            found = getattr(Pod.model_validate({**CLOUD, name: text}), name)
+            assert found.isascii() and not found.startswith("-") and shlex.split(found) == [found]
+    with contextlib.suppress(ValidationError):
+        pod = Pod.model_validate({**CLOUD, "bucket": {"name": text, "mount": f"/{text}"}, "setup": [[text, text]]})
+        assert shlex.quote(text) == text and f"gcsfuse {text} /{text}\n" in startup.script(pod)
+    with contextlib.suppress(ValidationError):
+        image = Pod.model_validate({"container": {"image": text}}).container
+        assert image is not None and shlex.split(image.image) == [text]
 
 
 def test_a_secret_in_a_config_is_not_repeated(tmp_path: Path) -> None:

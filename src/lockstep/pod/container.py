@@ -7,21 +7,29 @@ on no command line.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.config.pod import Container, Pod
+from lockstep.errors import ConfigError
 
 _TPU = {"PJRT_DEVICE": "TPU"}
 
 
 def run(
-    pod: Pod, argv: Sequence[str], *, workdir: str, variables: Sequence[str] = (), detached: bool = False
+    pod: Pod,
+    argv: Sequence[str],
+    *,
+    workdir: str,
+    variables: Sequence[str] = (),
+    env_file: str | None = None,
+    detached: bool = False,
 ) -> list[str]:
     """Run a command in a new container, which goes away with it.
 
     Args:
         workdir: the working directory, where the config names none.
         variables: names of variables that docker has in its own environment, and the command gets.
+        env_file: a file of the host with such variables and their values (see `env_lines`), for its owner alone.
         detached: come back at once; else signals go to the command, and its exit status comes back.
     """
     container = _of(pod)
@@ -35,10 +43,19 @@ def run(
         f"--net={container.network}", f"--ipc={container.ipc}",
         *(part for name, value in values.items() for part in ("-e", f"{name}={value}")),
         *(part for name in named for part in ("-e", name)),
+        *([f"--env-file={env_file}"] if env_file else []),
         *(part for mount in container.mounts for part in ("-v", mount)),
         "-w", container.workdir or workdir,
         container.image, *argv,
     ]  # fmt: skip
+
+
+def env_lines(values: Mapping[str, str]) -> str:
+    """What a file for `env_file` has in it."""
+    several = [name for name, value in values.items() if "\n" in value or "\0" in value]
+    if several:
+        raise ConfigError(f"pod.env: the value of {several[0]} has several lines, which docker cannot pass on")
+    return "".join(f"{name}={value}\n" for name, value in values.items())
 
 
 def inside(pod: Pod, argv: Sequence[str]) -> list[str]:
