@@ -115,6 +115,11 @@ IMAGE = {"image": "example.com/a/b:1"}
         ({**CLOUD, "container": {**IMAGE, "env": {"a b": "c"}}}, "not the name of an environment variable"),
         ({**CLOUD, "container": {**IMAGE, "env": {"A": "b\nc"}}}, "must be printable"),
         ({**CLOUD, "container": {**IMAGE, "env": {"HF_TOKEN": "abc"}}}, "HF_TOKEN looks like a secret"),
+        ({**CLOUD, "user": "me", "container": IMAGE}, "none has /home/me/.lockstep (pod.directory) by the same path in "
+         "the container; add /home/me:/home/me"),
+        ({**CLOUD, "directory": "/data/x", "container": IMAGE}, "none has /data/x (pod.directory)"),
+        ({**CLOUD, "container": IMAGE, "bucket": {"name": "mine", "mount": "/mnt/logs"}},
+         "none has /mnt/logs, where the bucket is; add /mnt/logs:/mnt/logs"),
         ({**CLOUD, "setup": ["apt-get update"]}, "pod.setup[0]"),
         ({**CLOUD, "setup": [[]]}, "pod.setup[0]"),
         ({**CLOUD, "setup": [["a\0"]]}, "no zero byte"),
@@ -153,6 +158,8 @@ def test_what_is_right_is_taken() -> None:
     assert Pod.model_validate({**CLOUD, "zone": "mars-north1-a", "unlisted_zone": True}).zone == "mars-north1-a"
     assert Pod.model_validate({**CLOUD, "accelerator_type": "v6e-8"}).version == "v2-alpha-tpuv6e"
     assert Pod.model_validate({**CLOUD, "project": "example.com:my-project"}).project == "example.com:my-project"
+    Pod.model_validate({**CLOUD, "user": "root", "container": IMAGE, "bucket": {"name": "mine"}})
+    Pod.model_validate({**CLOUD, "user": "me", "container": {**IMAGE, "mounts": ["/home/me:/home/me"]}})
     for image in ("xla", "a/b", "localhost:5000/a/b:tag", "us-central1-docker.pkg.dev/p/docker/xla:r2.7.0_3.10_tpuvm"):
         Pod.model_validate({"container": {"image": image}})
 

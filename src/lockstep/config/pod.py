@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -197,6 +198,7 @@ class Pod(Section):
         if self.container is not None and self.container.network != "host":
             raise ValueError("container.network: Docker on TPU pods works with the host's network only")
         _check_zone(self)
+        _check_mounts(self)
         return self
 
     @property
@@ -227,6 +229,25 @@ def _check_zone(pod: Pod) -> None:
         + f" {pod.accelerator.generation} is in {', '.join(offered)}. If the cloud has it there by now, set "
         "unlisted_zone: true"
     )
+
+
+def _check_mounts(pod: Pod) -> None:
+    """What the container needs of the host is mounted: the code, by the same path, and the bucket by any."""
+    if pod.container is None:
+        return
+    mounts = [tuple(mount.split(":")[:2]) for mount in pod.container.mounts]
+    if pod.user is not None or pod.directory.startswith("/"):
+        home = PurePosixPath("/root" if pod.user == "root" else f"/home/{pod.user}")
+        directory = home / pod.directory
+        if not any(host == inside and directory.is_relative_to(host) for host, inside in mounts):
+            folder = home if directory.is_relative_to(home) else directory
+            raise ValueError(
+                f"container.mounts: none has {directory} (pod.directory) by the same path in the container; add "
+                f"{folder}:{folder}"
+            )
+    bucket = pod.bucket.mount if pod.bucket is not None else None
+    if bucket is not None and not any(PurePosixPath(bucket).is_relative_to(host) for host, _ in mounts):
+        raise ValueError(f"container.mounts: none has {bucket}, where the bucket is; add {bucket}:{bucket}")
 
 
 def pod_name(text: str) -> str:
