@@ -27,7 +27,7 @@ def test_every_line_is_listed() -> None:
 
 def test_every_test_that_is_named_exists() -> None:
     for requirement, text in LISTED.items():
-        for file, _, name in re.findall(r"((?:unit|ranks|faults|e2e|xla|ray)/test_\w+\.py)(::(\w+))?", text):
+        for file, _, name in re.findall(r"((?:unit|ranks|faults|e2e|xla|ray|pod|hosts)/test_\w+\.py)(::(\w+))?", text):
             assert (TESTS / file).is_file(), (requirement, file)
             assert not name or f"def {name}(" in (TESTS / file).read_text(), (requirement, name)
 

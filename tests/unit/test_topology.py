@@ -132,6 +132,14 @@ def test_the_hosts_of_a_pod_are_ranks_without_being_told() -> None:
         {"PJRT_DEVICE": "CPU", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"},
         {"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a"},
         {"PJRT_DEVICE": "TPU"},
+        # One chip of this host was picked.
+        {
+            "PJRT_DEVICE": "TPU",
+            "TPU_WORKER_ID": "0",
+            "TPU_WORKER_HOSTNAMES": "a,b",
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "TPU_VISIBLE_CHIPS": "0",
+        },
     ],
 )
 def test_one_host_is_no_pod(env: dict[str, str]) -> None:

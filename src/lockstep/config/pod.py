@@ -1,24 +1,259 @@
-"""The `pod:` section: hosts that a run is brought to, and what is on them."""
+"""The `pod:` section: hosts that a run is brought to, how they are made, and what is on them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from lockstep.config.accelerators import Accelerator, accelerator, runtime_version, zones
+from lockstep.config.nearest import nearest
 from lockstep.config.section import Section
 from lockstep.config.values import variable_name
+
+_LONGEST = 1024
+# A value by one of these names would be on a command line of every host, and in the config of every run.
+_SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+
+
+def _plain(text: str) -> str:
+    """What becomes an argument of some command can never be taken for an option or for two lines."""
+    if text.startswith("-"):
+        raise ValueError("begins with a dash, as options of commands do")
+    if not text.isprintable() or len(text) > _LONGEST:
+        raise ValueError(f"must be printable, in one line of {_LONGEST} characters at most")
+    return text
+
+
+def _argument(text: str) -> str:
+    if "\0" in text or len(text) > _LONGEST:
+        raise ValueError(f"an argument has no zero byte, and {_LONGEST} characters at most")
+    return text
+
+
+def _like(pattern: str, complaint: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if len(text) > _LONGEST or not re.fullmatch(pattern, text, re.ASCII):
+            raise ValueError(complaint)
+        return text
+
+    return AfterValidator(check)
+
+
+def _accelerator_type(text: str) -> str:
+    return accelerator(text).type
+
+
+def _zone(text: str) -> str:
+    if not re.fullmatch(r"[a-z]{2,20}-[a-z]{2,20}\d{1,2}-[a-z][a-z0-9]{0,4}", text, re.ASCII):
+        raise ValueError("not the name of a zone; write for example us-central2-b")
+    return text
+
+
+def _bucket_name(text: str) -> str:
+    if "://" in text or "/" in text:
+        raise ValueError("write the name of the bucket alone, without gs:// and without a folder")
+    # Names with dots may be longer, but they need a domain that is yours: the same rule holds for their parts.
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", text, re.ASCII) or text.startswith("goog"):
+        raise ValueError(
+            "not the name of a bucket: 3 characters or more, lower-case letters, digits, dashes, underscores and dots, "
+            "with a letter or a digit at both ends"
+        )
+    return text
+
+
+def _folder(text: str) -> str:
+    if not re.fullmatch(r"/[\w./ @%+=-]*", text) or len(text) > _LONGEST or ".." in text.split("/"):
+        raise ValueError("must be an absolute path of letters, digits and . _ - @ % + = without ..")
+    return text
+
+
+def _mount(text: str) -> str:
+    host, _, rest = text.partition(":")
+    inside, _, mode = rest.partition(":")
+    if mode not in ("", "ro", "rw"):
+        raise ValueError("a mount is HOST_FOLDER:CONTAINER_FOLDER, or with :ro behind it")
+    try:
+        _folder(host), _folder(inside)
+    except ValueError as error:
+        raise ValueError(f"a mount is HOST_FOLDER:CONTAINER_FOLDER, and each {error}") from None
+    return text
+
+
+def _no_secrets(values: dict[str, str]) -> dict[str, str]:
+    for name in values:
+        if _SECRETS.search(name):
+            raise ValueError(
+                f"what is written here is on a command line of every host, and {name} looks like a secret; name it in "
+                "pod.env instead, which passes on the value that this machine has"
+            )
+    return values
+
+
+_PART = r"[a-z0-9]+(?:[._-]{1,2}[a-z0-9]+)*"
+Image = Annotated[
+    str,
+    _like(
+        rf"(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::\d{{1,5}})?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?",
+        "not the name of an image; write for example HOST/project/name:tag",
+    ),
+]
+Folder = Annotated[str, AfterValidator(_folder)]
+Argument = Annotated[str, AfterValidator(_argument)]
+_NAME = r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?"
+
+
+class Container(Section):
+    """The container that ranks run in on every host, as `docker run` takes it."""
+
+    image: Image = Field(description="what the start-up script pulls, by tag or by digest")
+    name: Annotated[str, _like(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", "not the name of a container")] = Field(
+        "lockstep", description="to stop it by; one container of a name can run on a host at a time"
+    )
+    mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = Field(
+        ("/root:/root",), strict=False, description="HOST_FOLDER:CONTAINER_FOLDER; pod.directory must be in one of them"
+    )
+    workdir: Folder | None = Field(None, description="the working directory; the folder of the code where not given")
+    privileged: bool = Field(True, description="what a TPU is reached by")
+    network: Literal["host", "bridge"] = Field("host", description="with bridge, ranks of other hosts do not get in")
+    ipc: Literal["host", "private"] = Field("host", description="host: the shared memory of the host, for data workers")
+    env: Annotated[
+        dict[Annotated[str, AfterValidator(variable_name)], Annotated[str, AfterValidator(_plain)]],
+        AfterValidator(_no_secrets),
+    ] = Field({}, description="variables and their values; on a Cloud TPU PJRT_DEVICE is TPU where not given")
+    sudo: bool = Field(False, description="call docker by sudo: for a user who is not in its group")
+
+
+class Bucket(Section):
+    """A bucket that is mounted on every host by gcsfuse: for what a run writes."""
+
+    name: Annotated[str, AfterValidator(_bucket_name)]
+    mount: Folder = Field("/root/logs", description="where it is on the hosts, and in the container by its mounts")
 
 
 class Pod(Section):
     """How Lockstep runs on the hosts of `launch: ssh`, or of a Cloud TPU pod."""
 
-    python: str = Field(
+    type: Literal["ssh", "gcloud"] = Field("ssh", description="hosts that are there, or a Cloud TPU that gcloud makes")
+    python: Annotated[str, AfterValidator(_plain)] = Field(
         "python3", min_length=1, description="the interpreter there, such as that of a virtual environment"
     )
-    directory: str = Field(
+    directory: Annotated[str, AfterValidator(_plain)] = Field(
         ".lockstep", min_length=1, description="where code and runs are on every host; relative to the home folder"
     )
     env: tuple[Annotated[str, AfterValidator(variable_name)], ...] = Field(
         (), strict=False, description="names of variables of this machine that ranks get; no other is passed on"
     )
+    container: Container | None = Field(None, description="null: ranks run by pod.python, without a container")
+    accelerator_type: Annotated[str, AfterValidator(_accelerator_type)] | None = Field(
+        None, description="for gcloud: such as v4-32, which is 4 hosts of 4 chips"
+    )
+    zone: Annotated[str, AfterValidator(_zone)] | None = Field(
+        None, description="such as us-central2-b; that of `gcloud config` where not given"
+    )
+    unlisted_zone: bool = Field(False, description="take a zone that Lockstep does not know to have such accelerators")
+    project: (
+        Annotated[str, _like(r"(?:[a-z0-9.-]{1,80}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]", "not the id of a project")] | None
+    ) = Field(None, description="that of `gcloud config` where not given")
+    runtime_version: (
+        Annotated[str, _like(r"[a-z][a-z0-9.-]{1,80}", "not a runtime version; write for example tpu-ubuntu2204-base")]
+        | None
+    ) = Field(None, description="the image of the machines; where not given, by the accelerator's generation")
+    provisioning: Literal["spot", "on-demand", "reserved"] = Field(
+        "spot", description="spot: a fraction of the price of on-demand, and can be taken away at any time"
+    )
+    network: Annotated[str, _like(r"[a-z][a-z0-9./-]{0,250}", "not the name of a network")] | None = Field(
+        None, description="the one called default where not given"
+    )
+    service_account: (
+        Annotated[str, _like(r"[a-z0-9][a-z0-9._-]{0,100}@[a-z0-9.-]{1,100}", "not the address of a service account")]
+        | None
+    ) = Field(None, description="whose rights the hosts have, such as to write to the bucket")
+    user: Annotated[str, _like(r"[A-Za-z_][\w.-]{0,63}", "not the name of a user")] | None = Field(
+        None, description="who to log in as there; gcloud takes your own name where not given"
+    )
+    host_keys: Literal["first", "known"] = Field(
+        "first", description="first: as gcloud does, trust a new host's key once; known: only keys that are known"
+    )
+    bucket: Bucket | None = Field(None, description="mounted on every host by the start-up script")
+    setup: tuple[Annotated[tuple[Argument, ...], Field(strict=False, min_length=1)], ...] = Field(
+        (), strict=False, description="commands at the end of the start-up script, each a list of arguments"
+    )
+
+    @model_validator(mode="after")
+    def _what_belongs_together(self) -> Pod:
+        if self.type == "ssh":
+            given = next(
+                (name for name in _OF_THE_CLOUD if getattr(self, name) != Pod.model_fields[name].default), None
+            )
+            if given:
+                raise ValueError(f"{given} is for a Cloud TPU (type: gcloud), but pod.type is ssh")
+            return self
+        if self.accelerator_type is None:
+            raise ValueError("type: gcloud needs an accelerator_type, for example v4-32")
+        if self.container is not None and not self.container.privileged:
+            raise ValueError("container.privileged: a container does not get at the TPU without it")
+        if self.container is not None and self.container.network != "host":
+            raise ValueError("container.network: Docker on TPU pods works with the host's network only")
+        _check_zone(self)
+        _check_mounts(self)
+        return self
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What is asked for; of a Cloud TPU only."""
+        assert self.accelerator_type is not None
+        return accelerator(self.accelerator_type)
+
+    @property
+    def version(self) -> str:
+        """The image of the machines: as given, or what the cloud names for this generation."""
+        return self.runtime_version or runtime_version(self.accelerator)
+
+
+_OF_THE_CLOUD = (
+    "accelerator_type", "zone", "unlisted_zone", "project", "runtime_version", "provisioning", "network",
+    "service_account", "user", "host_keys", "bucket", "setup",
+)  # fmt: skip
+
+
+def _check_zone(pod: Pod) -> None:
+    if pod.zone is None or pod.unlisted_zone or pod.zone in (offered := zones(pod.accelerator)):
+        return
+    near = nearest(pod.zone, offered, cutoff=0.8)
+    raise ValueError(
+        f"zone: {pod.zone} is not known to have a {pod.accelerator_type}"
+        + (f"; did you mean {near}?" if near else "")
+        + f" {pod.accelerator.generation} is in {', '.join(offered)}. If the cloud has it there by now, set "
+        "unlisted_zone: true"
+    )
+
+
+def _check_mounts(pod: Pod) -> None:
+    """What the container needs of the host is mounted: the code, by the same path, and the bucket by any."""
+    if pod.container is None:
+        return
+    mounts = [tuple(mount.split(":")[:2]) for mount in pod.container.mounts]
+    if pod.user is not None or pod.directory.startswith("/"):
+        home = PurePosixPath("/root" if pod.user == "root" else f"/home/{pod.user}")
+        directory = home / pod.directory
+        if not any(host == inside and directory.is_relative_to(host) for host, inside in mounts):
+            folder = home if directory.is_relative_to(home) else directory
+            raise ValueError(
+                f"container.mounts: none has {directory} (pod.directory) by the same path in the container; add "
+                f"{folder}:{folder}"
+            )
+    bucket = pod.bucket.mount if pod.bucket is not None else None
+    if bucket is not None and not any(PurePosixPath(bucket).is_relative_to(host) for host, _ in mounts):
+        raise ValueError(f"container.mounts: none has {bucket}, where the bucket is; add {bucket}:{bucket}")
+
+
+def pod_name(text: str) -> str:
+    """The name of a Cloud TPU: an argument of gcloud, so that nothing else may pass for one."""
+    if not re.fullmatch(_NAME, text, re.ASCII):
+        raise ValueError(
+            "not the name of a pod: lower-case letters, digits and dashes, with a letter in front, up to 63"
+        )
+    return text

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lockstep.distributed.tpu_pod import tpu_pod
 from lockstep.errors import TopologyError
 
 _LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPSTORE"
@@ -129,8 +130,8 @@ class Topology:
     @classmethod
     def _on_a_pod(cls, env: Mapping[str, str]) -> Topology:
         """One process per host, as the TPU's own variables name them: the same command on every host is a run."""
-        hosts = _pod_hosts(env)
-        worker = _number(env, "TPU_WORKER_ID")
+        worker_id, hosts = tpu_pod(env) or ("", [])
+        worker = _number({"TPU_WORKER_ID": worker_id}, "TPU_WORKER_ID")
         place = Place(rank=worker, host_index=worker)
         port = _number(env, "MASTER_PORT", _POD_PORT)
         secret = env.get(_SECRET, "")
@@ -243,9 +244,8 @@ def _whole(text: str) -> int | None:
 
 def _pod_hosts(env: Mapping[str, str]) -> list[str]:
     """The hosts of the TPU pod that this process is to use; none elsewhere."""
-    if not env.get("PJRT_DEVICE", "").upper().startswith("TPU") or "TPU_WORKER_ID" not in env:
-        return []
-    return [host.strip() for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host.strip()]
+    pod = tpu_pod(env)
+    return pod.hosts if pod else []
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -89,6 +89,8 @@ def processes(settings: RunSettings, env: Mapping[str, str]) -> int:
         present, wanted = gpu_count(env), env.get("GPU_NUM_DEVICES", "")
         return max(1, min(present, int(wanted)) if wanted.isdigit() else present)
     chips = settings.xla.chips
+    if chips is None and (visible := env.get("TPU_VISIBLE_CHIPS", "")):
+        return len([each for each in visible.split(",") if each.strip()]) or 1
     return max(1, tpu_chips() if chips is None else len(chips))
 
 

@@ -8,16 +8,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.config.mesh import DATA_AXIS as DATA_AXIS
+from lockstep.config.mesh import MAIN as MAIN
+from lockstep.config.mesh import Shape
+from lockstep.config.mesh import resolve_meshes as resolve_meshes
 from lockstep.config.schema import AxisNames, ShardRule
 from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 
-MAIN = "strategy.mesh"
-DATA_AXIS = "data"
 # Parameters with fewer elements are cheaper to keep whole than to gather.
 LARGE = 1024
-
-Shape = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -26,31 +26,6 @@ class Sharding:
 
     mesh: str
     spec: tuple[AxisNames, ...]
-
-
-def resolve_meshes(settings: StrategySettings, devices: int) -> dict[str, dict[str, int]]:
-    """Every mesh with its sizes known, the main one first; each has to use exactly the devices that there are."""
-    shapes = {MAIN: settings.mesh or {DATA_AXIS: -1}}
-    shapes |= {f"strategy.meshes.{name}": shape for name, shape in settings.meshes.items()}
-    return {name: _resolved(name, shape, devices) for name, shape in shapes.items()}
-
-
-def _resolved(name: str, shape: Shape, devices: int) -> dict[str, int]:
-    known = math.prod(size for size in shape.values() if size != -1)
-    text = ", ".join(f"{axis}: {size}" for axis, size in shape.items())
-    if -1 in shape.values():
-        if devices % known:
-            raise ConfigError(
-                f"{name}: {{{text}}}: the sizes that are given make {known}, which does not divide the {devices} "
-                "devices; change them, or devices"
-            )
-        return {axis: devices // known if size == -1 else size for axis, size in shape.items()}
-    if known != devices:
-        raise ConfigError(
-            f"{name}: {{{text}}} is a mesh of {known} devices, but there are {devices}; change a size (-1 is "
-            "whatever the others leave over), or devices"
-        )
-    return dict(shape)
 
 
 def shardings(

@@ -1,0 +1,128 @@
+"""The accelerator types of Cloud TPUs: how many hosts, chips and devices each of them means, and where it is offered.
+
+From the cloud's own pages, read in 2026: in v2, v3, v4 and v5p the number in the name counts TensorCores, two of a
+chip; in v5e (`v5litepod-16`) and v6e it counts chips. A host has four chips; v5e and v6e have hosts of one and of eight
+as well, for slices that fit on one host. Up to v3 one chip is two devices to PJRT, from v4 on it is one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from lockstep.config.nearest import nearest
+
+_CHIPS_PER_HOST, _MOST_ON_ONE_HOST = 4, 8
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A slice of a TPU pod, by the name that the cloud has for it."""
+
+    type: str
+    generation: str
+    chips: int
+    hosts: int
+    topology: str
+    devices_per_chip: int = 1
+
+    @property
+    def chips_per_host(self) -> int:
+        return self.chips // self.hosts
+
+    @property
+    def devices(self) -> int:
+        """What PyTorch counts: what a mesh is made of."""
+        return self.chips * self.devices_per_chip
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} hosts of {self.chips_per_host}" if self.hosts > 1 else "one host"
+        twice = f", which are {self.devices} devices" if self.devices_per_chip > 1 else ""
+        return f"{self.type} has {self.chips} chip{'s' if self.chips > 1 else ''} ({hosts}, {self.topology}){twice}"
+
+
+@dataclass(frozen=True)
+class _Generation:
+    cores_counted: int  # of every chip, by the number in the name
+    topologies: dict[int, str]  # by that number
+    runtime_version: str  # of the machine's image, for PyTorch
+    zones: tuple[str, ...]
+    devices_per_chip: int = 1
+    single_host: bool = False  # whether all chips of a small slice are on one host, up to eight
+
+
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4", 256: "4x4x8", 512: "4x8x8",
+          1024: "8x8x8", 2048: "8x8x16", 4096: "8x16x16", 8192: "16x16x16"}  # fmt: skip
+_V2 = {8: "2x2", 32: "4x4", 128: "8x8", 256: "8x16", 512: "16x16"}
+_V3 = {**_V2, 64: "4x8", 1024: "16x32", 2048: "32x32"}
+_GENERATIONS = {
+    "v2": _Generation(2, _V2, "tpu-ubuntu2204-base",
+                      ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f", "europe-west4-a",
+                       "asia-east1-c"), devices_per_chip=2),
+    "v3": _Generation(2, _V3, "tpu-ubuntu2204-base", ("us-central1-a", "us-central1-b", "europe-west4-a"),
+                      devices_per_chip=2),
+    "v4": _Generation(2, _CUBES, "tpu-ubuntu2204-base", ("us-central2-b",)),
+    "v5litepod": _Generation(1, _FLAT, "v2-alpha-tpuv5-lite",
+                             ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "us-west4-b", "us-east1-c",
+                              "us-east5-b", "europe-west4-b", "asia-southeast1-b"), single_host=True),
+    "v5p": _Generation(2, {**_CUBES, 12288: "16x16x24"}, "v2-alpha-tpuv5",
+                       ("us-central1-a", "us-east5-a", "europe-west4-b")),
+    "v6e": _Generation(1, _FLAT, "v2-alpha-tpuv6e",
+                       ("us-central1-b", "us-central1-ai1", "us-central2-b", "us-east1-d", "us-east5-a", "us-east5-b",
+                        "us-south1-ai1b", "europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
+                       single_host=True),
+}  # fmt: skip
+
+
+def _accelerator(name: str, number: int, generation: _Generation) -> Accelerator:
+    chips = number // generation.cores_counted
+    one_host = generation.single_host and chips <= _MOST_ON_ONE_HOST
+    hosts = 1 if one_host else max(1, chips // _CHIPS_PER_HOST)
+    topology = generation.topologies[number]
+    assert chips == math.prod(map(int, topology.split("x")))
+    return Accelerator(f"{name}-{number}", name, chips, hosts, topology, generation.devices_per_chip)
+
+
+ACCELERATORS = {
+    each.type: each
+    for name, generation in _GENERATIONS.items()
+    for each in (_accelerator(name, number, generation) for number in sorted(generation.topologies))
+}
+
+
+def accelerator(type: str) -> Accelerator:
+    """What an accelerator type stands for; raises ValueError with the nearest one."""
+    if type in ACCELERATORS:
+        return ACCELERATORS[type]
+    name, _, number = re.sub(r"^v5e-", "v5litepod-", type).rpartition("-")
+    if name in _GENERATIONS:
+        sizes = sorted(_GENERATIONS[name].topologies)
+        size = (
+            min(sizes, key=lambda each: abs(each - int(number))) if number.isdecimal() and len(number) < 9 else sizes[0]
+        )
+        counted = "chips" if _GENERATIONS[name].cores_counted == 1 else "TensorCores, two of every chip"
+        raise ValueError(
+            f"there is no such accelerator type; did you mean {name}-{size}? {name} has the sizes "
+            f"{', '.join(map(str, sizes))}, which count {counted}"
+        )
+    near = nearest(type, ACCELERATORS)
+    raise ValueError(
+        "there is no such accelerator type; "
+        + (f"did you mean {near}? " if near else "")
+        + f"write for example v4-32; the generations are {', '.join(_GENERATIONS)}"
+    )
+
+
+def runtime_version(accelerator: Accelerator) -> str:
+    """The image of the machines that the cloud names for PyTorch on this generation."""
+    return _GENERATIONS[accelerator.generation].runtime_version
+
+
+def zones(accelerator: Accelerator) -> tuple[str, ...]:
+    """Where this generation is offered."""
+    return _GENERATIONS[accelerator.generation].zones
+
+
+KNOWN_ZONES = tuple(dict.fromkeys(zone for each in _GENERATIONS.values() for zone in each.zones))
