@@ -35,6 +35,7 @@ def why_not() -> str | None:
     return None if probe.returncode == 0 else f"no namespaces can be made here: {probe.stderr.decode().strip()}"
 
 
+_SLOW_LINK = Path(__file__).parent / "slow_link.py"
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -65,7 +66,10 @@ class Host:
         self.cable = cable
         self.run("ip", "link", "set", "lo", "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        # The same card as before, where the host is made anew: others remember it.
+        self.run("ip", "link", "set", "eth0", "address", f"02:00:00:00:00:{number:02x}")
         self.run("ip", "link", "set", "eth0", "up")
+        self._relay: subprocess.Popen[bytes] | None = None
 
     def enter(self, *argv: str, folder: Path = Path("/")) -> list[str]:
         """A command that runs in this host."""
@@ -112,13 +116,36 @@ class Host:
     def plug(self) -> None:
         self.network.run("ip", "link", "set", self.cable, "up")
 
-    def slow_down(self, *how: str) -> None:
-        """What tc netem can do to a link: `delay 200ms`, `loss 5%`."""
-        self.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", *how)
+    def slow_down(self, delay: float, loss: float) -> None:
+        """Every frame so many seconds later, in both directions together; some of them never."""
+        try:
+            self.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", f"{delay * 1000:g}ms",
+                     "loss", f"{loss * 100:g}%")  # fmt: skip
+        except RuntimeError:  # a kernel without netem
+            self._slow_down_by_hand(delay / 2, loss / 2)
+
+    def _slow_down_by_hand(self, delay: float, loss: float) -> None:
+        for host in self.network.everybody:
+            host.run(sys.executable, str(_SLOW_LINK), "--without-offloads", "eth0")
+        near, far = f"{self.cable}n", f"{self.cable}f"
+        self.network.run("ip", "link", "set", self.cable, "nomaster")
+        self.network.run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
+        for name in (near, far):
+            self.network.run("ip", "link", "set", name, "up")
+        self.network.run("ip", "link", "set", far, "master", "switch")
+        argv = [sys.executable, str(_SLOW_LINK), self.cable, near, str(delay), str(loss)]
+        self._relay = subprocess.Popen(self.network.enter(*argv), stdout=subprocess.PIPE)
+        assert self._relay.stdout is not None and self._relay.stdout.readline() == b"up\n"
 
     def speed_up(self) -> None:
         with contextlib.suppress(RuntimeError):
             self.run("tc", "qdisc", "del", "dev", "eth0", "root")
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.wait(10)
+            self._relay = None
+            self.network.run("ip", "link", "del", f"{self.cable}n")
+            self.network.run("ip", "link", "set", self.cable, "master", "switch")
 
     @property
     def is_up(self) -> bool:
@@ -157,9 +184,16 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self._client: Host | None = None
 
+    @property
+    def everybody(self) -> list[Host]:
+        return [*self.hosts.values(), *([self._client] if self._client else [])]
+
+    def enter(self, *argv: str) -> list[str]:
+        """A command in the switch's namespace."""
+        return ["nsenter", f"--target={self._switch.pid}", "--net", *argv]
+
     def run(self, *argv: str) -> str:
-        """In the switch's namespace."""
-        return _run(["nsenter", f"--target={self._switch.pid}", "--net", *argv])
+        return _run(self.enter(*argv))
 
     def add(self, *names: str) -> None:
         for name in names:
@@ -205,7 +239,8 @@ class Network:
         self._client.run("mount", "--bind", str(config), "/etc/ssh/ssh_config")
 
     def close(self) -> None:
-        for host in [*self.hosts.values(), *([self._client] if self._client else [])]:
+        for host in self.everybody:
+            host.speed_up()
             host.die()
         self._switch.kill()
         self._switch.wait(10)

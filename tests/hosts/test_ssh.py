@@ -158,7 +158,7 @@ def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
 
 
 def test_a_slow_link_is_no_fault(laptop: Laptop) -> None:
-    laptop.network.hosts["bert"].slow_down("delay", "200ms", "loss", "5%")
+    laptop.network.hosts["bert"].slow_down(delay=0.2, loss=0.05)
     config = laptop.config("slow", train={"steps": 5, "batch_size": 12}, checkpoint={"every": "5 steps"})
     finished = laptop.run("train", config, limit=180)
     assert finished.code == 0, finished.text
