@@ -232,7 +232,7 @@ def _file_system(scheme: str) -> Any:
     try:
         import fsspec
 
-        made = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+        made = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS.get(scheme, {}))  # one per thread
     except ImportError:
         extra = SCHEMES[scheme]
         package = {"s3": "s3fs", "gcs": "gcsfs"}.get(extra, "fsspec")
