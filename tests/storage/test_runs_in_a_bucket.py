@@ -112,9 +112,7 @@ def test_a_bucket_that_stays_behind_is_told_by_the_exit_code_and_caught_up_by_a_
     assert whole_steps(run) == steps_saved(here) and summary(run)["status"] == "completed"
 
 
-def test_ranks_of_another_launcher_keep_others_out_and_leave_once_the_save_is_in_the_bucket(
-    stored: Stored, tmp_path: Path
-) -> None:
+def test_ranks_of_another_launcher_keep_others_out_and_leave_once_all_is_there(stored: Stored, tmp_path: Path) -> None:
     stored.project.config(train={"epochs": 100, "batch_size": 12}, checkpoint={"every": None},
                           task={"type": TINY, "sleep": 0.05})  # fmt: skip
     with socket.socket() as free:

@@ -117,8 +117,8 @@ def _reading(url: Url, setting: str) -> Iterator[None]:
         raise ConfigError(cannot_be_used(url, setting, "read", error)) from None
 
 
-def opened(url: Url, setting: str, step: int | None = None, best: bool = False, checkpoint: bool = True) -> Path:
-    """The folder here that stands for a run's in a bucket, with the checkpoint to go on from, unless said otherwise.
+def opened(url: Url, setting: str, step: int | None = None, best: bool = False) -> Path:
+    """The folder here that stands for a run's in a bucket, with the checkpoint to go on from: the newest unless said.
 
     Where this host was the last to write there, what it has is the newest there is, and nothing is fetched. Where
     another host was, what is left here of before is set aside in a folder next to it.
@@ -133,9 +133,9 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
         if not current:
             _set_contents_aside(folder)
             sync.pull_files(_TO_PULL)
-        if checkpoint and (not current or _is_missing(sync, step, best)):
+        if not current or _is_missing(sync, step, best):
             sync.pull_checkpoint(step, best, mode)
-        if not current and checkpoint:  # only now: what was interrupted is not taken for the newest
+        if not current:  # only now: what was interrupted is not taken for the newest
             Mark(url, _tokens(bucket)).write(folder)
     return folder
 

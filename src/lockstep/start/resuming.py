@@ -42,10 +42,9 @@ def found(run_dir: Path | Url, wanted: Wanted, topology: Topology | None, dry_ru
     from lockstep.mirror import staging
 
     url = run_dir
-    if topology is None:
-        needed = not dry_run or not wanted.is_newest
+    if topology is None and not (dry_run and wanted.is_newest):
         try:
-            folder = staging.opened(url, "RUN_DIR", wanted.step, wanted.best, checkpoint=needed)
+            folder = staging.opened(url, "RUN_DIR", wanted.step, wanted.best)
         except CheckpointError as error:
             if wanted.step is None:
                 raise
@@ -55,7 +54,7 @@ def found(run_dir: Path | Url, wanted: Wanted, topology: Topology | None, dry_ru
     with tempfile.TemporaryDirectory(prefix="lockstep-") as files:
         for name, data in staging.start_files(url, "RUN_DIR").items():
             (Path(files) / name).write_bytes(data)
-        if not (Path(files) / "config.yaml").exists():
+        if topology is not None and not (Path(files) / "config.yaml").exists():
             raise ConfigError(
                 f"{url}: this run belongs to a script: start that with the launcher at hand, and have it call "
                 f"lockstep.launch(..., folder={str(url)!r})"
