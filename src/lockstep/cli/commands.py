@@ -15,6 +15,7 @@ from lockstep.cli.messages import say
 from lockstep.cli.profile import profile
 from lockstep.cli.run import run
 from lockstep.cli.schema import schema
+from lockstep.cli.sweep import sweep
 from lockstep.cli.train import resume, train
 from lockstep.cli.verify import verify
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
@@ -83,5 +84,5 @@ def main() -> None:
     """Train PyTorch models with every device in step."""
 
 
-for command in (train, resume, run, profile, init, doctor, verify, schema):
+for command in (train, resume, run, sweep, profile, init, doctor, verify, schema):
     main.add_command(command)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from lockstep.cli.messages import say
-from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -22,6 +23,17 @@ def conclude(folder: Path, result: Result, config: RunConfig) -> NoReturn:
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
     sys.exit(_tell(folder, result, config))
+
+
+@contextlib.contextmanager
+def saved_before(folder: Path) -> Iterator[None]:
+    """A process that was asked to stop before its first step lost nothing where there is a checkpoint."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED_EXIT_CODE and any((folder / "checkpoints").glob("step-*")):
+            raise SystemExit(PREEMPTED_EXIT_CODE) from None
+        raise
 
 
 def _tell(folder: Path, result: Result, config: RunConfig) -> int:

@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.ending import conclude
+from lockstep.cli.ending import conclude, saved_before
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.shown import visible
-from lockstep.start import checkpoint, cluster, local
+from lockstep.start import checkpoint, cluster, local, queue, tasks
 from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
+    from lockstep.config.sweep import Sweep
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
 @OUT
-@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray or SLURM.")
 @PROFILE
 @DRY_RUN
 @leaving_at_once
@@ -34,17 +35,19 @@ def train(
 ) -> None:
     """Train what CONFIG describes."""
     from lockstep.config.load import load
-    from lockstep.distributed.topology import launched
 
     loaded = load(config, with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or folders.named(config.stem)})
     if sweep is not None:
         _sweep(loaded, sweep, out, dry_run)
         return
-    if launched(os.environ) and not dry_run:
+    if tasks.trains_here(loaded, os.environ) and not dry_run:
         sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
     if dry_run:
-        _dry_run(loaded, "RUN_DIR")
+        _dry_run(loaded, "RUN_DIR", out)
+        return
+    if loaded.launch.type == "slurm":
+        _tell_queued(queue.train(loaded, out))
         return
     if loaded.launch.type == "ray":
         ended = cluster.train(loaded, folders.on_ray(loaded, out, make_parent=True))
@@ -76,7 +79,7 @@ def resume(
     """
     from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
-    from lockstep.distributed.topology import Topology, launched
+    from lockstep.distributed.topology import Topology
     from lockstep.record import folder_lock, run_folder
 
     wanted = checkpoint.Wanted(step, best)
@@ -100,15 +103,22 @@ def resume(
             say(f"changed: {described(change)}")
         return run_dir
 
-    if launched(os.environ) and not dry_run:
+    if tasks.trains_here(loaded, os.environ) and not dry_run:
         first = Topology.from_env(os.environ).attempt == 0
         # On rank 0, for all, once they have met and it holds the folder.
-        sys.exit(local.train_as_rank(loaded, lambda: run_dir, prepare=lambda folder: go_back(first)))
+        with saved_before(run_dir):
+            sys.exit(local.train_as_rank(loaded, lambda: run_dir, prepare=lambda folder: go_back(first)))
     if dry_run:
         _dry_run(loaded, str(run_dir))
         if not wanted.is_newest:
             chosen = checkpoint.found(run_dir, wanted, loaded.checkpoint.keep.mode)
             click.echo(f"from step {chosen}; to be set aside: {', '.join(checkpoint.newer(run_dir, chosen)) or 'none'}")
+        return
+    if loaded.launch.type == "slurm":
+        loaded = queue.resolved(loaded)
+        with folder_lock.locked(run_dir):  # until the job may have it
+            changed(loaded)
+        _tell_queued(queue.resume(loaded, run_dir))
         return
     with folder_lock.locked(run_dir):
         if loaded.launch.type == "ray":
@@ -141,12 +151,18 @@ def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[
     return True
 
 
-def _dry_run(config: RunConfig, folder: str) -> None:
+def _tell_queued(queued: queue.Queued) -> None:
+    say(queued.render())
+    click.echo(queued.number)  # for a script that goes on with it
+
+
+def _dry_run(config: RunConfig, folder: str, out: Path = Path()) -> None:
     """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
     from lockstep.distributed.topology import Topology, launched
     from lockstep.train.parts import check_parts
 
     if launched(os.environ):
+        tasks.check_processes(config, os.environ)
         topology = Topology.from_env(os.environ)
         config = config.model_copy(update={"processes": topology.local_world_size})
         plan = f"under the launcher that started this process: {topology.world_size} ranks"
@@ -154,6 +170,8 @@ def _dry_run(config: RunConfig, folder: str) -> None:
             return
     elif config.launch.type == "ray":
         plan = cluster.described(config)
+    elif tasks.is_to_be_submitted(config, os.environ):
+        plan, config = queue.described(config, out / folder), queue.resolved(config)
     else:
         config = local.resolved(config, say)
         plan = local.plan(config, folder).render()
@@ -167,8 +185,12 @@ def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
     from lockstep.ray.address import require_answer
     from lockstep.ray.installed import require_train_v2
     from lockstep.record import run_folder
+    from lockstep.record.trials import write_sweep
 
     sweep = load_sweep(file, config)
+    if config.launch.type == "slurm":
+        _sweep_in_queue(config, sweep, out, dry_run)
+        return
     if dry_run:
         from lockstep.train.parts import check_parts
 
@@ -181,8 +203,19 @@ def _sweep(config: RunConfig, file: Path, out: Path, dry_run: bool) -> None:
 
     storage = config.launch.ray.storage
     folder = run_folder.create(Path(storage) if storage else out, f"{config.name}-sweep")
+    write_sweep(folder, sweep)
     say(f"trials in {folder}")
     sys.exit(sweep_over(config, sweep, folder))
+
+
+def _sweep_in_queue(config: RunConfig, sweep: Sweep, out: Path, dry_run: bool) -> None:
+    if not dry_run:
+        _tell_queued(queue.sweep(config, sweep, out))
+        return
+    from lockstep.train.parts import check_parts
+
+    check_parts(config)
+    _print(queue.resolved(config), queue.described_sweep(config, sweep, out / "SWEEP_DIR"))
 
 
 def _print(config: RunConfig, plan: str) -> None:

@@ -5,27 +5,16 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from lockstep.config.section import Section
+from lockstep.config.slurm import Slurm
 from lockstep.config.values import ImportPath, Interval, Seconds
 
 EVERY_EPOCH = Interval(1, "epoch")
 
 Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
 REGIONS: tuple[Region, ...] = get_args(Region)
-
-
-class Section(BaseModel):
-    """A part of the config: unknown keys are refused, values never change after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        populate_by_name=True,
-        arbitrary_types_allowed=True,
-        strict=True,
-        ser_json_inf_nan="constants",  # an argument that is infinite must not become null on its way to the ranks
-    )
 
 
 def _as_mapping(kind: Any) -> BeforeValidator:
@@ -256,7 +245,7 @@ class RayCluster(Section):
 
 
 class Launch(Section):
-    type: Literal["local", "ray"] = "local"
+    type: Literal["local", "ray", "slurm"] = "local"
     max_restarts: int = Field(0, ge=0)
     port: int | None = Field(None, gt=0, lt=65536, description="a free one where not given")
     threads: int | None = Field(
@@ -267,6 +256,7 @@ class Launch(Section):
     grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
     share_devices: bool = Field(False, description="let several processes use one physical device")
     ray: RayCluster = RayCluster()
+    slurm: Slurm = Slurm()
 
 
 class Watch(Section):

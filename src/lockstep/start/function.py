@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
-from lockstep.start import cluster, local
+from lockstep.start import cluster, local, tasks
 from lockstep.start import folder as folders
 from lockstep.terminal import tell
 
@@ -37,7 +37,12 @@ def train(
     """
     _refuse_while_importing()
     loaded = _loaded(config, values)
-    if _launched():
+    if tasks.is_to_be_submitted(loaded, os.environ):
+        raise ConfigError(
+            f"{_CALLER}: launch: slurm puts a run into a queue, and this function returns what a run came to: submit "
+            "with `lockstep train`, or start this program in a job (srun python ...)"
+        )
+    if tasks.trains_here(loaded, os.environ):
         return _as_rank(loaded, Path(out))
     if loaded.launch.type == "ray":
         ended = cluster.train(loaded, folders.on_ray(loaded, Path(out), make_parent=True))
@@ -61,12 +66,6 @@ def _refuse_while_importing() -> None:
             "lockstep.train was called while a rank was importing the file that calls it. "
             'Put the call under `if __name__ == "__main__":`'
         )
-
-
-def _launched() -> bool:
-    from lockstep.distributed.topology import launched
-
-    return launched(os.environ)
 
 
 def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: Mapping[str, Any]) -> RunConfig:
