@@ -16,7 +16,9 @@ from lockstep.errors import TopologyError
 
 _LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPSTORE"
 _SECRET = "LOCKSTEP_SECRET"
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PLACE = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 _POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
 
 
@@ -113,6 +115,7 @@ class Topology:
         rank = _number(env, "RANK")
         world_size = _number(env, "WORLD_SIZE")
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
+        uneven = local_world_size > 0 and world_size % local_world_size != 0
         return cls(
             place=Place(
                 rank=rank,
@@ -129,6 +132,7 @@ class Topology:
             secret=env.get(_SECRET, ""),
             launched_by_us=env.get(_LAUNCHED) == "1",
             watched=env.get(_WATCHED) == "1",
+            hosts=_number(env, "GROUP_WORLD_SIZE") if uneven and "GROUP_WORLD_SIZE" in env else None,
         )
 
     @classmethod
