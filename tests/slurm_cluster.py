@@ -76,7 +76,12 @@ class SlurmCluster:
     def command(self, *argv: str, limit: float = 60.0, check: bool = True) -> str:
         """What one of SLURM's own commands prints."""
         done = subprocess.run(
-            argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL
+            argv,
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            stdin=subprocess.DEVNULL,
         )
         assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout

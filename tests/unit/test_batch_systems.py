@@ -78,7 +78,9 @@ def test_a_place_that_was_given_by_torchrun_counts_more() -> None:
 
 
 def test_the_port_is_that_of_the_job_and_the_step() -> None:
-    ports = {Topology.from_env({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).port for job in "12" for step in "34"}
+    ports = {
+        Topology.from_env({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).port for job in "12" for step in "34"
+    }
     assert len(ports) == 4
     assert Topology.from_env({**SRUN, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}).port == Topology.from_env(SRUN).port
     assert Topology.from_env({**SRUN, "MASTER_PORT": "4242"}).port == 4242
@@ -145,7 +147,9 @@ def test_node_lists(text: str, found: str) -> None:
     assert nodes(text) == found.split()
 
 
-@pytest.mark.parametrize("text", ["", "n[", "n[]", "n[1-]", "n]1[", "n[[1]]", "n[2-1]", "n[a-b]", "a,,b", "n[1-99999999]"])
+@pytest.mark.parametrize(
+    "text", ["", "n[", "n[]", "n[1-]", "n]1[", "n[[1]]", "n[2-1]", "n[a-b]", "a,,b", "n[1-99999999]"]
+)
 def test_what_is_no_node_list(text: str) -> None:
     with pytest.raises(TopologyError):
         nodes(text)
@@ -189,7 +193,12 @@ def test_processes_that_fit_the_tasks(env: dict[str, str], processes: int | str,
 @pytest.mark.parametrize(
     ("env", "processes", "launch", "message"),
     [
-        (SRUN, 3, "local", "processes: 3, but there are 4 tasks of srun (2, 2 on 2 hosts): start 3 in all, or so many on"),
+        (
+            SRUN,
+            3,
+            "local",
+            "processes: 3, but there are 4 tasks of srun (2, 2 on 2 hosts): start 3 in all, or so many on",
+        ),
         (SRUN, 2, "slurm", "processes: 2, but there are 4 tasks of srun (2, 2 on 2 hosts): start 2 in all; or set"),
         (UNEVEN, 2, "local", "processes: 2, but there are 3 tasks of srun (2, 1 on 2 hosts)"),
         (ONE_NODE, 4, "local", "processes: 4, but there are 2 tasks of srun: start 4"),

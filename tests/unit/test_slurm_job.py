@@ -44,7 +44,9 @@ def test_the_command_and_the_script_of_a_run(monkeypatch: pytest.MonkeyPatch, tm
         "--mail-type=END", "--constraint=$(a) 'b\"", "--output=/runs/a run/slurm/%j.out", "/runs/a run/slurm/job.sh",
     ]  # fmt: skip
     assert shlex.split(found.render().splitlines()[-1]) == list(found.argv)
-    assert found.script == f"""\
+    assert (
+        found.script
+        == f"""\
 #!/bin/bash
 # Written by Lockstep: starts the run, and goes on with it when the job was requeued.
 run='/runs/a run'
@@ -59,12 +61,15 @@ if [ "$code" -eq 75 ] && [ -z "$told" ]; then
 fi
 exit "$code"
 """
+    )
 
 
 def test_the_script_of_a_sweep() -> None:
     found = job.of_sweep(config(requeue=False), Path("/runs/s"), trials=6, at_once=2)
     assert "--array=0-5%2" in found.argv and "--output=/runs/s/slurm/%A_%a.out" in found.argv
-    assert found.script == f"""\
+    assert (
+        found.script
+        == f"""\
 #!/bin/bash
 # Written by Lockstep: starts the run, and goes on with it when the job was requeued.
 run=/runs/s/trial-"$(printf %05d "$SLURM_ARRAY_TASK_ID")"
@@ -76,6 +81,7 @@ code=$?
 {PYTHON} sweep /runs/s --ended "$SLURM_ARRAY_TASK_ID" "$code"
 exit "$code"
 """
+    )
     assert 'requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in job.of_sweep(config(), Path("/s"), 6, 2).script
 
 
@@ -89,7 +95,9 @@ def test_folders_arrive_as_they_are(name: str, tmp_path: Path) -> None:
         (tools / tool).write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > {tools}/said-by-{tool}\nexit 75\n')
         (tools / tool).chmod(0o755)
     env = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "12"}
-    done = subprocess.run(["bash", "-c", found.script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        ["bash", "-c", found.script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20
+    )
     assert done.returncode == 75
     assert (tools / "said-by-srun").read_text().split("\0")[-2] == str(tmp_path / name)
     assert (tools / "said-by-scontrol").read_text() == "requeue\0" + "12\0"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from lockstep.config.section import Section
+from lockstep.config.section import Section as Section
 from lockstep.config.slurm import Slurm
 from lockstep.config.values import ImportPath, Interval, Seconds
 

@@ -124,14 +124,14 @@ def _mpi(env: Mapping[str, str], starter: str, rank_is: str, size_is: str, local
     local_size, local_rank = _number(env, local_is, starter), _number(env, local_rank_is, starter)
     if not 0 < local_size <= size or local_rank >= local_size or rank >= size:
         raise TopologyError(
-            f"what {starter} says contradicts itself: {rank_is}={rank}, {size_is}={size}, {local_rank_is}={local_rank}, "
-            f"{local_is}={local_size}"
+            f"what {starter} says contradicts itself: {rank_is}={rank}, {size_is}={size}, "
+            f"{local_rank_is}={local_rank}, {local_is}={local_size}"
         )
     several = local_size < size
     if several and not env.get(ADDRESS):
         raise TopologyError(
-            f"this is process {rank} of {size} that {starter} started on several hosts ({local_is}={local_size}), which "
-            f"does not say where rank 0 is: set {ADDRESS} to the name of the first host for all of them "
+            f"this is process {rank} of {size} that {starter} started on several hosts ({local_is}={local_size}), and "
+            f"it does not say where rank 0 is: set {ADDRESS} to the name of the first host for all of them "
             f"({starter} {_passing(starter)} ...)"
         )
     # MPI names no hosts: how many there are is what follows if all have as many processes as this one.

@@ -17,7 +17,8 @@ from lockstep.errors import TopologyError
 _LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPSTORE"
 _SECRET = "LOCKSTEP_SECRET"
 _PLACE = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
 

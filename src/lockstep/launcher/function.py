@@ -15,8 +15,8 @@ from typing import Any
 from lockstep import runtime, worker
 from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
-from lockstep.distributed.signals import interactive
 from lockstep.distributed.batch import batch_task
+from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, has_rank, launched
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed

@@ -48,7 +48,9 @@ def trial_folder(number: int) -> str:
 
 def write_sweep(folder: Path, sweep: Sweep) -> None:
     """What the trials of a folder are trials of."""
-    text = "# What was swept over. `lockstep sweep` reads it.\n" + to_yaml(sweep.model_dump(mode="json", exclude_unset=True))
+    text = "# What was swept over. `lockstep sweep` reads it.\n" + to_yaml(
+        sweep.model_dump(mode="json", exclude_unset=True)
+    )
     run_folder.write_text(folder / DEFINITION_FILE, text)
 
 
@@ -115,9 +117,7 @@ def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[
 def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
     """The best of those that were trained to the end, by the metric that they ended with."""
     measured = [
-        each
-        for each in trials
-        if each.metric is not None and math.isfinite(each.metric) and each.status in _TO_THE_END
+        each for each in trials if each.metric is not None and math.isfinite(each.metric) and each.status in _TO_THE_END
     ]
     sign = 1 if sweep.mode == "min" else -1
     return min(measured, key=lambda each: sign * (each.metric or 0.0), default=None)

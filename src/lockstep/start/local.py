@@ -77,35 +77,23 @@ def train_as_rank(
     `opened` is told the run's folder, which rank 0 made for all; `prepare` is called by rank 0 once it holds it.
     """
     from lockstep.distributed.topology import Topology
-    from lockstep.launcher.plan import available_cores
-    from lockstep.start.tasks import check_processes
+    from lockstep.start import tasks
 
-    task = check_processes(config, os.environ)
+    task = tasks.check_processes(config, os.environ)
     topology = Topology.from_env(os.environ)
-    if task is not None:  # nobody has shared out the cores, as torchrun does; torch reads this when it is loaded
-        threads = config.launch.threads or max(1, available_cores() // topology.local_world_size)
-        os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK") or str(threads))
-        topology.tell(os.environ)
+    if task is not None:
+        tasks.settle_in(config, topology)
     from lockstep import worker
 
     # Where hosts have different numbers of tasks, what ranks compare must still be the same.
     count = topology.local_world_size if task is None else topology.world_size
-    folders: list[Path] = []
-    try:
-        return worker.train(
-            config.model_copy(update={"processes": count}),
-            topology,
-            make_folder,
-            lambda folder: (folders.append(folder), opened(folder))[1],
-            prepare,
-        )
-    except Exception as error:
-        if folders and topology.place.rank == 0 and not topology.launched_by_us:
-            record_failure(folders[0], error)
-        raise
+    here = config.model_copy(update={"processes": count})
+    if task is None and config.launch.type != "slurm":
+        return worker.train(here, topology, make_folder, opened, prepare)
+    with tasks.telling_failure(topology) as known:
 
+        def note(folder: Path) -> None:
+            known.append(folder)
+            opened(folder)
 
-def record_failure(folder: Path, error: Exception) -> None:
-    from lockstep.record import run_folder
-
-    run_folder.record(folder, "failed", f"{type(error).__name__}: {error}")
+        return worker.train(here, topology, make_folder, note, prepare)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.distributed.batch import BatchTask, batch_task
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, WorkerFailed
+from lockstep.shown import shown
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
+    from lockstep.distributed.topology import Topology
 
 
 def is_to_be_submitted(config: RunConfig, env: Mapping[str, str]) -> bool:
@@ -47,3 +52,43 @@ def check_processes(config: RunConfig, env: Mapping[str, str]) -> BatchTask | No
         f"processes: {wanted}, but there are {task.spread}: start {wanted} in all{on_each}; or set processes: "
         f"{task.size}, or auto for as many as there are"
     )
+
+
+def settle_in(config: RunConfig, topology: Topology) -> None:
+    """What torchrun does for its ranks and a batch system does not; before torch is loaded, which reads it then."""
+    from lockstep.launcher.plan import available_cores
+
+    threads = config.launch.threads or max(1, available_cores() // topology.local_world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK") or str(threads))
+    topology.tell(os.environ)
+
+
+@contextlib.contextmanager
+def telling_failure(topology: Topology) -> Iterator[list[Path]]:
+    """No launcher waits to say which task failed and why: the task does so itself, in the output of the job.
+
+    Gives a list for the run's folder, once it is there: from then on what other ranks than the first print goes to
+    their logs.
+    """
+    from lockstep.distributed.failure import Failure, report
+    from lockstep.record import run_folder
+
+    rank, host = topology.place.rank, topology.place.host
+    output, known = os.dup(2), list[Path]()
+    try:
+        yield known
+    except Exception as error:
+        found = report(error, rank, host)
+        failure = Failure(
+            rank, host, found.message, found.exit_code, traceback=found.traceback,
+            concerns_all_ranks=found.concerns_all_ranks,
+        )  # fmt: skip
+        text = failure.render(topology.world_size)
+        if known and rank == 0:
+            run_folder.record(known[0], "failed", found.message)
+        elif known:
+            with contextlib.suppress(OSError):
+                os.write(output, "".join(f"lockstep: {line}\n" for line in shown(text).split("\n")).encode())
+        raise WorkerFailed(rank, host, text, found.exit_code) from error
+    finally:
+        os.close(output)
