@@ -46,8 +46,9 @@ def test_two_agents_of_torchrun_train_what_one_machine_does(project: Project) ->
     agents = [
         (
             [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
-                "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "lockstep", "train", str(config), "--out", "both",
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}",
+                "-m", "lockstep", "train", str(config), "--out", "both",
             ],
             SECRET,
         )

@@ -1,7 +1,8 @@
-"""Processes that srun, mpirun or mpiexec started alike: each finds its place by what they say, or none of them trains."""
+"""Processes that srun, mpirun or mpiexec started alike: each finds its place, or none of them trains."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ MPIRUN = {
 }  # fmt: skip
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 FIRST = {"MASTER_ADDR": "node07"}
+ONE_HOST = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 
 
 @pytest.mark.requirement("X04")
@@ -49,7 +51,7 @@ FIRST = {"MASTER_ADDR": "node07"}
         (ONE_NODE, (1, 1, 0), (2, 2, 1), "127.0.0.1"),
         ({**SRUN, "MASTER_ADDR": "10.0.0.7"}, (3, 1, 1), (4, 2, 2), "10.0.0.7"),
         ({**MPIRUN, **FIRST}, (3, 1, 1), (4, 2, 2), "node07"),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (3, 3, 0), (4, 4, 1), "127.0.0.1"),
+        ({**MPIRUN, **ONE_HOST}, (3, 3, 0), (4, 4, 1), "127.0.0.1"),
         ({**MPIEXEC, **FIRST}, (3, 1, 1), (4, 2, 2), "node07"),
         # Both start servants of their own by srun, in an allocation, whose variables their processes inherit.
         ({**ONE_NODE, **MPIRUN, **FIRST}, (3, 1, 1), (4, 2, 2), "node07"),
@@ -164,10 +166,8 @@ def test_tasks_per_node(text: str, found: list[int]) -> None:
 @given(st.text(alphabet="n0123456789[],-(x)", max_size=30))
 def test_whatever_the_variables_hold_is_read_or_refused(text: str) -> None:
     for read in (nodes, tasks_per_node):
-        try:
+        with contextlib.suppress(LockstepError):
             assert len(read(text)) < 2_000_000
-        except LockstepError:
-            pass
 
 
 # Against the config

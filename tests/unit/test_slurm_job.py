@@ -34,7 +34,8 @@ def test_the_command_and_the_script_of_a_run(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.chdir(tmp_path)
     asked = config(
         nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=8, partition="gpu", account="me & you", qos="high",
-        time="12:00:00", extra={"mem": "64G", "exclusive": True, "mail-type": "END", "constraint": "$(a) 'b\"", "no-kill": False},
+        time="12:00:00",
+        extra={"mem": "64G", "exclusive": True, "mail-type": "END", "constraint": "$(a) 'b\"", "no-kill": False},
     )  # fmt: skip
     found = job.of_run(asked, Path("/runs/a run"))
     assert list(found.argv) == [
@@ -159,8 +160,8 @@ def test_the_warning_is_long_enough_to_save() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("90:00", 5400), ("1:30:00", 5400), ("2-12", 216_000), ("2-12:30", 217_800), ("0-0:5:0", 300), ("UNLIMITED", None),
-        ("90 minutes", 5400), ("2 hours", 7200),
+        ("90:00", 5400), ("1:30:00", 5400), ("2-12", 216_000), ("2-12:30", 217_800), ("0-0:5:0", 300),
+        ("UNLIMITED", None), ("90 minutes", 5400), ("2 hours", 7200),
     ],
 )  # fmt: skip
 def test_time_limits(text: str, seconds: float | None) -> None:
@@ -173,8 +174,8 @@ def test_time_limits(text: str, seconds: float | None) -> None:
 
 def test_the_trials_of_a_sweep_are_the_same_every_time() -> None:
     space = {
-        "optimizer.lr": {"loguniform": [1e-4, 1e-1]}, "train.batch_size": {"grid": [16, 32]}, "seed": {"randint": [0, 5]},
-        "train.clip_norm": {"uniform": [0.5, 2.0]}, "data.shuffle": {"choice": [True, False]},
+        "optimizer.lr": {"loguniform": [1e-4, 1e-1]}, "train.batch_size": {"grid": [16, 32]},
+        "seed": {"randint": [0, 5]}, "train.clip_norm": {"uniform": [0.5, 2.0]}, "data.shuffle": {"choice": [True, False]},
     }  # fmt: skip
     asked = Sweep.model_validate({"samples": 3, "seed": 4, "space": space})
     found = drawn(asked)
@@ -188,7 +189,7 @@ def test_the_trials_of_a_sweep_are_the_same_every_time() -> None:
 
 def test_pruning_needs_ray() -> None:
     asked = Sweep.model_validate({"space": {"seed": {"grid": [1]}}, "prune": {}})
-    with pytest.raises(ConfigError, match="prune: asha compares trials while they run.*it needs Ray"):
+    with pytest.raises(ConfigError, match=r"prune: asha compares trials while they run.*it needs Ray"):
         sweep.check(asked)
 
 

@@ -36,7 +36,7 @@ class Job:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """With the number of tasks in all, checked against nodes, devices and strategy; the runtime is the nodes' affair."""
+    """With the number of tasks in all, checked against nodes, GPUs and strategy; the runtime is the nodes' affair."""
     tasks = total(config)
     check_strategy(config.strategy.type, tasks)
     check_profile_ranks(config.profile, tasks)
