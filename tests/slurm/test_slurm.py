@@ -28,10 +28,10 @@ def srun(project: Project, slurm: SlurmCluster, *options: str, command: tuple[st
 
 def submit(project: Project, slurm: SlurmCluster, *arguments: str, **values: Any) -> tuple[str, Path]:
     """Its number, and the run's folder."""
-    asked = {"type": "slurm", **values.pop("launch", {})}
+    asked, out = {"type": "slurm", **values.pop("launch", {})}, values.pop("out", "runs")
     finished = project.run("train", project.config(launch=asked, **values), *arguments, env=slurm.env)
     assert finished.code == 0, finished.text
-    return finished.out.strip(), project.only_run()
+    return finished.out.strip(), project.only_run(out)
 
 
 def ended(slurm: SlurmCluster, job: str, limit: float = 90.0) -> dict[str, str]:
@@ -98,6 +98,28 @@ def test_one_task_starts_the_processes_of_its_host(project: Project, slurm: Slur
     assert summary(project.only_run())["world_size"] == 2
 
 
+OWN_LOOP = """
+import os
+import lockstep
+
+def main(run):
+    print("rank", run.rank, "of", run.world_size, "told", os.environ["RANK"], run.topology.place.host, flush=True)
+    run.barrier("done")
+    return run.rank
+
+if __name__ == "__main__":
+    lockstep.launch(main, runtime="cpu", log={"jsonl": False})
+"""
+
+
+def test_a_script_with_its_own_loop_needs_no_secret_on_one_node(project: Project, slurm: SlurmCluster) -> None:
+    (project.folder / "own_loop.py").write_text(OWN_LOOP)
+    finished = Started(["srun", "-N1", "-n2", sys.executable, "own_loop.py"], project.folder, slurm.env).wait()
+    assert finished.code == 0, finished.text
+    assert "rank 0 of 2 told 0 n1" in finished.out
+    assert "rank 1 of 2 told 1 n1" in (project.only_run() / "logs" / "rank-1.log").read_text()
+
+
 @pytest.mark.parametrize("text", ["n[1-2,07-09],gpu4", "rack[1-2]-n[1,3]", "n[098-101],n5"])
 def test_node_lists_are_what_scontrol_says(text: str, slurm: SlurmCluster) -> None:
     assert nodes(text) == slurm.command("scontrol", "show", "hostnames", text).split()
@@ -137,6 +159,12 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(project: Project, 
     wait_until(lambda: not slurm.command("squeue", "-h", "--job", job, check=False).strip(), what="the job's end")
     assert (end["JobState"], end["Restarts"]) == ("CANCELLED", "0")
     assert summary(run)["status"] == "preempted" and steps_saved(run)
+    planned = project.run("resume", run, "--dry-run")
+    assert "sbatch --parsable --requeue --job-name=tiny" in planned.out and f"run={run}" in planned.out
+    again = project.run("resume", run, env=slurm.env)
+    assert again.code == 0, again.text
+    assert ended(slurm, again.out.strip())["JobState"] == "COMPLETED", output(run)
+    assert summary(run)["status"] == "completed" and len(losses(run)) == max(losses(run))
 
 
 def test_a_job_that_is_requeued_from_outside_goes_on(project: Project, slurm: SlurmCluster) -> None:
@@ -182,7 +210,9 @@ def test_the_time_limit_itself(project: Project, slurm: SlurmCluster) -> None:
 def test_a_sweep_is_an_array_with_a_folder_for_every_trial(project: Project, slurm: SlurmCluster) -> None:
     space = {"optimizer.lr": {"grid": [0.1, 1e-9]}}
     (project.folder / "sweep.yaml").write_text(json.dumps({"metric": "val/loss", "concurrency": 2, "space": space}))
-    job, folder = submit(project, slurm, "--sweep", "sweep.yaml", processes=1)
+    out = "it's $(touch gone) at 50%"
+    job, folder = submit(project, slurm, "--sweep", "sweep.yaml", "--out", out, out=out, processes=1)
+    assert not (project.folder / "gone").exists()
     wait_until(lambda: not slurm.command("squeue", "-h", "--job", job, check=False).strip(), 90, "the end of the array")
     shown = project.run("sweep", folder)
     assert shown.code == 0, shown.text + output(folder)

@@ -133,6 +133,7 @@ def test_how_many_tasks(processes: int | str, slurm: dict[str, int], tasks: int)
         (1, {"nodes": 2}, "every node needs a process at least"),
         (9, {"nodes": 2, "gpus_per_node": 4}, "9 processes need 9 GPUs"),
         (1, {"time": "1:30"}, "the time limit 1:30 is 90 s, and signal_before is 120 s"),
+        (1, {"time": "4:00", "signal_before": 30}, "the time limit 4:00 is 240 s, and 300 s before it"),
         (1, {"time": 90}, "launch.slurm.time: not a time limit of SLURM"),
         (1, {"time": "90"}, "launch.slurm.time: not a time limit of SLURM"),
         (1, {"time": "0:30"}, "must be one minute at least"),
@@ -148,7 +149,7 @@ def test_how_many_tasks(processes: int | str, slurm: dict[str, int], tasks: int)
 )
 def test_what_is_refused_before_anything_is_submitted(processes: int, slurm: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        config(processes, **slurm)
+        config(processes, grace=300, **slurm)
     assert message in str(refused.value)
 
 
@@ -175,7 +176,8 @@ def test_time_limits(text: str, seconds: float | None) -> None:
 def test_the_trials_of_a_sweep_are_the_same_every_time() -> None:
     space = {
         "optimizer.lr": {"loguniform": [1e-4, 1e-1]}, "train.batch_size": {"grid": [16, 32]},
-        "seed": {"randint": [0, 5]}, "train.clip_norm": {"uniform": [0.5, 2.0]}, "data.shuffle": {"choice": [True, False]},
+        "seed": {"randint": [0, 5]},
+        "train.clip_norm": {"uniform": [0.5, 2.0]}, "data.shuffle": {"choice": [True, False]},
     }  # fmt: skip
     asked = Sweep.model_validate({"samples": 3, "seed": 4, "space": space})
     found = drawn(asked)

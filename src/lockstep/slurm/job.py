@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.config.load import check_profile_ranks, check_strategy
 from lockstep.config.schema import Launch, RunConfig
+from lockstep.config.slurm import limit_in_seconds
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.slurm import script
 
@@ -40,6 +41,13 @@ def resolved(config: RunConfig) -> RunConfig:
     tasks = total(config)
     check_strategy(config.strategy.type, tasks)
     check_profile_ranks(config.profile, tasks)
+    limit = config.launch.slurm.time and limit_in_seconds(config.launch.slurm.time)
+    if limit and limit <= warning(config.launch):
+        raise ConfigError(
+            f"launch.slurm: the time limit {config.launch.slurm.time} is {limit:g} s, and {warning(config.launch)} s "
+            "before it the run is asked to save (signal_before, or launch.grace where that is longer): as soon as it "
+            "starts. Ask for more time, or set them lower"
+        )
     return config.model_copy(update={"processes": tasks})
 
 
