@@ -39,10 +39,14 @@ def ended(slurm: SlurmCluster, job: str, limit: float = 90.0) -> dict[str, str]:
     return slurm.state(job)
 
 
-def let_go_on(slurm: SlurmCluster, job: str, limit: float = 60.0) -> None:
+def let_go_on(slurm: SlurmCluster, job: str, restarts: int = 1, limit: float = 60.0) -> None:
     """SLURM lets a job that was requeued wait for two minutes; whoever may can shorten it."""
-    wait_until(lambda: slurm.state(job)["JobState"] == "PENDING", limit, "the job in the queue once more")
+    wait_until(lambda: _is(slurm.state(job), "PENDING", restarts), limit, "the job in the queue once more")
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def _is(state: dict[str, str], name: str, restarts: int) -> bool:
+    return (state["JobState"], state["Restarts"]) == (name, str(restarts))
 
 
 def output(run: Path) -> str:
@@ -190,17 +194,14 @@ def test_a_run_that_fails_ends_the_job_with_its_exit_code(project: Project, slur
 @pytest.mark.long
 def test_the_time_limit_itself(project: Project, slurm: SlurmCluster) -> None:
     """SLURM counts in minutes."""
-    slow = {"task": {"type": TINY, "sleep": 0.5}, "train": {"epochs": 25, "batch_size": 12}}
+    slow = {"task": {"type": TINY, "sleep": 0.5}, "train": {"epochs": 24, "batch_size": 12}}
     asked = {"grace": "20 s", "slurm": {"nodes": 2, "time": "2:00", "signal_before": "30 s"}}
     job, run = submit(project, slurm, launch=asked, **slow)
-    let_go_on(slurm, job, 180)
+    let_go_on(slurm, job, limit=180)
     assert summary(run)["status"] == "preempted"
-    while (state := slurm.state(job)["JobState"]) not in ENDED:
-        if state == "PENDING":
-            let_go_on(slurm, job)
-        wait_until(lambda: slurm.state(job)["JobState"] not in ("PENDING", "CONFIGURING"), what="the next start")
-        wait_until(lambda: slurm.state(job)["JobState"] in ("PENDING", *ENDED), 200, "the end of this start")
-    assert ended(slurm, job)["JobState"] == "COMPLETED", output(run)
+    assert f"saved at step {steps_saved(run)[-1]} and leaving: SIGTERM" in (run / "logs" / "rank-0.log").read_text()
+    end = ended(slurm, job, 150)
+    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1"), output(run)
     assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
 
 

@@ -33,12 +33,13 @@ def check_processes(config: RunConfig, env: Mapping[str, str]) -> BatchTask | No
     """The place of this process in its job; refuses a job that has not the processes that the config asks for."""
     from lockstep.distributed.topology import has_rank
 
-    task = None if has_rank(env) else batch_task(env)
-    wanted, in_all = config.processes, config.launch.type == "slurm"
-    if wanted == "auto" or (task is None and not (in_all and "SLURM_JOB_ID" in env)) or has_rank(env):
+    if has_rank(env):
+        return None
+    task, wanted, in_all = batch_task(env), config.processes, config.launch.type == "slurm"
+    if wanted == "auto":
         return task
     if task is None:
-        if wanted != 1:
+        if in_all and "SLURM_JOB_ID" in env and wanted != 1:
             raise ConfigError(
                 f"processes: {wanted}, but this is one process by itself in SLURM's job {env['SLURM_JOB_ID']}: start "
                 f"as many with srun (srun --ntasks={wanted} lockstep ...), or set processes: 1"
@@ -58,8 +59,10 @@ def settle_in(config: RunConfig, topology: Topology) -> None:
     """What torchrun does for its ranks and a batch system does not; before torch is loaded, which reads it then."""
     from lockstep.launcher.plan import available_cores
 
-    threads = config.launch.threads or max(1, available_cores() // topology.local_world_size)
-    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK") or str(threads))
+    if config.launch.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
+    share = os.environ.get("SLURM_CPUS_PER_TASK") or str(max(1, available_cores() // topology.local_world_size))
+    os.environ.setdefault("OMP_NUM_THREADS", share)
     topology.tell(os.environ)
 
 
