@@ -142,6 +142,7 @@ def test_ranks_of_another_launcher_keep_others_out_and_leave_once_all_is_there(s
     assert whole_steps(stored.in_bucket()) == steps_saved(stored.here()) != []
 
 
+@pytest.mark.long
 def test_from_python_one_process_trains_to_a_bucket(stored: Stored) -> None:
     (stored.project.folder / "program.py").write_text(f"""
 import lockstep
