@@ -83,7 +83,7 @@ def _knock(laptop: Laptop, run: Path) -> bytes:
 
 @pytest.mark.requirement("P11")
 def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop: Laptop, one_machine: Path) -> None:
-    config = laptop.config("verbs", task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.4})
+    config = laptop.config("verbs", task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.7})
     created = laptop.run("pod", "create", "verbs", "--config", config)
     assert created.code == 0, created.text
     assert [line.split()[0] for line in created.out.splitlines()[1:4]] == ["anna", "bert", "carl"]
@@ -96,13 +96,13 @@ def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop
     assert "may hang" in told.text
     client = laptop.start("train", config, "--pod", "verbs")
     run = under_way(laptop, "verbs")
+    assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
     client.kill()
     client.wait(10)
     laptop.network.hosts["bert"].stop_sshd()
     before = max(losses(run))
     wait_until(lambda: max(losses(run)) > before + 1, what="steps without a client")
     laptop.network.hosts["bert"].start_sshd()
-    assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
     watching = laptop.start("pod", "logs", "verbs", "--follow")
     assert laptop.run("pod", "stop", "verbs").code == 0
     out, _ = watching.communicate(timeout=60)
@@ -157,6 +157,7 @@ def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
         assert not laptop.network.hosts[name].processes("lockstep")
 
 
+@pytest.mark.long
 def test_a_slow_link_is_no_fault(laptop: Laptop) -> None:
     laptop.network.hosts["bert"].slow_down(delay=0.2, loss=0.05)
     config = laptop.config("slow", train={"steps": 5, "batch_size": 12}, checkpoint={"every": "5 steps"})
@@ -165,6 +166,7 @@ def test_a_slow_link_is_no_fault(laptop: Laptop) -> None:
     assert "completed" in finished.text and "gone" not in finished.text
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_on_another_host_is_named(laptop: Laptop) -> None:
     config = laptop.config(
         "killed",
@@ -223,6 +225,7 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: La
         assert not host.processes("lockstep")
 
 
+@pytest.mark.long
 def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: Laptop) -> None:
     """The port is taken: the head cannot begin, and nobody is left waiting for it."""
     listen = "import socket, time; s = socket.create_server(('10.77.0.11', 29778)); print('up', flush=True)"
@@ -237,6 +240,7 @@ def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: L
     wait_until(lambda: not any(h.processes("lockstep") for h in laptop.network.hosts.values()), what="no agent left")
 
 
+@pytest.mark.long
 @pytest.mark.requirement("P11")
 def test_ranks_run_in_a_container_where_the_pod_has_one(laptop: Laptop, one_machine: Path) -> None:
     """By a stand-in for docker, which runs what it is given: the agent, and nothing beside it."""
