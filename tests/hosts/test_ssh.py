@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -269,3 +270,38 @@ def test_ranks_run_in_a_container_where_the_pod_has_one(laptop: Laptop, one_mach
     assert detached[0][3 : 3 + len(flags)] == flags
     secret = json.loads(next((run.parents[1] / "jobs").glob("*/order.json")).read_text())["secret"]
     assert secret not in json.dumps(calls)
+
+
+@pytest.mark.long
+def test_a_spare_leads_where_the_first_host_dies_and_the_folder_is_shared(laptop: Laptop, one_machine: Path) -> None:
+    """Checkpoints are on a path that all hosts have; the client that follows starts another job."""
+    shared = laptop.network.folder / "shared"
+    shared.mkdir(exist_ok=True)
+    config = laptop.config(
+        "headless", hosts=("anna", "bert", "carl", "dora"), launch={"nodes": 3, "max_restarts": 1},
+        task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.3},
+    )  # fmt: skip
+    started = laptop.start("train", config, "--out", shared)
+    run = wait_until(lambda: next(iter(shared.glob("headless-*")), None), what="the run's folder")
+    wait_until(lambda: steps_saved(run), what="a checkpoint")
+    laptop.network.hosts["anna"].die_silently()
+    out, _ = started.communicate(timeout=200)
+    assert started.returncode == 0, out
+    assert "anna, which leads the job, is out of reach" in out
+    assert "bert ends its ranks: anna (10.77.0.11), which leads this job, is out of reach" in out
+    assert "restarting from the newest checkpoint (restart 1 of 1)" in out
+    assert not differences(run, one_machine)
+    assert next(each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]) == "bert"
+
+
+@pytest.mark.long
+def test_a_host_that_is_to_be_taken_away_has_the_run_saved(laptop: Laptop) -> None:
+    """What a cloud does to a spot host: SIGTERM to its processes."""
+    started = laptop.start("train", laptop.config("spot", task={"type": "tasks.py:Tiny", "sleep": 0.4}))
+    run = under_way(laptop, "spot")
+    (agent,) = laptop.network.hosts["bert"].processes("lockstep.pod.agent")[:1]
+    agent.send_signal(signal.SIGTERM)
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 75, out
+    assert "bert was asked to stop: finishing the step, saving and leaving" in out
+    assert summary(run)["status"] == "preempted"
