@@ -1,6 +1,6 @@
 """Several hosts: how long a start, a push and the replacement of a host take, on hosts made of network namespaces.
 
-Four ranks on three hosts, reached by real sshd servers: `launch: ssh` beside torchrun started by hand over ssh. Needs root.
+Four ranks on three hosts, reached by real sshd servers: `launch: ssh` beside torchrun by hand over ssh. Needs root.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ PUSHES = {"all": f"all of {FILES} files", "nothing": f"nothing of {FILES} files 
 DEATHS = {"die": "its processes are killed: connections close", "die_silently": "it falls silent: nobody is told"}
 
 NOTES = f"""\
-Three hosts, and a client, that are network namespaces of this machine with an sshd each. First step: from the command to the
-end of the first optimizer step on rank 0, of four ranks (2, 1 and 1), with CPU, gloo and one thread each; both train the
-network and data of benchmarks/workload.py. torchrun gets its three commands at once, by three ssh, with the address, the port
-and the script that it needs on the hosts already; Lockstep's side looks at the hosts, brings the code there, starts agents,
-holds the roll call, and ends with a checkpoint. Push: the whole command `lockstep pod push`, to three hosts, of {FILES} files
-of 2 kB. Replaced: from the death of the third host to the next step, with a fourth in its place; noticed: to the message that
-names it. Nothing is heard of a host that falls silent for 10 s before it is given up. Medians, with the slowest in brackets."""
+Three hosts, and a client, that are network namespaces of this machine with an sshd each. First step: from the command
+to the end of the first optimizer step on rank 0, of four ranks (2, 1 and 1), with CPU, gloo and one thread each; both
+train the network and data of benchmarks/workload.py. torchrun gets its three commands at once, by three ssh, with the
+address, the port and the script that it needs on the hosts already; Lockstep's side looks at the hosts, brings the
+code there, starts agents, holds the roll call, and ends with a checkpoint. Push: the whole command `lockstep pod
+push`, to three hosts, of {FILES} files of 2 kB. Replaced: from the death of the third host to the next step, with a
+fourth in its place; noticed: to the message that names it. Nothing is heard of a host that falls silent for 10 s
+before it is given up. Medians, with the slowest in brackets."""
 
 
 class Bench:
