@@ -87,6 +87,7 @@ class Host:
             f"ListenAddress {self.address}\nHostKey {key}\nPidFile {self.folder / 'sshd.pid'}\n"
             f"AuthorizedKeysFile {self.network.key}.pub\nStrictModes no\nUsePAM no\nPermitRootLogin yes\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPrintMotd no\nMaxStartups 100\n"
+            f"SetEnv PATH={self.network.programs}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         self.run("/usr/sbin/sshd", "-f", str(config), "-E", str(self.folder / "sshd.log"))
@@ -172,6 +173,8 @@ class Network:
         self.tag = uuid.uuid4().hex[:6]
         self.disk = folder / "shared-name"  # the same path on every host, and another disk behind it
         self.disk.mkdir()
+        self.programs = folder / "bin"  # of all hosts, before their own
+        self.programs.mkdir()
         self.key = folder / "key"
         _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key)])
         self._switch = subprocess.Popen(["unshare", "--net", "sleep", "100000"])

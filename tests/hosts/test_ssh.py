@@ -235,3 +235,33 @@ def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: L
     assert finished.code == 2, finished.text
     assert "10.77.0.11 port 29778: nothing can listen there" in finished.text
     wait_until(lambda: not any(h.processes("lockstep") for h in laptop.network.hosts.values()), what="no agent left")
+
+
+@pytest.mark.requirement("P11")
+def test_ranks_run_in_a_container_where_the_pod_has_one(laptop: Laptop, one_machine: Path) -> None:
+    """By a stand-in for docker, which runs what it is given: the agent, and nothing beside it."""
+    docker = laptop.network.programs / "docker"
+    source = Path(__file__).parents[1] / "stand_in_docker.py"
+    docker.write_text(f"#!{sys.executable}\n{source.read_text()}")
+    docker.chmod(0o755)
+    disk = str(laptop.network.disk)
+    image = {"image": "registry.example/lockstep:1", "mounts": [f"{disk}:{disk}"], "name": "training"}
+    config = laptop.config(
+        "boxed", pod={"python": sys.executable, "directory": disk, "container": image},
+        task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.2},
+    )  # fmt: skip
+    started = laptop.start("train", config)
+    run = under_way(laptop, "boxed")
+    assert laptop.run("pod", "stop", "boxed").code == 0
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 75, out
+    resumed = laptop.run("pod", "resume", "boxed")
+    assert resumed.code == 0, resumed.text
+    assert not differences(run, one_machine)
+    calls = [json.loads(line) for line in (laptop.network.programs / "calls" / "calls.jsonl").read_text().splitlines()]
+    detached = [call for call in calls if call[1:3] == ["run", "-d"]]
+    assert sorted(call[0] for call in detached) == sorted(["anna", "bert", "carl"] * 2)
+    flags = ["--name=training", "--rm", "--privileged", "--net=host", "--ipc=host", "-v", f"{disk}:{disk}", "-w"]
+    assert detached[0][3 : 3 + len(flags)] == flags
+    secret = json.loads(next((run.parents[1] / "jobs").glob("*/order.json")).read_text())["secret"]
+    assert secret not in json.dumps(calls)

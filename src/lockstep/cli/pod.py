@@ -69,7 +69,7 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
 
     made, record = _known(name, config, overrides)
     if dry_run:
-        _print([*made.transport.create(), *made.inspecting()])
+        _print([*made.creating(), *made.inspecting()])
         return
     made.create()
     inspections = made.inspect()
@@ -152,11 +152,12 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
 def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ...]) -> None:
     """Run a command on all workers, or on one: `lockstep pod exec NAME -- COMMAND`; every argument arrives as it is."""
     from lockstep.pod.execute import execute as carry_out
+    from lockstep.pod.gcloud import ONE_WORKER
 
     made, _ = _known(name, None)
     commands = made.transport.run(command, None if worker is None else made.worker(worker))
     if worker is not None and len(made.transport.workers) > 1:
-        say(f"on {made.transport.workers[worker]} alone: XLA calls there may hang, as they wait for all workers")
+        say(ONE_WORKER)
     if dry_run:
         _print(commands)
         return
@@ -190,7 +191,7 @@ def stop(name: str, now: bool, dry_run: bool) -> None:
     """Ask the run to save and leave; `lockstep pod resume` goes on from there."""
     made, record = _known(name, None)
     if dry_run:
-        _print(made.asking("stop", made.head(record), job=record.job, at_once=now))
+        _print(made.stopping(made.head(record), record.job, now))
         return
     made.stop(record, at_once=now)
     say(f"asked job {record.job} to {'end' if now else 'save and leave'}; see: lockstep pod logs {name} --follow")
@@ -229,15 +230,16 @@ def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
 
 @pod.command()
 @click.argument("name")
+@CONFIG
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @DRY_RUN
-def delete(name: str, yes: bool, dry_run: bool) -> None:
+def delete(name: str, config: Path | None, yes: bool, dry_run: bool) -> None:
     """Give the hosts back, or remove the pod's folder from them: runs that were not pulled are lost."""
     from lockstep.pod import record as records
 
-    made, _ = _known(name, None)
+    made, _ = _known(name, config)
     if dry_run:
-        _print([*made.asking("delete"), *made.transport.delete()])
+        _print(made.deleting())
         return
     if not yes:
         click.confirm(f"Remove pod {name} from {', '.join(made.transport.workers)}, with its runs?", abort=True)

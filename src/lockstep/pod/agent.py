@@ -34,7 +34,7 @@ from lockstep.pod.folder import Job
 from lockstep.pod.head import Head
 from lockstep.pod.host_ranks import HostRanks
 from lockstep.pod.line import GONE_SECONDS, Line
-from lockstep.pod.order import Order, Share
+from lockstep.pod.order import Order, Share, checked_env
 from lockstep.record import folder_lock, run_folder
 from lockstep.terminal import make_safe, tell
 
@@ -199,12 +199,23 @@ def _make_run_folder(order: Order) -> None:
         run_folder.write_config(folder, config)
 
 
+def _speak_into(console: Path) -> None:
+    """What this process and its ranks print goes to a file, which is followed from elsewhere."""
+    descriptor = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
 def main(job_folder: str) -> int:
-    make_safe()
     os.umask(0o077)
     job = Job(Path(job_folder))
+    _speak_into(job.console)
+    make_safe()
     try:
+        job.hold()
         order = Order.model_validate_json(job.order.read_text(encoding="utf-8"))
+        os.environ.update(checked_env(order.env))
         code = Agent(order, job).run()
     except (LockstepError, ValidationError, OSError) as error:
         tell(f"lockstep: {error}")

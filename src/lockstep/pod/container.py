@@ -23,6 +23,7 @@ def run(
     variables: Sequence[str] = (),
     env_file: str | None = None,
     detached: bool = False,
+    named: bool = True,
 ) -> list[str]:
     """Run a command in a new container, which goes away with it.
 
@@ -30,19 +31,20 @@ def run(
         workdir: the working directory, where the config names none.
         variables: names of variables that docker has in its own environment, and the command gets.
         env_file: a file of the host with such variables and their values (see `env_lines`), for its owner alone.
+        named: by the container's name, which one can have at a time; else by any, beside that one.
         detached: come back at once; else signals go to the command, and its exit status comes back.
     """
     container = _of(pod)
     values = {**_TPU, **container.env} if pod.type == "gcloud" else container.env
-    named = [name for name in dict.fromkeys(variables) if name not in values]
+    passed = [name for name in dict.fromkeys(variables) if name not in values]
     return [
-        *_docker(container, named), "run",
+        *_docker(container, passed), "run",
         *(["-d"] if detached else []),
-        f"--name={container.name}", "--rm",
+        *([f"--name={container.name}"] if named else []), "--rm",
         *(["--privileged"] if container.privileged else []),
         f"--net={container.network}", f"--ipc={container.ipc}",
         *(part for name, value in values.items() for part in ("-e", f"{name}={value}")),
-        *(part for name in named for part in ("-e", name)),
+        *(part for name in passed for part in ("-e", name)),
         *([f"--env-file={env_file}"] if env_file else []),
         *(part for mount in container.mounts for part in ("-v", mount)),
         "-w", container.workdir or workdir,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
@@ -62,11 +63,34 @@ class Job:
         self.path = path
         self.name = path.name
         self.order, self.console = path / "order.json", path / "console.log"
-        self._agent, self._ended = path / "agent.json", path / "ended.json"
+        self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
+
+    def hold(self) -> None:
+        """By the agent, for as long as it lives: whoever asks sees it by this lock, from other containers too."""
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise LaunchError(f"{self.path}: another agent is at work for this job") from None
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def has_begun(self, port: int | None) -> None:
         """By the agent, once it is at work."""
-        _write(self._agent, {"pid": os.getpid(), "started": started(os.getpid()), "port": port})
+        _write(self._agent, {"pid": os.getpid(), "port": port})
 
     def has_ended(self, exit_code: int, status: str) -> None:
         _write(self._ended, {"exit_code": exit_code, "status": status})
@@ -80,28 +104,8 @@ class Job:
 
     def pid(self) -> int | None:
         """The agent's process, where it is alive: a number that another process has by now is not it."""
-        agent = self.agent()
-        pid = agent.get("pid") if agent else None
-        if not isinstance(pid, int) or pid <= 1:
-            return None
-        now = started(pid)
-        return pid if now is not None and agent is not None and now == agent.get("started") else None
-
-
-def started(pid: int) -> str | None:
-    """When a process was started, in the system's own words; None where there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return None
-        try:  # no /proc here: its number has to do
-            os.kill(pid, 0)
-        except OSError:
-            return None
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else fields[19]
+        pid = (self.agent() or {}).get("pid")
+        return pid if self.is_alive and isinstance(pid, int) and pid > 0 else None
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

@@ -24,17 +24,22 @@ from lockstep.distributed.topology import without_place
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.pod import archive, network
 from lockstep.pod.folder import Job, PodFolder
-from lockstep.pod.order import Order, checked_env
+from lockstep.pod.order import Order
 from lockstep.version import installed
 
 # How long an agent may take to say that it is at work.
 _BEGIN_SECONDS = 60.0
+# How long the container of an agent may take to appear.
+_APPEAR_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 _CHUNK = 64 * 1024
 
 
 def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """What there is to know of this host before a run."""
+    if asked.get("make"):  # what is copied here next needs a place
+        with contextlib.suppress(OSError):
+            folder.make()
     existing = next(each for each in (folder.path, *folder.path.parents) if each.is_dir())
     job = folder.newest_job()
     address = network.address(asked.get("network"))
@@ -51,7 +56,7 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         "writable": os.access(existing, os.W_OK),
         "path": str(folder.path),
         "code": archive.digests(folder.code, only_travelling=False),
-        "running": job.name if job is not None and job.pid() is not None else None,
+        "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
         "newest_step": _newest_step(asked.get("folder")),
     }
@@ -65,8 +70,8 @@ def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     return {"code": archive.digest(archive.digests(folder.code, only_travelling=False))}
 
 
-def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Take in what was copied here, and start the agent of the order in it, detached from this login."""
+def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Take in what was copied here, and lay out the order that is in it."""
     folder.make()
     text = archive.unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
@@ -74,36 +79,50 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         raise LaunchError(f"{folder.archive}: has no order in it")
     order = Order.model_validate_json(text)
     before = folder.newest_job()
-    if before is not None and before.pid() is not None:
+    if before is not None and before.is_alive:
         raise LaunchError(
-            f"job {before.name} of pod {order.pod} is still at work here (pid {before.pid()}): `lockstep pod stop "
-            f"{order.pod}` has it save and leave"
+            f"job {before.name} of pod {order.pod} is still at work here: `lockstep pod stop {order.pod}` has it save "
+            "and leave"
         )
     job = folder.job(order.job)
     job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
-    command = [sys.executable, "-P", "-m", "lockstep.pod.agent", str(job.path)]
+    return {"job": job.name}
+
+
+def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """The same, and start the agent of that order, detached from this login."""
+    job = folder.job(prepare(folder, asked)["job"])
     inherited = without_place(os.environ)
     for name in ("SSH_AUTH_SOCK", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):  # of this login, which ends
         inherited.pop(name, None)
-    with job.console.open("ab") as console:
-        agent = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=console,
-            cwd=folder.code,
-            env={**inherited, **checked_env(order.env)},
-            start_new_session=True,
-        )
+    agent = subprocess.Popen(
+        [sys.executable, "-P", "-m", "lockstep.pod.agent", str(job.path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder.code,
+        env=inherited,
+        start_new_session=True,
+    )
+    return _begun(job, lambda: agent.poll() is None)
+
+
+def begun(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Wait until the agent of a job is at work, whoever started it."""
+    job = _job(folder, asked)
+    deadline = time.monotonic() + _APPEAR_SECONDS
+    return _begun(job, lambda: job.is_alive or time.monotonic() < deadline)
+
+
+def _begun(job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
     deadline = time.monotonic() + _BEGIN_SECONDS
     while job.agent() is None:
-        if agent.poll() is not None and job.agent() is None:
-            said = job.console.read_text(encoding="utf-8", errors="replace").strip()
-            raise LaunchError(f"the agent could not begin: {said[-2000:] or f'exit code {agent.returncode}'}")
+        if not is_there() and job.agent() is None:
+            said = job.console.read_text(encoding="utf-8", errors="replace").strip() if job.console.exists() else ""
+            raise LaunchError(f"the agent could not begin: {said[-2000:] or 'it said nothing'}")
         if time.monotonic() > deadline:
-            agent.kill()
             raise LaunchError(f"the agent did not begin within {_BEGIN_SECONDS:g} s; see {job.console}")
         time.sleep(_POLL_SECONDS)
     return {"job": job.name, **(job.agent() or {})}
@@ -117,7 +136,7 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
         console = stack.enter_context(job.console.open("rb"))
         console.seek(int(asked.get("offset", 0)))
         while True:
-            alive = job.pid() is not None  # before the last look: what it wrote in its last moment is seen
+            alive = job.is_alive  # before the last look: what it wrote in its last moment is seen
             while data := console.read(_CHUNK):
                 out.write(data)
             out.flush()
@@ -140,7 +159,7 @@ def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     if job is None:
         return {"job": None}
     ended = job.ended() or {}
-    return {"job": job.name, "pid": job.pid(), **ended, "host": socket.gethostname()}
+    return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": socket.gethostname()}
 
 
 def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -168,16 +187,16 @@ def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Remove all that is here of a pod."""
     job = folder.newest_job()
-    if job is not None and job.pid() is not None:
+    if job is not None and job.is_alive:
         raise LaunchError(f"job {job.name} is still at work here: `lockstep pod stop` it first")
     shutil.rmtree(folder.path, ignore_errors=True)
     return {"deleted": not folder.path.exists()}
 
 
-VERBS: dict[str, Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int]] = {
-    "inspect": inspect, "push": push, "start": start, "follow": follow, "ps": ps, "stop": stop, "pack": pack,
-    "delete": delete,
-}  # fmt: skip
+_VERBS: tuple[Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int], ...] = (
+    inspect, push, prepare, start, begun, follow, ps, stop, pack, delete,
+)  # fmt: skip
+VERBS = {verb.__name__: verb for verb in _VERBS}
 
 
 def main(arguments: list[str]) -> int:

@@ -38,6 +38,11 @@ def archive_of(name: str) -> Path:
     return _folder("XDG_CACHE_HOME", ".cache") / checked_name(name) / "push.tar"
 
 
+def startup_of(name: str) -> Path:
+    """Where the start-up script of a pod's hosts is written."""
+    return archive_of(name).with_name("startup.sh")
+
+
 def _file(name: str) -> Path:
     return _folder("XDG_STATE_HOME", ".local/state") / f"{checked_name(name)}.json"
 

@@ -17,12 +17,13 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed.store.secret import fresh
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.mirror.url import Url
-from lockstep.pod import archive, hosts, preflight
+from lockstep.pod import accelerators, archive, container, hosts, preflight, startup
 from lockstep.pod.execute import Done, execute
 from lockstep.pod.folder import checked_name
+from lockstep.pod.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud, state
 from lockstep.pod.order import Host, Order
 from lockstep.pod.preflight import Inspection, answered
-from lockstep.pod.record import Record, archive_of, plain
+from lockstep.pod.record import Record, archive_of, plain, startup_of
 from lockstep.pod.ssh import Ssh, require_ssh
 from lockstep.pod.transport import Command, Transport
 from lockstep.terminal import tell
@@ -30,6 +31,8 @@ from lockstep.terminal import tell
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 120.0, 1800.0
 _FOLLOW_SECONDS = 365 * 24 * 3600.0
+# How long the start-up script of a host may take, and how often a pod that is not ready is looked at.
+_READY_SECONDS, _LOOK_AGAIN_SECONDS = 1200.0, 10.0
 
 
 class NotAll(LaunchError):
@@ -65,63 +68,82 @@ class Pod:
         self.code = Code.of(config)
         self.transport = transport or _transport(name, config)
 
+    @property
+    def on_cloud(self) -> bool:
+        return self.config.pod.type == "gcloud"
+
     def host_command(self, verb: str, **asked: Any) -> list[str]:
-        """What asks a host: our own program there."""
+        """What asks a host: our own program there, in a container where the pod has one."""
         settings = self.config.pod
         question = {"directory": settings.directory, "pod": self.name, **asked}
-        return [_without_home(settings.python), "-P", "-m", "lockstep.pod.host", verb, json.dumps(question)]
+        argv = [_without_home(settings.python), "-P", "-m", "lockstep.pod.host", verb, json.dumps(question)]
+        return argv if settings.container is None else container.run(settings, argv, workdir="/", named=False)
 
     # Commands, as data.
 
-    def inspecting(self, folder: str | None = None) -> list[Command]:
-        config = {key: value for key, value in plain(self.config).items() if value is not None}
-        return self.transport.run(
-            self.host_command("inspect", config=config, network=self.config.launch.network, folder=folder)
-        )
+    def asking(self, verb: str, worker: int | None = None, **asked: Any) -> list[Command]:
+        """The same question to one worker or to each of them: whose answer it is has to be known."""
+        argv = self.host_command(verb, **asked)
+        chosen = range(len(self.transport.workers)) if worker is None else [worker]
+        return [command for each in chosen for command in self.transport.run(argv, each)]
 
-    def copying(self, worker: int | None = None) -> list[Command]:
+    def inspecting(self, folder: str | None = None, make: bool = False) -> list[Command]:
+        config = {key: value for key, value in plain(self.config).items() if value is not None}
+        return self.asking("inspect", config=config, network=self.config.launch.network, folder=folder, make=make)
+
+    def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
-        return self.transport.copy(archive_of(self.name), there, worker)
+        return self.transport.copy(file or archive_of(self.name), there, worker)
 
     def pushing(self) -> list[Command]:
-        return self.transport.run(self.host_command("push"))
+        return self.asking("push")
 
-    def starting(self, worker: int | None = None) -> list[Command]:
-        return self.transport.run(self.host_command("start"), worker)
+    def starting(self, worker: int, job: str, path: str) -> list[list[Command]]:
+        """What starts the agent of a job on a worker, one after the other; `path` is the pod's folder there."""
+        if self.config.pod.container is None:
+            return [self.asking("start", worker)]
+        argv = [_without_home(self.config.pod.python), "-P", "-m", "lockstep.pod.agent", f"{path}/jobs/{job}"]
+        detached = container.run(self.config.pod, argv, workdir=f"{path}/code", detached=True)
+        begun = self.asking("begun", worker, job=job)
+        return [self.asking("prepare", worker), self.transport.run(detached, worker), begun]
 
     def following(self, worker: int, offset: int = 0, job: str | None = None, follow: bool = True) -> list[Command]:
-        return self.transport.run(self.host_command("follow", offset=offset, job=job, follow=follow), worker)
+        return self.asking("follow", worker, offset=offset, job=job, follow=follow)
 
-    def asking(self, verb: str, worker: int | None = None, **asked: Any) -> list[Command]:
-        return self.transport.run(self.host_command(verb, **asked), worker)
+    def stopping(self, worker: int | None, job: str | None, at_once: bool = False) -> list[Command]:
+        if self.config.pod.container is None:
+            return self.asking("stop", worker, job=job, at_once=at_once)
+        grace = 1.0 if at_once else self.config.launch.grace
+        return self.transport.run(container.stop(self.config.pod, grace), worker)
+
+    def archive(self, worker: int) -> Path:
+        """Where what one host lacks is packed."""
+        return archive_of(self.name).with_name(f"push-{worker}.tar")
 
     # What is done.
 
-    def inspect(self, folder: str | None = None) -> list[Inspection]:
+    def inspect(self, folder: str | None = None, make: bool = False) -> list[Inspection]:
         began = time.time()
-        dones = execute(self.inspecting(folder), _ANSWER_SECONDS)
+        dones = execute(self.inspecting(folder, make), _ANSWER_SECONDS)
         return preflight.judge(self.transport, dones, began, time.time())
 
     def push(self) -> tuple[int, int]:
         """Bring code to every host; how many files there are, and how many of them travelled to some host."""
         wanted = self.code.digests()
-        inspections = self._reachable(self.inspect())
+        inspections = self._reachable(self.inspect(make=True))
         lacking = [each for each in inspections if each.found["code"] != wanted]
         if not lacking:
             return len(wanted), 0
         changed = archive.write(archive_of(self.name), self.code.folder, wanted, _common(lacking))
         copied = [each for worker in lacking for each in execute(self.copying(worker.index), _COPY_SECONDS)]
         self._all_well(copied)
-        self._all_well(execute(self.asking_some("push", lacking), _START_SECONDS))
+        self._all_well(execute([c for each in lacking for c in self.asking("push", each.index)], _START_SECONDS))
         return len(wanted), len(changed)
-
-    def asking_some(self, verb: str, inspections: Sequence[Inspection]) -> list[Command]:
-        return [command for each in inspections for command in self.asking(verb, each.index)]
 
     def start(self, out: Path | Url, record: Record | None = None) -> Record:
         """Bring code and an order to every host and start their agents; with a record, the run in it goes on."""
         folder = record.folder if record is not None else None
-        found = self._reachable(self.inspect(folder), needed=self.nodes)
+        found = self._reachable(self.inspect(folder, make=True), needed=self.nodes)
         if record is not None:
             found = _newest_first(found, record)
         self._tell_missing(found)
@@ -130,12 +152,10 @@ class Pod:
         archives = []
         for index, each in enumerate(found):
             own = order.model_copy(update={"index": index})
-            file = archive_of(self.name).with_name(f"push-{each.index}.tar")
+            file = self.archive(each.index)
             archive.write(file, self.code.folder, wanted, each.found["code"], own.model_dump_json())
             archives.append(file)
-        there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
-        copies = [c for each, file in zip(found, archives, strict=True)
-                  for c in self.transport.copy(file, there, each.index)]  # fmt: skip
+        copies = [c for each, file in zip(found, archives, strict=True) for c in self.copying(each.index, file)]
         try:
             self._all_well(execute(copies, _COPY_SECONDS))
             self._start_all(found, order)
@@ -158,17 +178,22 @@ class Pod:
 
     def _start_all(self, found: Sequence[Inspection], order: Order) -> None:
         """All agents, or none: where one does not begin, the others are ended."""
-        dones = execute([command for each in found for command in self.starting(each.index)], _START_SECONDS)
-        wrong = []
-        for each, done in zip(found, dones, strict=True):
-            try:
-                answered(self.transport, done)
-            except LaunchError as error:
-                wrong.append(f"{each.name}: {error}")
+        wrong: dict[str, str] = {}
+        stages = [self.starting(each.index, order.job, each.found["path"]) for each in found]
+        for stage in zip(*stages, strict=True):
+            dones = execute([command for commands in stage for command in commands], _START_SECONDS)
+            for each, done in zip(found, dones, strict=True):
+                try:
+                    if done.code or "lockstep.pod.host" in " ".join(done.command.argv):
+                        answered(self.transport, done)
+                except LaunchError as error:
+                    wrong.setdefault(each.name, str(error))
+            if wrong:
+                break
         if wrong:
-            stops = [c for each in found for c in self.asking("stop", each.index, job=order.job)]
-            execute(stops, _ANSWER_SECONDS)
-            raise NotAll("\n".join([*wrong, "nothing was started: what began on other hosts was ended"]))
+            execute([c for each in found for c in self.stopping(each.index, order.job)], _ANSWER_SECONDS)
+            told = [f"{name}: {why}" for name, why in wrong.items()]
+            raise NotAll("\n".join([*told, "nothing was started: what began on other hosts was ended"]))
 
     def _order(self, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
         head = found[0].found
@@ -177,13 +202,16 @@ class Pod:
         config = plain(self.config)
         config["task"]["type"] = self.code.task_there(head["path"])
         config["runtime"] = head["devices"]["runtime"]
+        per_host = {each.index: each.found["devices"]["processes"] for each in found}
+        if self.on_cloud:  # where processes are those of every host
+            per_host = dict.fromkeys(per_host, accelerators.ranks_per_host(self.config, self.config.pod.accelerator))
+            config["processes"] = "auto"
         return Order(
             pod=self.name,
             job=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}",
             index=0,
             hosts=tuple(
-                Host(name=each.name, address=each.found["address"], processes=each.found["devices"]["processes"])
-                for each in found
+                Host(name=each.name, address=each.found["address"], processes=per_host[each.index]) for each in found
             ),
             nodes=min(self.nodes, len(found)),
             port=self.config.launch.port or head["port"],
@@ -237,19 +265,61 @@ class Pod:
         if wrong:
             raise NotAll("\n".join(wrong))
 
+    def creating(self) -> list[Command]:
+        """What makes the hosts, and waits until they are ready for use."""
+        commands = self.transport.create()
+        if commands and self.on_cloud:
+            archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            startup_of(self.name).write_text(startup.script(self.config.pod), encoding="utf-8")
+            ready = startup.wait(_READY_SECONDS)
+            commands += [c for at in range(len(self.transport.workers)) for c in self.transport.run(ready, at)]
+        return commands
+
     def create(self) -> None:
         """Make the hosts, where they are to be made."""
-        for command in self.transport.create():
-            (done,) = execute([command], _CREATE_SECONDS)
+        commands = self.creating()
+        if commands:
+            require_gcloud()
+            self._all_well(execute(commands[:1], _CREATE_SECONDS))
+            self._all_well(execute(commands[1:], _READY_SECONDS + _ANSWER_SECONDS))
+            tell(f"lockstep: {NEW_HOST_KEYS}")
+
+    def make_ready(self) -> None:
+        """Before a run goes on: hosts of the cloud that were taken away are made again, those that stopped started."""
+        if not isinstance(self.transport, Gcloud):
+            return
+        require_gcloud()
+        deadline = time.monotonic() + _CREATE_SECONDS
+        while True:
+            (done,) = execute(self.transport.describe(), _ANSWER_SECONDS)
+            if done.code and "NOT_FOUND" in done.errors:
+                return self.create()
             self._all_well([done])
+            found = state(done.out)
+            step = next_step(found)
+            if step == "use":
+                return None
+            tell(f"lockstep: the pod {self.name} is {found}: {_STEPS[step]}")
+            if step == "recreate":
+                self._all_well(execute(self.transport.delete(), _CREATE_SECONDS))
+                return self.create()
+            if step == "start":
+                self._all_well(execute(self.transport.start(), _CREATE_SECONDS))
+            elif time.monotonic() > deadline:
+                raise LaunchError(f"the pod {self.name} is still {found} after {_CREATE_SECONDS:g} s")
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def deleting(self) -> list[Command]:
+        """What gives the hosts back; where they stay, what removes all that is there of this pod."""
+        return self.transport.delete() or self.asking("delete")
 
     def delete(self) -> None:
-        """Give the hosts back; where they stay, remove what is there of this pod."""
-        gone = self.transport.delete()
-        if not gone:
-            for done in execute(self.asking("delete"), _ANSWER_SECONDS):
-                answered(self.transport, done)
-        self._all_well(execute(gone, _CREATE_SECONDS))
+        if gone := self.transport.delete():
+            require_gcloud()
+            self._all_well(execute(gone, _CREATE_SECONDS))
+            return
+        for done in execute(self.asking("delete"), _ANSWER_SECONDS):
+            answered(self.transport, done)
 
     def pack_all(self) -> None:
         """All code, as for a host that has nothing yet."""
@@ -290,12 +360,12 @@ class Pod:
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Ask the head to save and leave; where it is out of reach, every host."""
         head = self.head(record)
-        (done,) = execute(self.asking("stop", head, job=record.job, at_once=at_once), _ANSWER_SECONDS)
-        try:
-            answered(self.transport, done)
-        except LaunchError as error:
-            tell(f"lockstep: {self.transport.workers[head]}: {error}; the others are asked")
-            execute(self.asking("stop", job=record.job, at_once=at_once), _ANSWER_SECONDS)
+        limit = _ANSWER_SECONDS + self.config.launch.grace  # a container is waited for
+        (done,) = execute(self.stopping(head, record.job, at_once), limit)
+        if done.code:
+            why = self.transport.explain(done.command, done.code, done.errors)
+            tell(f"lockstep: {self.transport.workers[head]}: {why}; the others are asked")
+            execute(self.stopping(None, record.job, at_once), limit)
 
     def head(self, record: Record) -> int:
         workers = self.transport.workers
@@ -370,7 +440,7 @@ def _newest_first(found: list[Inspection], record: Record) -> list[Inspection]:
 def _state(answer: dict[str, Any]) -> str:
     if answer["job"] is None:
         return "no job yet"
-    if answer["pid"] is not None:
+    if answer["alive"]:
         return f"job {answer['job']} is at work, pid {answer['pid']}"
     if "exit_code" in answer:
         return f"job {answer['job']} has ended: {answer['status']}, exit code {answer['exit_code']}"
@@ -383,5 +453,15 @@ def _without_home(path: str) -> str:
 
 
 def _transport(name: str, config: RunConfig) -> Transport:
+    if config.pod.type == "gcloud":
+        accelerators.check(config)
+        return Gcloud(name, config.pod, startup_of(name))
     require_ssh()
     return Ssh(hosts.named(config))
+
+
+_STEPS = {
+    "wait": "waiting",
+    "start": "starting it",
+    "recreate": "it was taken away; deleting what is left of it, and creating it again",
+}

@@ -48,6 +48,7 @@ def resume(name: str, config: RunConfig | None = None) -> int:
     for change in found:
         tell(f"lockstep: changed: {described_change(change)}")
     pod = Pod(name, config)
+    pod.make_ready()
     started = pod.start(Path(), known)
     records.write(started)
     _tell_started(pod, started)
@@ -110,8 +111,10 @@ def described(config: RunConfig, name: str) -> str:
     from lockstep.pod.verbs import Pod
 
     pod = Pod(name, config)
-    steps = [pod.inspecting(), pod.copying(), pod.starting(), [c for w in range(len(pod.transport.workers))
-                                                              for c in pod.following(w)]]  # fmt: skip
-    note = f"# {archive_of(name)}: what the host lacks of the code, and its order"
-    lines = [command.render() for step in steps for command in step]
-    return "\n".join([note, *lines])
+    workers = range(len(pod.transport.workers))
+    commands = [*pod.inspecting(make=True), *(c for each in workers for c in pod.copying(each, pod.archive(each)))]
+    for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):
+        commands += [command for part in stage for command in part]
+    commands += [command for each in workers for command in pod.following(each)]
+    note = f"# {archive_of(name).parent}/push-N.tar: what a host lacks of the code, and its order"
+    return "\n".join([note, *(command.render() for command in commands)])
