@@ -87,7 +87,7 @@ class Host:
             f"ListenAddress {self.address}\nHostKey {key}\nPidFile {self.folder / 'sshd.pid'}\n"
             f"AuthorizedKeysFile {self.network.key}.pub\nStrictModes no\nUsePAM no\nPermitRootLogin yes\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPrintMotd no\nMaxStartups 100\n"
-            f"SetEnv PATH={self.network.programs}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
+            f"SetEnv PATH={self.network.programs}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin{_modules()}\n"
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         self.run("/usr/sbin/sshd", "-f", str(config), "-E", str(self.folder / "sshd.log"))
@@ -247,6 +247,12 @@ class Network:
             host.die()
         self._switch.kill()
         self._switch.wait(10)
+
+
+def _modules() -> str:
+    """Where Python and its libraries look here, where variables say it: hosts are to look there too."""
+    names = [name for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ]
+    return "".join(f" {name}={os.environ[name]}" for name in names)
 
 
 def _run(argv: Sequence[str]) -> str:

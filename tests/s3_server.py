@@ -30,7 +30,7 @@ def rclone() -> str:
 
 
 class S3Server:
-    """Buckets are folders below `disk`, objects the files in them."""
+    """Buckets are folders below `disk`, objects the files in them: to look at, as the server remembers what it had."""
 
     def __init__(self, disk: Path) -> None:
         self.disk = disk

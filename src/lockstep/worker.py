@@ -33,9 +33,9 @@ from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.mirror.mirror import Mirror, mirrored
 from lockstep.record import display, folder_lock, run_folder
-from lockstep.record.config_of_rank_0 import brought_here
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
+from lockstep.record.start_files import brought_here
 from lockstep.record.writers import write_json
 from lockstep.runtime.base import Runtime
 from lockstep.train.requests import Interrupted, Preempted, Requests

@@ -236,7 +236,7 @@ def _asked_to_stop(cell: Cell) -> Expected:
     """One save, at the same step on all ranks; nothing is lost. Once the work is done, there is nothing to stop."""
     if cell.moment == LAST:
         return Expected(0, "completed: epoch 2, step 14", "-", MARGIN, 0)
-    if cell.moment == BEFORE_JOINING and cell.kind != SIGTERM:
+    if cell.moment in (BEFORE_JOINING, ROLL_CALL) and cell.kind != SIGTERM:
         # A rank that is only being made has nothing to save, and leaves as it is; one that listens makes a first step.
         says = r"saved at step \d+ and leaving: SIGTERM on ranks? [\d, ]+\n|stopped before the first step: there was no"
         return Expected(75, says, "the signal", MARGIN, 0, or_code=130)
@@ -261,15 +261,13 @@ def _out_of_step(cell: Cell) -> Expected:
         ROLL_CALL: ("the run's folder", "the proof of the data plane"),
         VALIDATION: ("the end of validation", "validation"),
         SAVING: ("generator states", "metrics of step 10"),
+        LAST: ("how the run ended", "metrics of step 14"),
     }
     if cell.moment in exchanges:
         mine, theirs = exchanges[cell.moment]
         me, them = (f"rank {rank} at .{mine}.", f"{they} at .{theirs}.")
         order = f"{me}; {them}" if rank == 0 else f"{them}; {me}"
         return Expected(5, f"the ranks are not in step: {order}", f"rank {rank}, both places", MARGIN, _most_lost(cell))
-    if cell.moment == LAST:
-        says = rf"{they} {wait} in 'metrics of step 14'; rank {rank} has left"
-        return Expected(4, says, f"rank {rank}, the place", STALL_AFTER + MARGIN)
     places = {
         FIRST_STEP: ("'the pulse at step 1'", "gradient reduction of step 1"),
         MID_EPOCH: ("'metrics of step 10'", "gradient reduction of step 10"),

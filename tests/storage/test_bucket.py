@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ def url(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Url:
     """Of a run in a bucket, as seen from this process."""
     for name, value in {**s3.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another server
     return parse("s3://bucket/runs/one", "RUN_DIR")
 
 
@@ -55,12 +57,11 @@ def test_half_of_a_checkpoint_is_passed_over_and_makes_room_for_the_next(
     url: Url, s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(url, tmp_path / "before", 5, 10, 15, 20)
-    there = s3.disk / "bucket/runs/one/checkpoints"
-    (there / "step-00000010" / MANIFEST_FILE).unlink()  # as an upload leaves it that was interrupted
-    short = there / "step-00000015" / MODEL_FILE
-    short.write_bytes(short.read_bytes()[:-1])
-    wrong = there / "step-00000020" / MODEL_FILE  # only its digest tells
-    wrong.write_bytes(wrong.read_bytes()[:-1] + b"!")
+    bucket = Bucket(url)
+    bucket.delete(f"checkpoints/step-00000010/{MANIFEST_FILE}")  # as an upload leaves it that was interrupted
+    short, wrong = (f"checkpoints/step-000000{step}/{MODEL_FILE}" for step in (15, 20))
+    bucket.write(short, (bucket.read(short) or b"")[:-1])
+    bucket.write(wrong, (bucket.read(wrong) or b"")[:-1] + b"!")  # only its digest tells
     with caplog.at_level(logging.WARNING):
         folder = staging.opened(url, "RUN_DIR")
     assert CheckpointStorage(folder / "checkpoints").steps() == [5]
@@ -75,9 +76,9 @@ def test_half_of_a_checkpoint_is_passed_over_and_makes_room_for_the_next(
     assert Bucket(url).to_try() == ["checkpoints/step-00000006", "checkpoints/step-00000005"]
 
 
-def test_where_none_is_whole_nothing_is_begun_anew(url: Url, s3: S3Server, tmp_path: Path) -> None:
+def test_where_none_is_whole_nothing_is_begun_anew(url: Url, tmp_path: Path) -> None:
     fill(url, tmp_path / "before", 5)
-    (s3.disk / "bucket/runs/one/checkpoints/step-00000005" / MANIFEST_FILE).unlink()
+    Bucket(url).delete(f"checkpoints/step-00000005/{MANIFEST_FILE}")
     with pytest.raises(CheckpointError, match="none is whole, so nothing was begun anew"):
         staging.opened(url, "RUN_DIR")
 
@@ -91,7 +92,6 @@ def test_one_that_is_chosen_is_fetched_and_retention_weighs_those_of_before(
     best = staging.opened(url, "RUN_DIR", best=True)
     assert CheckpointStorage(best / "checkpoints").steps() == [1]
     folder = staging.opened(url, "RUN_DIR", step=2)
-    CheckpointStorage(folder / "checkpoints").delete(1)
     with mirrored(folder, SETTINGS, pytest.fail) as mirror:
         assert mirror is not None
         for step in (4, 5):

@@ -109,10 +109,17 @@ def test_a_resume_where_rank_0s_host_alone_has_the_folder(project: Project, host
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not (other / "checkpoints").exists() and (other / "logs" / "rank-1.log").is_file()
 
-    # The same by the command that launchers of ours start on every host.
-    shutil.rmtree(other)
-    found = hosts.run("lockstep.worker", f"runs/{run.name}")
+
+@pytest.mark.long
+def test_the_command_that_launchers_of_ours_start_on_every_host(project: Project, hosts: Hosts) -> None:
+    """The folder with its config is on rank 0's host alone from the first moment on."""
+    made = project.run("train", project.config(), "--out", "elsewhere")
+    assert made.code == 0, made.text
+    run = hosts.disks[0] / "run"
+    project.only_run("elsewhere").rename(run)
+    found = hosts.run("lockstep.worker", "runs/run")
     assert [code for code, _ in found] == [0, 0], found
+    assert "restored step-" in found[0][1]
 
 
 def test_every_rank_is_told_how_the_run_ended(project: Project, hosts: Hosts) -> None:

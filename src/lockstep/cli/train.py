@@ -132,14 +132,15 @@ def resume(
             first = topology.attempt == 0
             # On rank 0, for all, once they have met and it holds the folder.
             sys.exit(local.train_as_rank(loaded, run.folder, prepare=lambda folder: go_back(folder, first)))
-        folder = run.folder()
         if dry_run:
-            _dry_run(loaded, str(folder))
+            _dry_run(loaded, str(run_dir))
             if not wanted.is_newest:
+                folder = run.folder()
                 chosen = checkpoint.found(folder, wanted, loaded.checkpoint.keep.mode)
                 aside = ", ".join(checkpoint.newer(folder, chosen)) or "none"
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
+        folder = run.folder()
         with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
             if loaded.launch.type == "ray":
                 ended = cluster.train(loaded, changed, held=True)

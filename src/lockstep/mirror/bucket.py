@@ -170,11 +170,13 @@ class Bucket:
         """Every file below a path, or the file itself, with its size; by its path below the URL."""
         found = self._fs.find(self._at(path), detail=True)
         start = f"{self.url.path}/"
-        return {
+        listed = {
             name[name.index(start) + len(start) :]: int(each.get("size") or 0)
             for name, each in found.items()
             if each.get("type") == "file" and start in name
         }
+        # Objects may have any name; on a disk these would lead out of the run's folder.
+        return {name: size for name, size in listed.items() if not {"", ".", ".."} & set(name.split("/"))}
 
     def _manifest(self, step: int) -> dict[str, Any]:
         """Of a checkpoint that is whole as far as the sizes of its files tell; raises Damaged."""
@@ -232,7 +234,7 @@ def _file_system(scheme: str) -> Any:
     try:
         import fsspec
 
-        made = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+        made = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS.get(scheme, {}))  # one per thread
     except ImportError:
         extra = SCHEMES[scheme]
         package = {"s3": "s3fs", "gcs": "gcsfs"}.get(extra, "fsspec")

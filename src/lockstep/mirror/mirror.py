@@ -72,11 +72,12 @@ class Mirror:
         self.folder, self.url = folder, bucket.url
         self._bucket, self._lease, self._keep, self._tell = bucket, lease, keep, tell
         self._sync = FolderSync(bucket, folder, self._files)
-        self._sync.both_have(step for step in self._sync.storage.steps() if step in bucket.steps())
+        in_bucket = bucket.steps()
+        self._sync.both_have(step for step in self._sync.storage.steps() if step in in_bucket)
         self._sync.there = {step: each for step, each in self._sync.there.items() if bucket.digest(step) == each}
         self._weighed = 0  # checkpoints that were published when retention was last looked after
         self._asked = self._tried = self._succeeded = 0  # numbers of requests
-        self._finishing = self._urgent = self._closed = False
+        self._finishing = self._urgent = self._complete = self._closed = False
         self._news = threading.Condition()
         self._failure: str | None = None
         self._told_at = float("-inf")
@@ -117,9 +118,7 @@ class Mirror:
             self._finishing = True
             if self._thread.is_alive():
                 self._wait(limit, urgent=True)
-        if self._succeeded >= self._asked:
-            return None
-        return self._behind(limit)
+        return None if self._complete else self._behind(limit)
 
     def require(self, limit: float) -> None:
         """The same; raises BucketBehind."""
@@ -148,7 +147,7 @@ class Mirror:
             with self._news:
                 self._tried = asked
                 if error is None:
-                    self._succeeded = asked
+                    self._succeeded, self._complete = asked, finishing
                 self._news.notify_all()
             if self._lease.is_lost or (finishing and error is None):
                 return

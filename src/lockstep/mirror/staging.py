@@ -11,20 +11,23 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
+from lockstep.config.load import parse_yaml
 from lockstep.config.text_file import read_text
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.bucket import Bucket, cannot_be_used
 from lockstep.mirror.lease import last_token
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url, parse
 from lockstep.record import folder_lock, run_folder
+from lockstep.record.start_files import START_FILES
 
 MARK_FILE = ".bucket.json"
-# What says how a run was started: the config of `lockstep train`, or how a script was.
-START_FILES = (run_folder.CONFIG_FILE, "launch.yaml")
 _TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs")
 
 
@@ -66,11 +69,12 @@ def new(out: Url, name: str, setting: str) -> Path:
     bucket = Bucket(out)
     bucket.probe(setting)
     parent, passed_over = _home(out), []
-    while True:
-        folder = run_folder.create(parent, name, setting)
-        if not Bucket(out / folder.name).files(""):
-            break
-        passed_over.append(folder)  # so that the next one gets another number
+    with _reading(out, setting):
+        while True:
+            folder = run_folder.create(parent, name, setting)
+            if not Bucket(out / folder.name).files(""):
+                break
+            passed_over.append(folder)  # so that the next one gets another number
     for each in passed_over:
         shutil.rmtree(each, ignore_errors=True)
     Mark(out / folder.name).write(folder)
@@ -81,7 +85,9 @@ def existing_or_new(url: Url, setting: str, at: Path | None = None) -> Path:
     """The folder that stands for a URL, whether or not there is a run yet; `at` is where it is to be."""
     bucket = Bucket(url)
     bucket.probe(setting)
-    if any(bucket.read(name) is not None for name in START_FILES):
+    with _reading(url, setting):
+        there = any(bucket.read(name) is not None for name in START_FILES)
+    if there:
         return opened(url, setting, at=at)
     folder = at or _home(url.parent) / url.name
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -93,51 +99,54 @@ def existing_or_new(url: Url, setting: str, at: Path | None = None) -> Path:
 def start_files(url: Url, setting: str) -> dict[str, bytes]:
     """What says how the run in a bucket was started, by name; ConfigError where there is no run."""
     bucket = Bucket(url)
-    try:
+    with _reading(url, setting):
         read = {name: bucket.read(name) for name in START_FILES}
-    except Exception as error:
-        raise ConfigError(cannot_be_used(url, setting, "read", error)) from None
     found = {name: data for name, data in read.items() if data is not None}
     if not found:
         raise ConfigError(f"{url} is not the folder of a run: there is no {START_FILES[0]} in it")
     return found
 
 
-def opened(
-    url: Url,
-    setting: str,
-    step: int | None = None,
-    best: bool = False,
-    mode: str = "min",
-    checkpoint: bool = True,
-    at: Path | None = None,
-) -> Path:
-    """The folder here that stands for a run's in a bucket, with the checkpoint to go on from, unless said otherwise.
+@contextlib.contextmanager
+def _reading(url: Url, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise ConfigError(cannot_be_used(url, setting, "read", error)) from None
+
+
+def opened(url: Url, setting: str, step: int | None = None, best: bool = False, at: Path | None = None) -> Path:
+    """The folder here that stands for a run's in a bucket, with the checkpoint to go on from: the newest unless said.
 
     Where this host was the last to write there, what it has is the newest there is, and nothing is fetched. Where
     another host was, what is left here of before is set aside in a folder next to it.
     """
-    start_files(url, setting)
+    mode = _mode(start_files(url, setting))
     bucket, folder = Bucket(url), at or _home(url.parent) / url.name
     folder.mkdir(parents=True, exist_ok=True)
-    with folder_lock.locked(folder):
+    with folder_lock.locked(folder), _reading(url, setting):
         mark = mark_of(folder)
-        try:
-            current = mark is not None and bool(mark.tokens) and last_token(bucket) in mark.tokens
-            if not current:
-                _set_contents_aside(folder)
-            sync = FolderSync(bucket, folder, lambda: ())
-            if not current:
-                sync.pull_files(_TO_PULL)
-            if checkpoint and (not current or _is_missing(sync, step, best)):
-                sync.pull_checkpoint(step, best, mode)
-            if not current:  # only now: what was interrupted is not taken for the newest
-                Mark(url, _tokens(bucket)).write(folder)
-        except (ConfigError, OSError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(cannot_be_used(url, setting, "read", error)) from None
+        current = mark is not None and bool(mark.tokens) and last_token(bucket) in mark.tokens
+        sync = FolderSync(bucket, folder, lambda: ())
+        if not current:
+            _set_contents_aside(folder)
+            sync.pull_files(_TO_PULL)
+        if not current or _is_missing(sync, step, best):
+            sync.pull_checkpoint(step, best, mode)
+        if not current:  # only now: what was interrupted is not taken for the newest
+            Mark(url, _tokens(bucket)).write(folder)
     return folder
+
+
+def _mode(files: Mapping[str, bytes]) -> str:
+    """What best means to a run."""
+    with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        told = parse_yaml(next(iter(files.values())).decode())
+        found = told.get("settings", told)["checkpoint"]["keep"]["mode"]
+        return "max" if found == "max" else "min"
+    return "min"
 
 
 def _is_missing(sync: FolderSync, step: int | None, best: bool) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def found(run_dir: Path | Url, wanted: Wanted, topology: Topology | None, dry_ru
     """The run in a folder or at a URL; `topology` where somebody else has started this process as a rank."""
     if isinstance(run_dir, Path):
         if topology is not None and topology.host_count > 1:
-            from lockstep.record.config_of_rank_0 import brought_here
+            from lockstep.record.start_files import brought_here
 
             brought_here(run_dir, topology)
         yield Resumed(run_dir, lambda: run_dir)
@@ -42,15 +42,19 @@ def found(run_dir: Path | Url, wanted: Wanted, topology: Topology | None, dry_ru
     from lockstep.mirror import staging
 
     url = run_dir
-    if topology is None:
-        needed = not dry_run or not wanted.is_newest
-        folder = staging.opened(url, "RUN_DIR", wanted.step, wanted.best, checkpoint=needed)
+    if topology is None and not (dry_run and wanted.is_newest):
+        try:
+            folder = staging.opened(url, "RUN_DIR", wanted.step, wanted.best)
+        except CheckpointError as error:
+            if wanted.step is None:
+                raise
+            raise ConfigError(f"--step {wanted.step}: {error}") from None
         yield Resumed(folder, lambda: folder)
         return
     with tempfile.TemporaryDirectory(prefix="lockstep-") as files:
         for name, data in staging.start_files(url, "RUN_DIR").items():
             (Path(files) / name).write_bytes(data)
-        if not (Path(files) / "config.yaml").exists():
+        if topology is not None and not (Path(files) / "config.yaml").exists():
             raise ConfigError(
                 f"{url}: this run belongs to a script: start that with the launcher at hand, and have it call "
                 f"lockstep.launch(..., folder={str(url)!r})"
