@@ -22,9 +22,12 @@ from laptop import hosts, laptop, one_machine
 from ray_cluster import fit, nodes
 from ray_launching import on_ray, places
 from s3_server import s3, stored
+from slurm_cluster import slurm
 from world_of_one import new_run
 
-__all__ = ["fit", "hosts", "laptop", "new_run", "nodes", "on_ray", "one_machine", "places", "s3", "stored"]  # fixtures
+__all__ = [
+    "fit", "hosts", "laptop", "new_run", "nodes", "on_ray", "one_machine", "places", "s3", "slurm", "stored",
+]  # fixtures  # fmt: skip
 
 # A shell in the background, or nohup, has these ignored, which is honoured: tests send them, and mean it.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -54,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "ray" in item.path.parent.name or "nodes" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster for all; see decision 013
+        if "slurm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("slurm"))  # one cluster for all
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip)
 

@@ -58,8 +58,9 @@ def train(
     make_folder: Callable[[], Path],
     ended: Callable[[dict[str, Any]], None] = lambda outcome: None,
     prepare: Prepare = lambda folder: None,
+    opened: Callable[[Path], None] = lambda folder: None,
 ) -> int:
-    """Train as one rank; the exit code of an orderly end.
+    """Train as one rank; the exit code of an orderly end. `opened` is told the run's folder, on every rank.
 
     `ended` is told what rank 0 wrote down of it, with the run's folder, on every rank: another host may not see either.
     """
@@ -68,6 +69,7 @@ def train(
         return import_object(config.task.type, "task")
 
     with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True, prepare=prepare) as run:
+        opened(run.folder)
         try:
             outcome = fit(run, config)
         except Preempted as preempted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import ROOT
+from conftest import ROOT, wait_until
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from ray_cluster import SETTINGS
+from slurm_cluster import SlurmCluster
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -39,7 +41,8 @@ def shell(tmp_path: Path) -> dict[str, str]:
 
 
 ON_RAY = sorted((ROOT / "docs").glob("ray*.md"))
-RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not in ON_RAY]
+ON_SLURM = ROOT / "docs" / "slurm.md"
+RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not in (*ON_RAY, ON_SLURM)]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=[page.name for page in RUNNABLE])
@@ -79,6 +82,14 @@ def test_commands_and_snippets_about_ray_run_on_a_cluster(
     page: Path, cluster: dict[str, str], tmp_path: Path, shell: dict[str, str]
 ) -> None:
     run_page(page, tmp_path, {**shell, **cluster})
+
+
+def test_commands_about_slurm_run_on_a_cluster(tmp_path: Path, shell: dict[str, str], slurm: SlurmCluster) -> None:
+    own = shell["PATH"]
+    run_page(ON_SLURM, tmp_path, {**shell, **slurm.env, "PATH": f"{own}:{slurm.env['PATH']}"})
+    wait_until(lambda: not slurm.command("squeue", "-h").strip(), 120, "the end of all jobs")
+    summaries = [json.loads(each.read_text()) for each in tmp_path.glob("runs/**/summary.json")]
+    assert [each["status"] for each in summaries] == ["completed"] * 4, summaries
 
 
 def run_page(page: Path, folder: Path, shell: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ def _knock(laptop: Laptop, run: Path) -> bytes:
 
 @pytest.mark.requirement("P11")
 def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop: Laptop, one_machine: Path) -> None:
-    config = laptop.config("verbs", task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.4})
+    config = laptop.config("verbs", task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.7})
     created = laptop.run("pod", "create", "verbs", "--config", config)
     assert created.code == 0, created.text
     assert [line.split()[0] for line in created.out.splitlines()[1:4]] == ["anna", "bert", "carl"]
@@ -96,13 +97,13 @@ def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop
     assert "may hang" in told.text
     client = laptop.start("train", config, "--pod", "verbs")
     run = under_way(laptop, "verbs")
+    assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
     client.kill()
     client.wait(10)
     laptop.network.hosts["bert"].stop_sshd()
     before = max(losses(run))
     wait_until(lambda: max(losses(run)) > before + 1, what="steps without a client")
     laptop.network.hosts["bert"].start_sshd()
-    assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
     watching = laptop.start("pod", "logs", "verbs", "--follow")
     assert laptop.run("pod", "stop", "verbs").code == 0
     out, _ = watching.communicate(timeout=60)
@@ -157,6 +158,7 @@ def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
         assert not laptop.network.hosts[name].processes("lockstep")
 
 
+@pytest.mark.long
 def test_a_slow_link_is_no_fault(laptop: Laptop) -> None:
     laptop.network.hosts["bert"].slow_down(delay=0.2, loss=0.05)
     config = laptop.config("slow", train={"steps": 5, "batch_size": 12}, checkpoint={"every": "5 steps"})
@@ -165,6 +167,7 @@ def test_a_slow_link_is_no_fault(laptop: Laptop) -> None:
     assert "completed" in finished.text and "gone" not in finished.text
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_on_another_host_is_named(laptop: Laptop) -> None:
     config = laptop.config(
         "killed",
@@ -223,6 +226,7 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: La
         assert not host.processes("lockstep")
 
 
+@pytest.mark.long
 def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: Laptop) -> None:
     """The port is taken: the head cannot begin, and nobody is left waiting for it."""
     listen = "import socket, time; s = socket.create_server(('10.77.0.11', 29778)); print('up', flush=True)"
@@ -237,6 +241,7 @@ def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: L
     wait_until(lambda: not any(h.processes("lockstep") for h in laptop.network.hosts.values()), what="no agent left")
 
 
+@pytest.mark.long
 @pytest.mark.requirement("P11")
 def test_ranks_run_in_a_container_where_the_pod_has_one(laptop: Laptop, one_machine: Path) -> None:
     """By a stand-in for docker, which runs what it is given: the agent, and nothing beside it."""
@@ -265,3 +270,38 @@ def test_ranks_run_in_a_container_where_the_pod_has_one(laptop: Laptop, one_mach
     assert detached[0][3 : 3 + len(flags)] == flags
     secret = json.loads(next((run.parents[1] / "jobs").glob("*/order.json")).read_text())["secret"]
     assert secret not in json.dumps(calls)
+
+
+@pytest.mark.long
+def test_a_spare_leads_where_the_first_host_dies_and_the_folder_is_shared(laptop: Laptop, one_machine: Path) -> None:
+    """Checkpoints are on a path that all hosts have; the client that follows starts another job."""
+    shared = laptop.network.folder / "shared"
+    shared.mkdir(exist_ok=True)
+    config = laptop.config(
+        "headless", hosts=("anna", "bert", "carl", "dora"), launch={"nodes": 3, "max_restarts": 1},
+        task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.3},
+    )  # fmt: skip
+    started = laptop.start("train", config, "--out", shared)
+    run = wait_until(lambda: next(iter(shared.glob("headless-*")), None), what="the run's folder")
+    wait_until(lambda: steps_saved(run), what="a checkpoint")
+    laptop.network.hosts["anna"].die_silently()
+    out, _ = started.communicate(timeout=200)
+    assert started.returncode == 0, out
+    assert "anna, which leads the job, is out of reach" in out
+    assert "bert ends its ranks: anna (10.77.0.11), which leads this job, is out of reach" in out
+    assert "restarting from the newest checkpoint (restart 1 of 1)" in out
+    assert not differences(run, one_machine)
+    assert next(each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]) == "bert"
+
+
+@pytest.mark.long
+def test_a_host_that_is_to_be_taken_away_has_the_run_saved(laptop: Laptop) -> None:
+    """What a cloud does to a spot host: SIGTERM to its processes."""
+    started = laptop.start("train", laptop.config("spot", task={"type": "tasks.py:Tiny", "sleep": 0.4}))
+    run = under_way(laptop, "spot")
+    (agent,) = laptop.network.hosts["bert"].processes("lockstep.pod.agent")[:1]
+    agent.send_signal(signal.SIGTERM)
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 75, out
+    assert "bert was asked to stop: finishing the step, saving and leaving" in out
+    assert summary(run)["status"] == "preempted"

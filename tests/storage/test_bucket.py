@@ -15,7 +15,7 @@ from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint, Keep, RunSettings
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import BucketBehind, CheckpointError, ConfigError
 from lockstep.mirror import lease, staging
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.mirror import Mirror, mirrored
@@ -140,6 +140,30 @@ def test_one_writer_at_a_time_and_one_that_is_gone_is_none(url: Url, monkeypatch
     fourth = lease.BucketLease.take(bucket, Holder("a fourth"), lambda token: None)
     fourth.release()
     wait_until(lambda: b'"released": true' in (bucket.read(lease.LEASE_FILE) or b""), 10, "the lease")
+
+
+def test_who_has_lost_the_lease_writes_nothing_more(
+    url: Url, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.2)
+    fill(url, tmp_path / "before", 1)
+    folder, told = staging.opened(url, "RUN_DIR"), list[str]()
+    lost = pytest.raises(BucketBehind, match="another process has taken the folder over")
+    with lost, mirrored(folder, SETTINGS, told.append) as mirror:
+        assert mirror is not None
+        Bucket(url).write(lease.LEASE_FILE, Holder("another").encode(token="another", beat=1, released=False))
+        wait_until(lambda: mirror._lease.is_lost, 10, "the lease to be lost")
+        save(folder, 2)
+    assert steps(s3) == ["step-00000001"]
+    assert "another process has taken the folder over: nothing more is written there" in told[0]
+
+
+def test_names_that_lead_out_of_the_folder_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(parse(f"file://{tmp_path}", "--out"))
+    names = [f"{tmp_path}/logs/{name}" for name in ("rank-0.log", "../../evil", "a//b")]
+    found = {name: {"type": "file", "size": 1} for name in names}
+    monkeypatch.setattr(bucket._fs, "find", lambda path, detail: found)
+    assert bucket.files("logs") == [("logs/rank-0.log", 1)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TASK_FILE, Project, losses, steps_saved, summary, wait_until
+from conftest import TASK_FILE, losses, steps_saved, summary, wait_until
 from s3_server import KEY, SECRET, Stored
 
 TINY = f"{TASK_FILE}:Tiny"
@@ -142,6 +142,7 @@ def test_ranks_of_another_launcher_keep_others_out_and_leave_once_all_is_there(s
     assert whole_steps(stored.in_bucket()) == steps_saved(stored.here()) != []
 
 
+@pytest.mark.long
 def test_from_python_one_process_trains_to_a_bucket(stored: Stored) -> None:
     (stored.project.folder / "program.py").write_text(f"""
 import lockstep
@@ -190,13 +191,3 @@ def test_a_bucket_that_cannot_be_used_is_refused_at_once(
 def test_a_url_that_is_no_run(stored: Stored) -> None:
     refused = stored.run("resume", "s3://bucket/runs/nothing")
     assert refused.code == 2 and "is not the folder of a run: there is no config.yaml in it" in refused.err
-
-
-def test_a_folder_of_this_host_by_its_url(project: Project, tmp_path: Path) -> None:
-    """file://: the same way, without a service."""
-    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    out = f"file://{tmp_path}/far"
-    finished = project.run("train", project.config(processes=1), "--out", out, env=environment)
-    assert finished.code == 0, finished.text
-    (run,) = (tmp_path / "far").iterdir()
-    assert whole_steps(run) and summary(run)["status"] == "completed"

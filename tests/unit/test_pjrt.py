@@ -168,6 +168,7 @@ def test_a_cuda_plugin_that_is_too_new_for_torch_xla_is_refused(make_plugin: Cal
         cuda_plugin._go_by_another_name(make_plugin(76))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is not None, reason="a PJRT plugin is installed")
 def test_without_the_plugin_or_a_gpu_the_remedy_is_told() -> None:
     with pytest.raises(ConfigError, match=r"needs a PJRT plugin for CUDA.*pip install 'lockstep-train\[xla-cuda\]'"):
         cuda_plugin.library_path()

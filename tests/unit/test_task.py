@@ -307,3 +307,13 @@ def test_only_ours_are_told_to_look_elsewhere_and_pass_it_on_to_nobody(monkeypat
     with import_path.safe_interpreters():
         import_path.forget_safe_interpreters()
     assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+def test_what_torch_itself_refuses_is_told_by_its_place_in_the_config() -> None:
+    """The traceback of a mistake in the config would lead into torch."""
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    for value, why in (("fast", "not supported"), (-1, "Invalid learning rate: -1")):
+        with pytest.raises(
+            ConfigError, match=rf"optimizer: AdamW cannot be made with optimizer.lr: {value!r}: .*{why}"
+        ):
+            construct(torch.optim.AdamW, {"lr": value}, "optimizer", parameters)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lockstep
-from lockstep.distributed.topology import Place, Topology, batch_task, launched, without_place
+from lockstep.distributed.topology import Place, Topology, launched
 from lockstep.errors import TopologyError
 
 
@@ -144,81 +139,3 @@ def test_the_hosts_of_a_pod_are_ranks_without_being_told() -> None:
 )
 def test_one_host_is_no_pod(env: dict[str, str]) -> None:
     assert not launched(env) and Topology.from_env(env).world_size == 1
-
-
-# Batch systems, which start several processes alike
-
-SRUN = {
-    "SLURM_JOB_ID": "20417", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4",
-    "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "node[07-08]",
-}  # fmt: skip
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}  # fmt: skip
-MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-
-
-@pytest.mark.parametrize(
-    ("env", "found"),
-    [
-        (SRUN, "process 3 of 4 that srun started (SLURM_PROCID=3, SLURM_STEP_NUM_TASKS=4)"),
-        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "process 0 of 2 that srun started"),
-        (MPIRUN, "process 3 of 4 that mpirun started (OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4)"),
-        (MPIEXEC, "process 3 of 4 that mpiexec started (PMI_RANK=3, PMI_SIZE=4)"),
-        ({"PMI_RANK": "1"}, "process 1 of 2 that mpiexec started"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", **MPIRUN}, "process 3 of 4 that mpirun started"),  # in a step of one
-    ],
-)
-def test_tasks_that_nobody_made_ranks_of_are_refused(env: dict[str, str], found: str) -> None:
-    for ask in (launched, Topology.from_env):
-        with pytest.raises(TopologyError) as refused:
-            ask(env)
-        assert found in str(refused.value)
-        assert "each of them would train a run of its own" in str(refused.value)
-        assert refused.value.exit_code == 2
-    assert not launched(without_place(env))
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"SLURM_JOB_ID": "20417", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the shell of a batch script
-        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's shell is a step of one task
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-        {"PMI_RANK": "0"},
-        {"PMI_RANK": "?", "PMI_SIZE": "4"},
-    ],
-)
-def test_a_task_that_is_alone_is_not_refused(env: dict[str, str]) -> None:
-    assert not launched(env) and Topology.from_env(env).world_size == 1
-
-
-@pytest.mark.parametrize("env", [SRUN, MPIRUN, MPIEXEC], ids=["srun", "mpirun", "mpiexec"])
-def test_the_line_of_the_refusal_makes_ranks_of_tasks(env: dict[str, str], tmp_path: Path) -> None:
-    task = batch_task(env)
-    assert task is not None and task.placing in task.refusal
-    tool = tmp_path / "scontrol"
-    tool.write_text("#!/bin/sh\n[ \"$*\" = 'show hostnames node[07-08]' ] && printf 'node07\\nnode08\\n'\n")
-    tool.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    shown = subprocess.run(
-        f"{task.placing} env -0", shell=True, env={"PATH": path, **env}, capture_output=True, text=True, timeout=20
-    )
-    variables = dict(each.split("=", 1) for each in shown.stdout.split("\0") if each)
-    topology = Topology.from_env(variables)
-    assert (topology.place.rank, topology.place.local_rank, topology.place.host_index) == (3, 1, 1)
-    assert (topology.world_size, topology.local_world_size, topology.host_count) == (4, 2, 2)
-    expected = ("node07", 20417 % 20000 + 20000) if env is SRUN else ("FIRST_HOST", 29500)
-    assert (topology.address, topology.port) == expected
-
-
-def test_lockstep_launch_refuses_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in SRUN.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(TopologyError, match="process 3 of 4 that srun started"):
-        lockstep.launch(print, processes=1, runtime="cpu", out=tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from lockstep.cli.pod import pod
 from lockstep.cli.profile import profile
 from lockstep.cli.run import run
 from lockstep.cli.schema import schema
+from lockstep.cli.sweep import sweep
 from lockstep.cli.train import resume, train
 from lockstep.cli.verify import verify
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
@@ -84,5 +85,5 @@ def main() -> None:
     """Train PyTorch models with every device in step."""
 
 
-for command in (train, resume, run, pod, profile, init, doctor, verify, schema):
+for command in (train, resume, run, pod, sweep, profile, init, doctor, verify, schema):
     main.add_command(command)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,6 +35,17 @@ def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | N
         say(behind)
         code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def saved_before(folder: Path) -> Iterator[None]:
+    """A process that was asked to stop before its first step lost nothing where there is a checkpoint."""
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED_EXIT_CODE and any((folder / "checkpoints").glob("step-*")):
+            raise SystemExit(PREEMPTED_EXIT_CODE) from None
+        raise
 
 
 def _note(folder: Path, result: Result) -> None:

@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli import options
-from lockstep.cli.ending import conclude
+from lockstep.cli.ending import conclude, saved_before
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
+from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
-from lockstep.start import checkpoint, cluster, local, resuming
+from lockstep.start import checkpoint, cluster, local, queue, resuming, tasks
 from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
+    from lockstep.config.sweep import Sweep
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
 @OUT
-@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray or SLURM.")
 @click.option("--pod", "pod_name", metavar="NAME", help="On the hosts of a pod: push, start and follow.")
 @PROFILE
 @DRY_RUN
@@ -44,20 +46,22 @@ def train(
 ) -> None:
     """Train what CONFIG describes."""
     from lockstep.config.load import load
-    from lockstep.distributed.topology import launched
 
     loaded = load(config, with_profile(overrides, profile))
     loaded = loaded.model_copy(update={"name": loaded.name or folders.named(config.stem)})
     if sweep is not None:
         _sweep(loaded, sweep, out, dry_run)
         return
-    if launched(os.environ) and not dry_run:
+    if tasks.trains_here(loaded, os.environ) and not dry_run:
         sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
     if pod_name is not None or loaded.launch.type == "ssh":
         _on_pod(loaded, pod_name or str(loaded.name), out, dry_run)
         return
     if dry_run:
-        _dry_run(loaded, "RUN_DIR")
+        _dry_run(loaded, "RUN_DIR", out)
+        return
+    if loaded.launch.type == "slurm":
+        _tell_queued(queue.train(loaded, _on_disk(out)))
         return
     from lockstep.mirror.mirror import mirrored
     from lockstep.record import folder_lock
@@ -128,10 +132,11 @@ def resume(
                 say(f"changed: {described(change)}")
             return folder
 
-        if topology is not None:
-            first = topology.attempt == 0
+        if tasks.trains_here(loaded, os.environ) and not dry_run:
+            first = Topology.from_env(os.environ).attempt == 0
             # On rank 0, for all, once they have met and it holds the folder.
-            sys.exit(local.train_as_rank(loaded, run.folder, prepare=lambda folder: go_back(folder, first)))
+            with saved_before(run.start_files):
+                sys.exit(local.train_as_rank(loaded, run.folder, prepare=lambda folder: go_back(folder, first)))
         if dry_run:
             _dry_run(loaded, str(run_dir))
             if not wanted.is_newest:
@@ -141,6 +146,12 @@ def resume(
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
         folder = run.folder()
+        if loaded.launch.type == "slurm":
+            loaded = queue.resolved(loaded)
+            with folder_lock.locked(folder):  # until the job may have it
+                changed(loaded)
+            _tell_queued(queue.resume(loaded, folder))
+            return
         with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
             if loaded.launch.type == "ray":
                 ended = cluster.train(loaded, changed, held=True)
@@ -181,12 +192,25 @@ def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[
     return True
 
 
-def _dry_run(config: RunConfig, folder: str) -> None:
+def _on_disk(out: Path | Url) -> Path:
+    """Where a job of SLURM has its script, its output and its run: nodes find them before any rank has met another."""
+    if isinstance(out, Url):
+        raise ConfigError(f"--out {out}: launch: slurm needs a folder that this machine and the nodes share")
+    return out
+
+
+def _tell_queued(queued: queue.Queued) -> None:
+    say(queued.render())
+    click.echo(queued.number)  # for a script that goes on with it
+
+
+def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
     from lockstep.distributed.topology import Topology, launched
     from lockstep.train.parts import check_parts
 
     if launched(os.environ):
+        tasks.check_processes(config, os.environ)
         topology = Topology.from_env(os.environ)
         config = config.model_copy(update={"processes": topology.local_world_size})
         plan = f"under the launcher that started this process: {topology.world_size} ranks"
@@ -194,6 +218,8 @@ def _dry_run(config: RunConfig, folder: str) -> None:
             return
     elif config.launch.type == "ray":
         plan = cluster.described(config)
+    elif tasks.is_to_be_submitted(config, os.environ):
+        plan, config = queue.described(config, _on_disk(out) / folder), queue.resolved(config)
     else:
         config = local.resolved(config, say)
         plan = local.plan(config, folder).render()
@@ -204,11 +230,11 @@ def _dry_run(config: RunConfig, folder: str) -> None:
 def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:
     from lockstep.config.load import to_yaml
     from lockstep.config.sweep import load_sweep
-    from lockstep.errors import ConfigError
     from lockstep.mirror.url import is_url
     from lockstep.ray.address import require_answer
     from lockstep.ray.installed import require_train_v2
     from lockstep.record import run_folder
+    from lockstep.record.trials import write_sweep
 
     storage = config.launch.ray.storage
     if isinstance(out, Url) or is_url(storage or ""):
@@ -218,6 +244,9 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
             "name a folder on a disk. A single run can be kept in a bucket"
         )
     sweep = load_sweep(file, config)
+    if config.launch.type == "slurm":
+        _sweep_in_queue(config, sweep, out, dry_run)
+        return
     if dry_run:
         from lockstep.train.parts import check_parts
 
@@ -229,8 +258,19 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
     from lockstep.ray.tune import sweep_over
 
     folder = run_folder.create(Path(storage) if storage else out, f"{config.name}-sweep")
+    write_sweep(folder, sweep)
     say(f"trials in {folder}")
     sys.exit(sweep_over(config, sweep, folder))
+
+
+def _sweep_in_queue(config: RunConfig, sweep: Sweep, out: Path, dry_run: bool) -> None:
+    if not dry_run:
+        _tell_queued(queue.sweep(config, sweep, out))
+        return
+    from lockstep.train.parts import check_parts
+
+    check_parts(config)
+    _print(queue.resolved(config), queue.described_sweep(config, sweep, out / "SWEEP_DIR"))
 
 
 def _print(config: RunConfig, plan: str) -> None:

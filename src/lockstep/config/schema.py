@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from lockstep.config.pod import Pod
 from lockstep.config.section import Section as Section
+from lockstep.config.slurm import Slurm
 from lockstep.config.values import HostName, ImportPath, Interval, Seconds
 
 EVERY_EPOCH = Interval(1, "epoch")
@@ -248,7 +249,7 @@ class RayCluster(Section):
 
 
 class Launch(Section):
-    type: Literal["local", "ssh", "ray"] = "local"
+    type: Literal["local", "ssh", "ray", "slurm"] = "local"
     hosts: tuple[HostName, ...] = Field(
         (), strict=False, description="for ssh: where to train, by the names of your SSH config; [user@]host"
     )
@@ -269,6 +270,7 @@ class Launch(Section):
     grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
     share_devices: bool = Field(False, description="let several processes use one physical device")
     ray: RayCluster = RayCluster()
+    slurm: Slurm = Slurm()
 
     @model_validator(mode="after")
     def _hosts_are_for_ssh(self) -> Launch:

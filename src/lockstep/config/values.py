@@ -58,13 +58,19 @@ class Interval:
         return {"type": "string", "pattern": cls.PATTERN, "examples": ["50 steps", "1 epoch", "10 minutes"]}
 
 
+def seconds_of(text: str) -> float | None:
+    """What `5 minutes` comes to; None for what is no duration."""
+    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", text)
+    singular = match and (match[2].removesuffix("s") or "s")
+    return float(match[1]) * _SECONDS[singular] if match and singular in _SECONDS else None
+
+
 def _duration(value: Any) -> Any:
     if isinstance(value, str):
-        match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", value)
-        singular = match and (match[2].removesuffix("s") or "s")
-        if not match or singular not in _SECONDS:
+        seconds = seconds_of(value)
+        if seconds is None:
             raise ValueError('not a duration; write seconds as a number, or "90 s", "5 minutes", "1 hour"')
-        return float(match[1]) * _SECONDS[singular]
+        return seconds
     return value
 
 

@@ -20,7 +20,7 @@ MOST_BITS = 1024  # of a whole number, which is about 300 digits
 
 
 class SafeLoader(yaml.SafeLoader):
-    """YAML as people expect it: `on` is a word, not true, and `1e-3` is a number, not text (as in YAML 1.2)."""
+    """YAML as people expect it, and as in YAML 1.2: `on` is a word, not true, `1e-3` a number and `1:30:00` none."""
 
     _level = 0
 
@@ -55,12 +55,17 @@ SafeLoader.yaml_implicit_resolvers = {
     first: [
         (tag, pattern)
         for tag, pattern in resolvers
-        if tag.removeprefix("tag:yaml.org,2002:") not in ("bool", "float", "timestamp")
+        if tag.removeprefix("tag:yaml.org,2002:") not in ("bool", "int", "float", "timestamp")
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 SafeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+SafeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"),
+    list("-+0123456789"),
 )
 SafeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

@@ -1,16 +1,17 @@
 """Who takes part in a run, and this process's own place in it.
 
-The only module that reads rank variables from the environment. A process becomes a Topology once; from there on
-rank and world size are passed as parameters.
+With batch.py the only module that reads rank variables from the environment. A process becomes a Topology once; from
+there on rank and world size are passed as parameters.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from lockstep.distributed import batch
+from lockstep.distributed.batch import BatchTask, batch_task
 from lockstep.distributed.tpu_pod import tpu_pod
 from lockstep.errors import TopologyError
 
@@ -18,6 +19,10 @@ _LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPS
 _SECRET = "LOCKSTEP_SECRET"
 # In place of the path of a socket: our launcher serves the store at MASTER_ADDR, and asks for the run's secret.
 NETWORK_STORE = "tcp"
+_PLACE = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 _POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
 
 
@@ -98,16 +103,23 @@ class Topology:
             **({STORE: self.store} if self.store else {}),
         }
 
+    def tell(self, env: MutableMapping[str, str]) -> None:
+        """For code of others in this process, which looks for its rank where torchrun would have put it."""
+        told = self.to_env()
+        env.update({name: told[name] for name in _PLACE})
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """Read what torchrun, or our own launcher, says. Without any of it: one process on its own."""
-        if not launched(env):
-            return cls()
+        """Read what torchrun, our own launcher, SLURM or MPI says. Without any of it: one process on its own."""
         if "RANK" not in env and "WORLD_SIZE" not in env:
-            return cls._on_a_pod(env)
+            if len(_pod_hosts(env)) > 1:
+                return cls._on_a_pod(env)
+            task = batch_task(env)
+            return cls() if task is None else cls._of_task(task, env)
         rank = _number(env, "RANK")
         world_size = _number(env, "WORLD_SIZE")
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
+        uneven = local_world_size > 0 and world_size % local_world_size != 0
         return cls(
             place=Place(
                 rank=rank,
@@ -124,7 +136,7 @@ class Topology:
             secret=env.get(_SECRET, ""),
             launched_by_us=env.get(_LAUNCHED) == "1",
             watched=env.get(_WATCHED) == "1",
-            hosts=_number(env, "GROUP_WORLD_SIZE") if env.get(STORE) == NETWORK_STORE else None,
+            hosts=_number(env, "GROUP_WORLD_SIZE") if uneven and "GROUP_WORLD_SIZE" in env else None,
         )
 
     @classmethod
@@ -137,109 +149,39 @@ class Topology:
         secret = env.get(_SECRET, "")
         return cls(place=place, world_size=len(hosts), address=hosts[0], port=port, secret=secret)
 
+    @classmethod
+    def _of_task(cls, task: BatchTask, env: Mapping[str, str]) -> Topology:
+        host = {} if task.host is None else {"host": task.host}
+        return cls(
+            place=Place(task.rank, task.local_rank, task.host_index, **host),
+            world_size=task.size,
+            local_world_size=task.local_size,
+            address=task.address,
+            port=task.port,
+            attempt=task.attempt,
+            secret=env.get(_SECRET, ""),
+            hosts=task.hosts,
+        )
+
 
 def launched(env: Mapping[str, str]) -> bool:
     """Whether some launcher, or the pod that this host belongs to, has already given this process a rank.
 
-    Raises where a batch system started several processes alike and nobody told them their ranks: each of them would
-    take itself for the whole run.
+    Raises where something started several processes alike and does not say how many: each of them would take itself
+    for the whole run.
     """
-    if "RANK" in env or "WORLD_SIZE" in env or len(_pod_hosts(env)) > 1:
-        return True
-    if (task := batch_task(env)) is not None:  # where a launcher for batch systems would make a Topology of it
-        raise TopologyError(task.refusal)
-    return False
+    return has_rank(env) or batch_task(env) is not None
+
+
+def has_rank(env: Mapping[str, str]) -> bool:
+    """By torchrun, by our own launcher, or as a host of a pod: these know better than a batch system."""
+    return "RANK" in env or "WORLD_SIZE" in env or len(_pod_hosts(env)) > 1
 
 
 def without_place(env: Mapping[str, str]) -> dict[str, str]:
     """An environment that says nothing of a rank or a task: for a process that is to stand for itself."""
-    place = {*Topology().to_env(), _LAUNCHED, _WATCHED, STORE, _SLURM_STEP}
-    place.update(name for starter in _STARTERS for name in (starter.rank, starter.size))
+    place = {*Topology().to_env(), _LAUNCHED, _WATCHED, STORE, *batch.names()}
     return {name: value for name, value in env.items() if name not in place}
-
-
-class _Starter(NamedTuple):
-    """What starts several processes alike, and how each of them learns its place in the words of a shell."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    address: str
-    port: str = "29500"
-
-
-_SLURM_STEP = "SLURM_STEP_ID"
-_SRUN = _Starter(
-    "srun",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "$SLURM_LOCALID",
-    "${SLURM_STEP_TASKS_PER_NODE%%[(,]*}",
-    '$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n1)',
-    "$((20000 + SLURM_JOB_ID % 20000))",
-)
-_MPI_HOST = "FIRST_HOST"
-# What speaks PMIx sets no size of its own, and one of these beside it.
-_STARTERS = (
-    _SRUN,
-    _Starter(
-        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-        "$OMPI_COMM_WORLD_LOCAL_RANK", "$OMPI_COMM_WORLD_LOCAL_SIZE", _MPI_HOST,
-    ),
-    _Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "$MPI_LOCALRANKID", "$MPI_LOCALNRANKS", _MPI_HOST),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BatchTask:
-    """One of several processes that a batch system started alike."""
-
-    starter: _Starter
-    rank: int
-    size: int
-
-    @property
-    def refusal(self) -> str:
-        """What was found, what would come of it, and what to do."""
-        starter = self.starter
-        alone = "srun -n1" if starter is _SRUN else f"{starter.name} -n 1"
-        return (
-            f"this is process {self.rank} of {self.size} that {starter.name} started ({starter.rank}={self.rank}, "
-            f"{starter.size}={self.size}), but RANK and WORLD_SIZE are not set, so that each of them would train a "
-            f"run of its own. Start one ({alone}): it starts a process per device of its host (`processes`). Or start "
-            f"them with torchrun, or tell each its place:\n  {starter.name} ... {self.placing} COMMAND"
-        )
-
-    @property
-    def placing(self) -> str:
-        """What to put before a command so that every process knows its place."""
-        each = self.starter
-        return (
-            f"bash -c 'export RANK=${each.rank} WORLD_SIZE=${each.size} LOCAL_RANK={each.local_rank} "
-            f"LOCAL_WORLD_SIZE={each.local_size} MASTER_ADDR={each.address} MASTER_PORT={each.port}; "
-            """exec "$0" "$@"'"""
-        )
-
-
-def batch_task(env: Mapping[str, str]) -> BatchTask | None:
-    """What a batch system says of this process, where it started more than one of its kind."""
-    for starter in _STARTERS:
-        # A batch script has SLURM's variables as well: of the job, which it is alone to see.
-        if starter.rank not in env or (starter is _SRUN and _SLURM_STEP not in env):
-            continue
-        rank = _whole(env.get(starter.rank, ""))
-        size = _whole(env.get(starter.size, ""))
-        if size is None and starter is _SRUN:
-            size = _whole(env.get("SLURM_NTASKS", ""))
-        if rank is not None and (size or rank + 1) > 1:
-            return BatchTask(starter, rank, size or rank + 1)
-    return None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
 
 
 def _pod_hosts(env: Mapping[str, str]) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 from lockstep import runtime, worker
 from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
+from lockstep.distributed.batch import batch_task
 from lockstep.distributed.signals import interactive
-from lockstep.distributed.topology import Topology, launched
+from lockstep.distributed.topology import Topology, has_rank, launched
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
 from lockstep.launcher import local, room, script
@@ -50,6 +51,8 @@ def launch(
     """
     checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
     topology = Topology.from_env(os.environ) if launched(os.environ) else None
+    if topology is not None and batch_task(os.environ) is not None and not has_rank(os.environ):
+        topology.tell(os.environ)
     if topology is None and getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LaunchError(
             "lockstep.launch was called while a rank was importing the script. "

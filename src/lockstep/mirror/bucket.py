@@ -130,6 +130,9 @@ class Bucket:
         self.delete(f"{path}/{MANIFEST_FILE}")
         for name, _ in self.files(path):
             self.delete(name)
+        if self.url.scheme == "file":  # elsewhere a folder is no more than the names of what is in it
+            with contextlib.suppress(OSError):
+                self._fs.rmdir(self._at(path))
 
     def set_aside_after(self, step: int | None) -> None:
         for newer in [each for each in self.steps() if step is None or each > step]:

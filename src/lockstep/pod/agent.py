@@ -23,7 +23,7 @@ from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, connect_tcp
 from lockstep.distributed.store.server import Server, listen_on_tcp
 from lockstep.distributed.watch.stall import Limits
-from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launcher.local import warm_up
 from lockstep.launcher.plan import available_cores
 from lockstep.mirror import staging
@@ -77,6 +77,8 @@ class Agent:
             if line.trouble is not None or line.quiet > self._patience:
                 return self._without_head(line)
             if self._signals.count and self._order.index:
+                if not word:  # nobody leads yet, and nothing has begun
+                    return INTERRUPTED_EXIT_CODE
                 line.say(asked=True)
             if word.get("attempt", -1) != self._attempt:
                 self._begin(word, line)

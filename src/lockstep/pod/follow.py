@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from lockstep.errors import LockstepError
 from lockstep.pod.transport import Command, Transport
 from lockstep.shown import visible
-from lockstep.terminal import tell
 
 # How long a host may be out of reach before it is given up.
 _PATIENCE_SECONDS = 60.0
@@ -23,6 +23,12 @@ _RETRY_SECONDS = 1.0
 _CHUNK = 64 * 1024
 
 Ask = Callable[[int], list[Command]]  # the command that follows from an offset on
+
+
+class HeadLost(LockstepError):
+    """The host that leads a job is gone: what became of the run, nobody can say."""
+
+    exit_code = 5
 
 
 class Console:
@@ -115,6 +121,4 @@ def follow(transport: Transport, ask: Callable[[int, int], list[Command]], head:
             console.leave()
     if leading.code is not None:
         return leading.code
-    name = transport.workers[head]
-    tell(f"lockstep: {name}, which leads the job, is out of reach: {leading.trouble}")
-    return 5
+    raise HeadLost(f"{transport.workers[head]}, which leads the job, is out of reach: {leading.trouble}")

@@ -53,7 +53,8 @@ class Line:
     def close(self) -> None:
         """Send the last word and end."""
         self._done.set()
-        self._thread.join(2 * GONE_SECONDS if self.trouble is None and self.quiet < GONE_SECONDS else 0.0)
+        connected = bool(self.heard) and self.trouble is None and self.quiet < GONE_SECONDS
+        self._thread.join(2 * GONE_SECONDS if connected else 0.0)
 
     def _talk(self) -> None:
         try:

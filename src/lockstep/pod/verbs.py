@@ -143,9 +143,11 @@ class Pod:
     def start(self, out: Path | Url, record: Record | None = None) -> Record:
         """Bring code and an order to every host and start their agents; with a record, the run in it goes on."""
         folder = record.folder if record is not None else None
-        found = self._reachable(self.inspect(folder, make=True), needed=self.nodes)
-        if record is not None:
-            found = _newest_first(found, record)
+        inspections = self.inspect(folder, make=True)
+        if record is None:
+            found = self._reachable(inspections, needed=self.nodes)
+        else:  # a host that has gone since then is what spares are for
+            found = _newest_first(self._enough(inspections), record)
         self._tell_missing(found)
         order = self._order(found, self._folder(found[0], out, folder), record.url if record is not None else None, out)
         wanted = self.code.digests()
@@ -249,6 +251,11 @@ class Pod:
                 + preflight.table(inspections)
             )
         return good
+
+    def _enough(self, inspections: list[Inspection]) -> list[Inspection]:
+        """Those that can take part, where they are as many as are needed, whichever they are."""
+        good = [each for each in inspections if not each.problems]
+        return good if len(good) >= self.nodes else self._reachable(inspections)
 
     def _tell_missing(self, found: Sequence[Inspection]) -> None:
         missing = [name for index, name in enumerate(self.transport.workers) if index not in {e.index for e in found}]

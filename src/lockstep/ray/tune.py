@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import BasicVariantGenerator
 
 from lockstep.config.load import with_values
-from lockstep.config.plain import columns
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Axis, Sweep
 from lockstep.distributed.signals import Signals
@@ -29,30 +24,12 @@ from lockstep.ray.cluster import Cluster, connected, environment
 from lockstep.ray.controller import resolved, train_on
 from lockstep.ray.screen import say
 from lockstep.record import run_folder
+from lockstep.record.trials import Trial, best_of, conclude, table, text_of, trial_folder
 
-SWEEP_FILE, BEST_FILE = "sweep.json", "best.yaml"
+__all__ = ["Trial", "best_of", "sweep_over", "table"]
+
 # A trial's own process only waits for its workers, which have what they need.
 _TRIAL_RESOURCES = {"memory": 1024 * 1024}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """How one trial went."""
-
-    number: int
-    values: Mapping[str, Any]
-    status: str  # completed, stopped early, pruned, failed
-    epoch: int | None
-    metric: float | None
-    cause: str = ""
-
-    @property
-    def folder(self) -> str:
-        return trial_folder(self.number)
-
-
-def trial_folder(number: int) -> str:
-    return f"trial-{number:05d}"
 
 
 def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
@@ -74,7 +51,7 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
             return INTERRUPTED_EXIT_CODE
     if fit.error is not None:
         raise _explained(fit.error, sweep)
-    return _conclude([_trial(result, sweep, folder) for result in fit.result], sweep, folder)
+    return conclude([_trial(result, sweep, folder) for result in fit.result], sweep, folder, say)
 
 
 def _tuner(config: RunConfig, sweep: Sweep, folder: Path, task: str, cluster: Cluster) -> tune.Tuner:
@@ -140,7 +117,7 @@ class _Shown(tune.Callback):  # type: ignore[misc]
         self._shown: dict[int, Any] = {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        say(f"trial {_number(trial.trial_id)}: {_text(trial.config)}")
+        say(f"trial {_number(trial.trial_id)}: {text_of(trial.config)}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
@@ -164,42 +141,6 @@ def _trial(result: Any, sweep: Sweep, folder: Path) -> Trial:
     return Trial(number, values, status, result.metrics.get("epoch"), metric, cause.strip().split("\n")[0])
 
 
-def _conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path) -> int:
-    trials = sorted(trials, key=lambda each: each.number)
-    (folder / SWEEP_FILE).write_text(json.dumps([asdict(each) for each in trials], indent=1) + "\n", encoding="utf-8")
-    for line in table(trials, sweep):
-        say(line)
-    best = best_of(trials, sweep)
-    if best is None:
-        say("no trial has come to an end that counts")
-        return 5
-    shutil.copy(folder / best.folder / run_folder.CONFIG_FILE, folder / BEST_FILE)
-    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {_text(best.values)}")
-    say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
-    return 0
-
-
-def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
-    """The best of those that were trained to the end, by the metric that they ended with."""
-    measured = [
-        each
-        for each in trials
-        if each.metric is not None and math.isfinite(each.metric) and each.status not in ("failed", "pruned")
-    ]
-    sign = 1 if sweep.mode == "min" else -1
-    return min(measured, key=lambda each: sign * (each.metric or 0.0), default=None)
-
-
-def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:
-    """A line per trial."""
-    rows: list[Sequence[str]] = [("trial", *sweep.space, "epoch", sweep.metric, "status")]
-    for each in trials:
-        values = [_short(each.values.get(name)) for name in sweep.space]
-        status = f"{each.status}: {each.cause}" if each.cause else each.status
-        rows.append((str(each.number), *values, _short(each.epoch), _short(each.metric), status))
-    return columns(rows)
-
-
 def _explained(error: Exception, sweep: Sweep) -> Exception:
     if "metric" in str(error) and sweep.metric in str(error):
         return ConfigError(f"sweep: metric: {sweep.metric!r} is not among what the trials measure: {error}")
@@ -208,11 +149,3 @@ def _explained(error: Exception, sweep: Sweep) -> Exception:
 
 def _number(trial_id: str) -> int:
     return int(trial_id.rpartition("_")[2])
-
-
-def _text(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
-
-
-def _short(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
 from lockstep.mirror.url import Url, place
-from lockstep.start import cluster, local
+from lockstep.start import cluster, local, tasks
 from lockstep.start import folder as folders
 from lockstep.terminal import tell
 
@@ -42,7 +42,17 @@ def train(
     _refuse_while_importing()
     loaded = _loaded(config, values)
     where = place(out, "out:")
-    if _launched():
+    if loaded.launch.type == "ssh" and not tasks.trains_here(loaded, os.environ):
+        raise ConfigError(
+            f"{_CALLER}: launch: ssh starts a run on other hosts, detached from this process: start it with `lockstep "
+            "train CONFIG`, and follow it with `lockstep pod logs`"
+        )
+    if tasks.is_to_be_submitted(loaded, os.environ):
+        raise ConfigError(
+            f"{_CALLER}: launch: slurm puts a run into a queue, and this function returns what a run came to: submit "
+            "with `lockstep train`, or start this program in a job (srun python ...)"
+        )
+    if tasks.trains_here(loaded, os.environ):
         return _as_rank(loaded, where)
     from lockstep.mirror.mirror import mirrored
     from lockstep.record import folder_lock
@@ -76,12 +86,6 @@ def _refuse_while_importing() -> None:
             "lockstep.train was called while a rank was importing the file that calls it. "
             'Put the call under `if __name__ == "__main__":`'
         )
-
-
-def _launched() -> bool:
-    from lockstep.distributed.topology import launched
-
-    return launched(os.environ)
 
 
 def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: Mapping[str, Any]) -> RunConfig:

@@ -77,9 +77,19 @@ def train_as_rank(
     `ended` is told what rank 0 wrote down of the end, and the run's folder; `prepare` is called by rank 0 once it
     holds that.
     """
-    from lockstep import worker
     from lockstep.distributed.topology import Topology
+    from lockstep.start import tasks
 
+    task = tasks.check_processes(config, os.environ)
     topology = Topology.from_env(os.environ)
-    here = config.model_copy(update={"processes": topology.local_world_size})
-    return worker.train(here, topology, make_folder, ended, prepare)
+    if task is not None:
+        tasks.settle_in(config, topology)
+    from lockstep import worker
+
+    # Where hosts have different numbers of tasks, what ranks compare must still be the same.
+    count = topology.local_world_size if task is None else topology.world_size
+    here = config.model_copy(update={"processes": count})
+    if task is None and config.launch.type != "slurm":
+        return worker.train(here, topology, make_folder, ended, prepare)
+    with tasks.telling_failure(topology) as known:
+        return worker.train(here, topology, make_folder, ended, prepare, known.append)

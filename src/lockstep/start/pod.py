@@ -21,14 +21,10 @@ if TYPE_CHECKING:
 
 def train(config: RunConfig, name: str, out: Path | Url) -> int:
     """Push, start and follow; the run's exit code."""
-    from lockstep.pod import record as records
     from lockstep.pod.verbs import Pod
 
     pod = Pod(name, config)
-    started = pod.start(out)
-    records.write(started)
-    _tell_started(pod, started)
-    return follow(pod, started, stops=True)
+    return _to_its_end(pod, pod.start(out))
 
 
 def resume(name: str, config: RunConfig | None = None) -> int:
@@ -49,10 +45,33 @@ def resume(name: str, config: RunConfig | None = None) -> int:
         tell(f"lockstep: changed: {described_change(change)}")
     pod = Pod(name, config)
     pod.make_ready()
-    started = pod.start(Path(), known)
-    records.write(started)
-    _tell_started(pod, started)
-    return follow(pod, started, stops=True)
+    return _to_its_end(pod, pod.start(Path(), known))
+
+
+def _to_its_end(pod: Pod, started: Record) -> int:
+    """Follow a job. Where the host that leads it dies, no agent may take its place: two could, on both sides of a cut
+    link. Whoever started the run can, by another job on the hosts that are left."""
+    from lockstep.errors import LaunchError
+    from lockstep.pod import record as records
+    from lockstep.pod.follow import HeadLost
+
+    restarts = pod.config.launch.max_restarts
+    for restart in range(1, restarts + 2):
+        records.write(started)
+        _tell_started(pod, started)
+        try:
+            return follow(pod, started, stops=True)
+        except HeadLost as lost:
+            if restart > restarts:
+                raise HeadLost(
+                    f"{lost}. Go on where it is back, or by spares: lockstep pod resume {pod.name}"
+                ) from None
+            tell(f"lockstep: {lost}\nlockstep: restarting from the newest checkpoint (restart {restart} of {restarts})")
+            try:
+                started = pod.start(Path(), started)
+            except LaunchError as error:
+                raise HeadLost(f"{lost}; and no other job could be started: {error}") from None
+    raise AssertionError("an attempt returns or is followed by another")
 
 
 def follow(pod: Pod, record: Record, stops: bool) -> int:

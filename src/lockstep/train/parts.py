@@ -7,11 +7,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
 
 from lockstep.config.schema import Component, RunConfig
 from lockstep.errors import ConfigError
-from lockstep.train.task import check_arguments, import_object, task_class
+from lockstep.train.task import check_arguments, import_object, task_class, try_on
 
 
 class CannotImport(ConfigError):
@@ -47,12 +49,14 @@ def _check_optimizer(component: Component) -> None:
     if inspect.isclass(cls) and not issubclass(cls, Optimizer):
         raise ConfigError(f"optimizer: {component.type} is not an optimizer of torch's kind (torch.optim.Optimizer)")
     check_arguments(cls, component.arguments, "optimizer", [])
+    try_on(cls, component.arguments, "optimizer", [Parameter(torch.zeros(1))])
 
 
 def _check_scheduler(component: Component) -> None:
-    check_arguments(
-        _imported(component, "scheduler", _by_path("scheduler")), component.arguments, "scheduler", object()
-    )
+    cls = _imported(component, "scheduler", _by_path("scheduler"))
+    check_arguments(cls, component.arguments, "scheduler", object())
+    # A cyclic schedule of the momentum wants an optimizer that has one.
+    try_on(cls, component.arguments, "scheduler", SGD([Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
 
 
 def _by_path(name: str) -> Callable[[Component], Any]:

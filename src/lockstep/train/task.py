@@ -122,7 +122,23 @@ def task_class(component: Component) -> type[Task]:
 def construct(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> Any:
     """Call a constructor with arguments from the config; arguments that do not fit are named by their YAML path."""
     check_arguments(cls, arguments, path, *positional)
-    return cls(*positional, **arguments)
+    try:
+        return cls(*positional, **arguments)
+    except (TypeError, ValueError, AttributeError) as error:
+        if not _is_of_torch(cls):
+            raise  # the user's own code, whose traceback says more
+        given = ", ".join(f"{path}.{name}: {value!r}" for name, value in arguments.items()) or "no arguments"
+        raise ConfigError(f"{path}: {cls.__name__} cannot be made with {given}: {error}") from None
+
+
+def _is_of_torch(cls: Any) -> bool:
+    return str(getattr(cls, "__module__", "")).startswith("torch.")
+
+
+def try_on(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> None:
+    """Make one of torch's optimizers or schedulers for nothing but to see that its arguments will do."""
+    if _is_of_torch(cls):
+        construct(cls, arguments, path, *positional)
 
 
 def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> None:

@@ -1,0 +1,191 @@
+"""What a batch system or MPI says to every one of the processes that it starts alike: which of them it is.
+
+srun, Open MPI's mpirun, and what speaks PMI (MPICH's and Intel's mpiexec). A process that is alone is nobody's task: it
+starts the processes of a run itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lockstep.distributed.node_list import nodes, tasks_per_node
+from lockstep.errors import TopologyError
+
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+_SLURM_STEP = "SLURM_STEP_ID"
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVSNAME")
+# Ports below those that the system gives away by itself.
+_FIRST_PORT, _PORTS = 15_000, 15_000
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """One of several processes that were started alike, and where they meet."""
+
+    starter: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host_index: int
+    hosts: int
+    address: str
+    port: int
+    host: str | None = None  # its name in the batch system
+    per_host: tuple[int, ...] | None = None
+    attempt: int = 0
+
+    @property
+    def spread(self) -> str:
+        """For messages: `3 tasks of srun (2, 1 on 2 hosts)`."""
+        counts = ", ".join(map(str, self.per_host or ()))
+        where = f" ({f'{counts} ' if counts else ''}on {self.hosts} hosts)" if self.hosts > 1 else ""
+        return f"{self.size} tasks of {self.starter}{where}"
+
+
+def batch_task(env: Mapping[str, str]) -> BatchTask | None:
+    """The place of this process among its like; None where it is alone, or nobody started it so."""
+    for reader in _READERS:
+        found = reader(env)
+        if found is not None:
+            return found if isinstance(found, BatchTask) else None
+    return None
+
+
+def names() -> set[str]:
+    """The variables by which a process knows that it is one of several."""
+    return {
+        _SLURM_STEP, "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS",
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMIX_RANK",
+    }  # fmt: skip
+
+
+class _Alone:
+    """Started by one of them, and the only one."""
+
+
+_Found = BatchTask | _Alone | None
+
+
+def _srun(env: Mapping[str, str]) -> _Found:
+    # A batch script has SLURM's variables as well: of the job, which it is alone to see.
+    if _SLURM_STEP not in env or (rank := _whole(env.get("SLURM_PROCID"))) is None:
+        return None
+    size = _whole(env.get("SLURM_STEP_NUM_TASKS")) or _whole(env.get("SLURM_NTASKS"))
+    if size is None:
+        raise _unknown_size("srun", "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS")
+    if size == 1:
+        return _Alone()
+    counts = tasks_per_node(_told(env, "SLURM_STEP_TASKS_PER_NODE", "srun"))
+    listed = nodes(_told(env, "SLURM_STEP_NODELIST", "srun"))
+    node, local_rank = (_number(env, name, "srun") for name in ("SLURM_NODEID", "SLURM_LOCALID"))
+    if sum(counts) != size or len(counts) != len(listed) or node >= len(counts):
+        raise TopologyError(
+            f"SLURM's variables contradict each other: SLURM_STEP_NUM_TASKS={size}, SLURM_NODEID={node}, "
+            f"SLURM_STEP_TASKS_PER_NODE={env['SLURM_STEP_TASKS_PER_NODE']}, "
+            f"SLURM_STEP_NODELIST={env['SLURM_STEP_NODELIST']}. They are those of another step: start the command with "
+            "srun, and do not set them by hand"
+        )
+    return BatchTask(
+        "srun", rank, size, local_rank, counts[node], node, len(listed),
+        address=env.get(ADDRESS) or (listed[0] if len(listed) > 1 else "127.0.0.1"),
+        port=_port(env, f"{env.get('SLURM_JOB_ID', '')}.{env[_SLURM_STEP]}"),
+        host=listed[node],
+        per_host=tuple(counts),
+        attempt=_whole(env.get("SLURM_RESTART_COUNT")) or 0,
+    )  # fmt: skip
+
+
+def _open_mpi(env: Mapping[str, str]) -> _Found:
+    rank, size = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return _mpi(env, "mpirun", rank, size, *local)
+
+
+def _hydra(env: Mapping[str, str]) -> _Found:
+    """mpiexec of MPICH and Intel: it starts its own servants with srun, whose variables then mean nothing here."""
+    return _pmi(env) if "MPI_LOCALNRANKS" in env else None
+
+
+def _pmi(env: Mapping[str, str]) -> _Found:
+    return _mpi(env, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _mpi(env: Mapping[str, str], starter: str, rank_is: str, size_is: str, local_rank_is: str, local_is: str) -> _Found:
+    if (rank := _whole(env.get(rank_is))) is None:
+        return None
+    if (size := _whole(env.get(size_is))) is None:
+        raise _unknown_size(starter, rank_is, rank, size_is)
+    if size == 1:
+        return _Alone()
+    local_size, local_rank = _number(env, local_is, starter), _number(env, local_rank_is, starter)
+    if not 0 < local_size <= size or local_rank >= local_size or rank >= size:
+        raise TopologyError(
+            f"what {starter} says contradicts itself: {rank_is}={rank}, {size_is}={size}, "
+            f"{local_rank_is}={local_rank}, {local_is}={local_size}"
+        )
+    several = local_size < size
+    if several and not env.get(ADDRESS):
+        raise TopologyError(
+            f"this is process {rank} of {size} that {starter} started on several hosts ({local_is}={local_size}), and "
+            f"it does not say where rank 0 is: set {ADDRESS} to the name of the first host for all of them "
+            f"({starter} {_passing(starter)} ...)"
+        )
+    # MPI names no hosts: how many there are is what follows if all have as many processes as this one.
+    return BatchTask(
+        starter, rank, size, local_rank, local_size, rank // local_size, -(-size // local_size),
+        address=env.get(ADDRESS) or "127.0.0.1",
+        port=_port(env, next((env[name] for name in _MPI_JOB if name in env), "")),
+    )  # fmt: skip
+
+
+def _passing(starter: str) -> str:
+    return f"-x {ADDRESS}=FIRST_HOST -x LOCKSTEP_SECRET" if starter == "mpirun" else f"-genv {ADDRESS} FIRST_HOST"
+
+
+def _pmix(env: Mapping[str, str]) -> _Found:
+    if (rank := _whole(env.get("PMIX_RANK"))) is None:
+        return None
+    raise _unknown_size("what speaks PMIx", "PMIX_RANK", rank, "a size, which only its library tells")
+
+
+# mpirun and mpiexec start their own servants by srun in an allocation, so that its variables are there too: of the
+# servant. srun may speak PMI itself, and knows more than that says.
+_READERS: tuple[Callable[[Mapping[str, str]], _Found], ...] = (_open_mpi, _hydra, _srun, _pmi, _pmix)
+
+
+def _unknown_size(starter: str, rank_is: str, rank: int, missing: str) -> TopologyError:
+    return TopologyError(
+        f"this is process {rank} that {starter} started ({rank_is}={rank}), but nothing says of how many ({missing} is "
+        "not set), so that each of them would train a run of its own. Start one, which starts a process per device of "
+        "its host; or use srun, mpirun or torchrun; or tell each its place: RANK, WORLD_SIZE, LOCAL_RANK, "
+        "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    )
+
+
+def _told(env: Mapping[str, str], name: str, starter: str) -> str:
+    text = env.get(name)
+    if not text:
+        raise TopologyError(f"{starter} started this process as one of several, but {name} is not set")
+    return text
+
+
+def _number(env: Mapping[str, str], name: str, starter: str) -> int:
+    found = _whole(text := _told(env, name, starter))
+    if found is None:
+        raise TopologyError(f"{name}={text!r} in the environment is not a whole number")
+    return found
+
+
+def _port(env: Mapping[str, str], job: str) -> int:
+    """The port that is set; else one that all processes of a job come to by themselves, and other jobs seldom."""
+    if (text := env.get(PORT)) is not None:
+        return _number(env, PORT, text)
+    return _FIRST_PORT + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4]) % _PORTS
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 19 else None

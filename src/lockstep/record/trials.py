@@ -1,0 +1,141 @@
+"""The trials of a sweep: how each of them went, which is the best, and the table of them all."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.load import read, to_yaml, validate
+from lockstep.config.plain import columns
+from lockstep.config.sweep import Sweep
+from lockstep.config.text_file import LONGEST_RECORD, read_text
+from lockstep.errors import ConfigError
+from lockstep.record import run_folder
+
+SWEEP_FILE, BEST_FILE, DEFINITION_FILE = "sweep.json", "best.yaml", "sweep.yaml"
+_TO_THE_END = ("completed", "stopped early")
+_ENDED = (*_TO_THE_END, "pruned", "failed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one trial went."""
+
+    number: int
+    values: Mapping[str, Any]
+    status: str  # completed, stopped early, pruned, failed; or queued, running, preempted, interrupted
+    epoch: int | None
+    metric: float | None
+    cause: str = ""
+
+    @property
+    def folder(self) -> str:
+        return trial_folder(self.number)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in _ENDED
+
+
+def trial_folder(number: int) -> str:
+    return f"trial-{number:05d}"
+
+
+def write_sweep(folder: Path, sweep: Sweep) -> None:
+    """What the trials of a folder are trials of."""
+    text = "# What was swept over. `lockstep sweep` reads it.\n" + to_yaml(
+        sweep.model_dump(mode="json", exclude_unset=True)
+    )
+    run_folder.write_text(folder / DEFINITION_FILE, text)
+
+
+def read_sweep(folder: Path) -> Sweep:
+    file = folder / DEFINITION_FILE
+    if not file.is_file():
+        there = "there is no such folder" if not folder.is_dir() else f"it holds no {DEFINITION_FILE}"
+        raise ConfigError(f"{folder} is not the folder of a sweep: {there}")
+    raw, places = read(file)
+    return validate(Sweep, raw, places, str(file))
+
+
+def read_trials(folder: Path, metric: str) -> list[Trial]:
+    """The trials of a sweep, each as its run's own folder has it by now."""
+    file = folder / SWEEP_FILE
+    try:
+        listed = json.loads(read_text(file, LONGEST_RECORD))
+        trials = [Trial(**each) for each in listed]
+        numbers = [each.number for each in trials]
+        if not all(isinstance(each, int) for each in numbers) or not all(isinstance(t.values, dict) for t in trials):
+            raise TypeError("a trial has a number and values")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file}: does not list the trials of a sweep: {error}") from None
+    return [_as_it_is(each, folder, metric) for each in trials]
+
+
+def _as_it_is(trial: Trial, folder: Path, metric: str) -> Trial:
+    summary = run_folder.read_summary(folder / trial.folder)
+    if not summary:
+        return trial
+    metrics, epoch = summary.get("metrics"), summary.get("epoch")
+    value = metrics.get(metric) if isinstance(metrics, dict) else None
+    status = str(summary.get("status"))
+    cause = str(summary.get("reason") or "").strip().split("\n")[0] if status == "failed" else ""
+    return replace(
+        trial,
+        status=status,
+        epoch=epoch if isinstance(epoch, int) else None,
+        metric=float(value) if isinstance(value, (int, float)) else None,
+        cause=cause,
+    )
+
+
+def write_trials(folder: Path, trials: Sequence[Trial]) -> None:
+    run_folder.write_text(folder / SWEEP_FILE, json.dumps([asdict(each) for each in trials], indent=1) + "\n")
+
+
+def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[[str], None]) -> int:
+    """Write down what came of the trials, and say it; the exit code."""
+    trials = sorted(trials, key=lambda each: each.number)
+    write_trials(folder, trials)
+    for line in table(trials, sweep):
+        say(line)
+    best = best_of(trials, sweep)
+    if best is None:
+        say("no trial has come to an end that counts")
+        return 5
+    shutil.copy(folder / best.folder / run_folder.CONFIG_FILE, folder / BEST_FILE)
+    say(f"best: trial {best.number}, {sweep.metric} {best.metric:.4g} with {text_of(best.values)}")
+    say(f"its config: {folder / BEST_FILE}; its run: {folder / best.folder}")
+    return 0
+
+
+def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
+    """The best of those that were trained to the end, by the metric that they ended with."""
+    measured = [
+        each for each in trials if each.metric is not None and math.isfinite(each.metric) and each.status in _TO_THE_END
+    ]
+    sign = 1 if sweep.mode == "min" else -1
+    return min(measured, key=lambda each: sign * (each.metric or 0.0), default=None)
+
+
+def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:
+    """A line per trial."""
+    rows: list[Sequence[str]] = [("trial", *sweep.space, "epoch", sweep.metric, "status")]
+    for each in trials:
+        values = [_short(each.values.get(name)) for name in sweep.space]
+        status = f"{each.status}: {each.cause}" if each.cause else each.status
+        rows.append((str(each.number), *values, _short(each.epoch), _short(each.metric), status))
+    return columns(rows)
+
+
+def text_of(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
