@@ -7,6 +7,10 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.options import SET
+
+_OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
+
 
 @click.command()
 @click.option(
@@ -15,11 +19,30 @@ import click
 @click.option("--processes", type=click.IntRange(min=1), default=None, help="Start so many and measure how they talk.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are to be made.")
 @click.option("--limit", type=click.FloatRange(min=1), default=60.0, help="Seconds that any one wait may take.")
+@click.option(
+    "--hosts", metavar="CONFIG|A,B,C", help="Look at these hosts instead, by SSH: those of a config, or of a list."
+)
+@SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: float, as_json: bool) -> None:
+@click.pass_context
+def doctor(
+    context: click.Context,
+    runtimes: tuple[str, ...],
+    processes: int | None,
+    out: Path,
+    limit: float,
+    hosts: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Say what is installed, what works on this machine, and what to do about what does not."""
     from lockstep.doctor import report
     from lockstep.doctor.check import exit_code, overall
+
+    if hosts is not None:
+        _of_hosts(context, hosts, overrides, as_json)
+    if overrides:
+        raise click.UsageError("--set changes the config of --hosts, which is not given")
     from lockstep.doctor.examine import examine
 
     asked = ["cuda" if name == "gpu" else name for name in runtimes]
@@ -30,3 +53,24 @@ def doctor(runtimes: tuple[str, ...], processes: int | None, out: Path, limit: f
             click.echo(report.text(check))
     click.echo(report.as_json(checks) if as_json else report.conclusion(checks))
     sys.exit(exit_code(overall(checks)))
+
+
+def _of_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """A table with a verdict per host; this machine is only where it is looked from."""
+    from lockstep.doctor import hosts as looking
+    from lockstep.doctor import report
+    from lockstep.doctor.check import exit_code, overall
+    from lockstep.pod import preflight
+
+    for name, option in _OF_THIS_MACHINE.items():
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{option} is about this machine, and --hosts looks at others: give one of them")
+    inspections = looking.pod_of(hosts, overrides).inspect()
+    checks = looking.checks(inspections)
+    code = exit_code(overall(checks))
+    if as_json:
+        click.echo(report.as_json(checks))
+    else:
+        click.echo(preflight.table(inspections))
+        click.echo(report.conclusion(checks) if code else "all hosts can take part")
+    sys.exit(code)

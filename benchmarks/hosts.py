@@ -1,0 +1,245 @@
+"""Several hosts: how long a start, a push and the replacement of a host take, on hosts made of network namespaces.
+
+Four ranks on three hosts, reached by real sshd servers: `launch: ssh` beside torchrun by hand over ssh. Needs root.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import report
+import yaml
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+from host_network import Network, why_not  # noqa: E402  the hosts of the tests
+
+NAMES = ("anna", "bert", "carl", "dora")  # the last one is a spare
+RANKS = {"anna": 2, "bert": 1, "carl": 1}
+FILES = 1000
+LIMIT = 120.0
+
+STARTS = {"torchrun": "`torchrun`, by hand over ssh", "lockstep": "`lockstep train` with `launch: ssh`"}
+PUSHES = {"all": f"all of {FILES} files", "nothing": f"nothing of {FILES} files has changed", "one": "one has changed"}
+DEATHS = {"die": "its processes are killed: connections close", "die_silently": "it falls silent: nobody is told"}
+
+NOTES = f"""\
+Three hosts, and a client, that are network namespaces of this machine with an sshd each. First step: from the command
+to the end of the first optimizer step on rank 0, of four ranks (2, 1 and 1), with CPU, gloo and one thread each; both
+train the network and data of benchmarks/workload.py. torchrun gets its three commands at once, by three ssh, with the
+address, the port and the script that it needs on the hosts already; Lockstep's side looks at the hosts, brings the
+code there, starts agents, holds the roll call, and ends with a checkpoint. Push: the whole command `lockstep pod
+push`, to three hosts, of {FILES} files of 2 kB. Replaced: from the death of the third host to the next step, with a
+fourth in its place; noticed: to the message that names it. Nothing is heard of a host that falls silent for 10 s
+before it is given up. Medians, with the slowest in brackets."""
+
+
+class Bench:
+    """The hosts, the client and a folder of its own."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network, self.folder = network, folder
+        self._numbers = itertools.count()
+        folders = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
+        self._env = {**os.environ, **folders, "OMP_NUM_THREADS": "1"}
+
+    def fresh(self) -> Path:
+        made = self.folder / f"case-{next(self._numbers)}"
+        made.mkdir()
+        return made
+
+    def config(self, folder: Path, **values: Any) -> Path:
+        """Of a run on the three hosts; its pod has the name of the folder."""
+        config = {
+            "name": folder.name,
+            "task": {"type": f"{HERE / 'startup_task.py'}:Stamped", "file": str(folder / "stamp")},
+            "runtime": "cpu",
+            "processes": sum(RANKS.values()),
+            "train": {"steps": 1, "batch_size": 128},
+            "checkpoint": {"every": None},
+            "launch": {"type": "ssh", "hosts": list(RANKS), "threads": 1},
+            "pod": {"python": sys.executable, "directory": str(self.network.disk)},
+        }
+        file = folder / "config.yaml"
+        file.write_text(yaml.safe_dump({**config, **values}), encoding="utf-8")
+        return file
+
+    @contextmanager
+    def started(self, *argv: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        """A command of the client, and the file that its output goes to."""
+        said = self.fresh() / "output"
+        with said.open("wb") as out:
+            process = subprocess.Popen(
+                self.network.client.enter(*argv), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self._env
+            )
+        try:
+            yield process, said
+        finally:
+            process.kill()
+            process.wait(10)
+
+    def run(self, *argv: str) -> None:
+        with self.started(*argv) as (process, said):
+            try:
+                code = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                code = None
+            if code:
+                raise report.MeasurementFailed(f"{shlex.join(argv)}\n{said.read_text()[-6000:]}\nexit code {code}")
+
+    def lockstep(self, *argv: str | Path) -> None:
+        self.run(*report.lockstep(), *map(str, argv))
+
+
+def start(bench: Bench, name: str) -> tuple[float, float]:
+    """Seconds to the first step and to the end of the command."""
+    folder = bench.fresh()
+    config, stamp = bench.config(folder), folder / "stamp"
+    began = time.time()
+    if name == "lockstep":
+        bench.lockstep("train", config)
+    else:
+        bench.run("sh", "-c", by_hand(bench.network, stamp))
+    return float(stamp.read_text(encoding="ascii")) - began, time.time() - began
+
+
+def by_hand(network: Network, stamp: Path) -> str:
+    """What one would type: torchrun on every host, in the background, and wait for all of them."""
+    address, lines = network.hosts["anna"].address, []
+    for number, (host, ranks) in enumerate(RANKS.items()):
+        torchrun = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(RANKS)}", f"--node_rank={number}",
+            f"--nproc_per_node={ranks}", f"--master_addr={address}", "--master_port=29600",
+            str(HERE / "startup_plain.py"), str(stamp),
+        ]  # fmt: skip
+        there = f"OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 {shlex.join(torchrun)}"
+        lines.append(f"{shlex.join(['ssh', host, there])} &")
+    return "\n".join([*lines, "wait"])
+
+
+class Pushing:
+    """A folder of many files, which the hosts have once it was pushed."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench, self._folder, self._count = bench, bench.fresh(), 0
+        (self._folder / "task.py").write_text("class MyTask: pass\n", encoding="ascii")
+        for number in range(FILES - 2):  # with the task and the config
+            file = self._folder / f"package_{number % 20}" / f"module_{number}.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"# {number}\n".ljust(2000, "#"), encoding="ascii")
+        self._config = bench.config(self._folder, task="task.py:MyTask")
+
+    def __call__(self, case: str) -> float:
+        self._count += 1
+        pod = f"all-{self._count}" if case == "all" else "pushed"
+        if case != "all":
+            self._bench.lockstep("pod", "push", pod, "--config", self._config)
+        if case == "one":
+            (self._folder / "package_7" / "module_7.py").write_text(f"# again: {self._count}\n", encoding="ascii")
+        began = time.time()
+        self._bench.lockstep("pod", "push", pod, "--config", self._config)
+        return time.time() - began
+
+
+def replace(bench: Bench, how: str) -> tuple[float, float]:
+    """Seconds from the death of a host until it is told, and until the next step with the spare."""
+    bench.network.restore()
+    folder = bench.fresh()
+    stamp = folder / "stamp"
+    launch = {"type": "ssh", "hosts": list(NAMES), "nodes": len(RANKS), "threads": 1, "max_restarts": 1}
+    config = bench.config(
+        folder, train={"steps": 10**6, "batch_size": 128}, checkpoint={"every": "20 steps"}, launch=launch
+    )
+    runs = bench.network.hosts["anna"].disk / folder.name / "runs"
+    with bench.started(*report.lockstep(), "train", str(config)) as (_, said):
+        wait_for(lambda: any(runs.glob("*/checkpoints/step-*")), said)
+        died = time.time()
+        getattr(bench.network.hosts["carl"], how)()
+        wait_for(lambda: "in the place of carl" in said.read_text(), said)
+        noticed = time.time()
+        wait_for(lambda: last_step(stamp) > noticed, said)
+        stepped = last_step(stamp)
+    for _ in range(2):
+        bench.lockstep("pod", "stop", folder.name, "--now")
+    wait_for(lambda: not any(host.processes("lockstep") for host in bench.network.hosts.values() if host.is_up), said)
+    return noticed - died, stepped - died
+
+
+def last_step(stamp: Path) -> float:
+    """When rank 0 finished a step; it may be writing it down at this moment."""
+    try:
+        return float(stamp.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0.0
+
+
+def wait_for(what: Callable[[], object], said: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not what():
+        if time.monotonic() > deadline:
+            raise report.MeasurementFailed(f"has not come after {LIMIT:g} s\n{said.read_text()[-6000:]}")
+        time.sleep(0.01)
+
+
+def shown(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} s ({max(values):.2f})"
+
+
+def tables(found: dict[str, list[Any]]) -> str:
+    reference = statistics.median(first for first, _ in found["torchrun"])
+    starts = [
+        [title, shown([a for a, _ in found[name]]), f"{statistics.median(a for a, _ in found[name]) / reference:.2f}",
+         shown([b for _, b in found[name]])]
+        for name, title in STARTS.items()
+    ]  # fmt: skip
+    pushes = [[title, shown(found[name])] for name, title in PUSHES.items()]
+    deaths = [
+        [title, shown([a for a, _ in found[name]]), shown([b for _, b in found[name]])]
+        for name, title in DEATHS.items()
+    ]  # fmt: skip
+    return "\n\n".join([
+        report.table(["three hosts, four ranks", "first step", "to torchrun", "end of the command"], starts),
+        report.table(["`lockstep pod push` to three hosts", "seconds"], pushes),
+        report.table(["a host dies, and a spare is there", "noticed", "next step"], deaths),
+    ])  # fmt: skip
+
+
+def main() -> None:
+    parser = report.options(__doc__, repeats=5)
+    chosen = report.parse(parser)
+    reason = why_not()
+    if reason is not None:
+        print(f"nothing was measured: {reason}", file=sys.stderr)
+        return
+    found: dict[str, list[Any]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        network = Network(Path(folder) / "network")
+        try:
+            network.add(*NAMES)
+            network.client  # noqa: B018  made where it is first asked for
+            bench = Bench(network, Path(folder))
+            push = Pushing(bench)
+            for case in report.interleaved([*STARTS, *PUSHES, *DEATHS], chosen):
+                network.restore()
+                measure = {**dict.fromkeys(STARTS, start), **dict.fromkeys(DEATHS, replace)}.get(case)
+                found[case].append(measure(bench, case) if measure else push(case))
+        finally:
+            network.close()
+    busy = f"load average over five minutes at the end: {os.getloadavg()[1]:.1f}"
+    report.publish(f"{tables(found)}\n\n{NOTES}\n\n{busy}", {"found": found, "load": os.getloadavg()}, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
