@@ -42,8 +42,9 @@ def under_way(laptop: Laptop, pod: str, started: subprocess.Popen[str], steps: i
 @pytest.mark.requirement("P07")
 @pytest.mark.requirement("P01")
 def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path) -> None:
-    started = laptop.start("train", laptop.config())
-    stranger = _knock(laptop, under_way(laptop, "tiny", started))
+    started = laptop.start("train", laptop.config(task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.2}))
+    run = under_way(laptop, "tiny", started)
+    stranger, open_ports = _knock(laptop, run), _open_to_others(laptop)
     out, _ = started.communicate(timeout=120)
     assert started.returncode == 0, out
     (run,) = laptop.runs("anna", "tiny")
@@ -59,6 +60,8 @@ def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path
     assert (elsewhere / "logs" / "rank-2.log").exists()
     # Whoever does not know the run's secret is sent away, and named.
     assert stranger == b"", "the store answered a stranger"
+    order = json.loads(next((run.parents[1] / "jobs").glob("*/order.json")).read_text())
+    assert set(open_ports) <= {22, order["port"]}, "gloo takes connections of strangers"
     (console,) = (laptop.network.hosts["anna"].disk / "tiny" / "jobs").glob("*/console.log")
     assert "10.77.0.14" in console.read_text()
     pulled = laptop.run("pod", "pull", "tiny")
@@ -68,6 +71,19 @@ def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path
     assert not differences(here, one_machine)
     for host in laptop.network.hosts.values():
         assert not host.processes("lockstep")
+
+
+def _open_to_others(laptop: Laptop) -> list[int]:
+    """The ports of the first host that a stranger gets an answer from, while a run is at work there."""
+    anna = laptop.network.hosts["anna"]
+    ports = sorted({int(line.split()[3].rpartition(":")[2]) for line in anna.run("ss", "-Hltn").splitlines()})
+    program = (
+        "import socket, sys\n"
+        f"for port in {ports}:\n"
+        f"    try: socket.create_connection(({anna.address!r}, port), 1).close(); print(port)\n"
+        "    except OSError: pass\n"
+    )
+    return [int(port) for port in laptop.network.hosts["dora"].run(sys.executable, "-c", program).split()]
 
 
 def _knock(laptop: Laptop, run: Path) -> bytes:
