@@ -150,7 +150,8 @@ def _supervise(
         if ended is not None and ended.without_server is not None:
             return Result(5, failure=Failure(0, socket.gethostname(), ended.without_server, 5, concerns_all_ranks=True))
         if ended is not None and ended.exit_codes:
-            return _failed(error_files, ended.exit_codes, stopping=asked > 0)
+            # Not only once it was passed on: a signal to the whole group reaches ranks by itself.
+            return _failed(error_files, ended.exit_codes, stopping=signals.count > 0)
         if ended is not None:
             return _returned(ended)
         if signals.count > asked:
