@@ -30,9 +30,11 @@ def differences(run: Path, reference: Path) -> list[str]:
     return found + [name for name in others if not torch.equal(weights[name], others[name])]
 
 
-def under_way(laptop: Laptop, pod: str, steps: int = 4, host: str = "anna") -> Path:
+def under_way(laptop: Laptop, pod: str, started: subprocess.Popen[str], steps: int = 4) -> Path:
     """Once the run has saved its first checkpoint."""
-    run = wait_until(lambda: laptop.runs(host, pod), what="the run's folder")[-1]
+    wait_until(lambda: laptop.runs("anna", pod) or started.poll() is not None, what="the run's folder")
+    assert laptop.runs("anna", pod), started.communicate()[0]
+    run = laptop.runs("anna", pod)[-1]
     return Path(wait_until(lambda: steps_saved(run) and max(steps_saved(run)) >= steps and run, what="a checkpoint"))
 
 
@@ -40,8 +42,9 @@ def under_way(laptop: Laptop, pod: str, steps: int = 4, host: str = "anna") -> P
 @pytest.mark.requirement("P07")
 @pytest.mark.requirement("P01")
 def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path) -> None:
-    started = laptop.start("train", laptop.config())
-    stranger = _knock(laptop, under_way(laptop, "tiny"))
+    started = laptop.start("train", laptop.config(task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.2}))
+    run = under_way(laptop, "tiny", started)
+    stranger, open_ports = _knock(laptop, run), _open_to_others(laptop)
     out, _ = started.communicate(timeout=120)
     assert started.returncode == 0, out
     (run,) = laptop.runs("anna", "tiny")
@@ -57,6 +60,8 @@ def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path
     assert (elsewhere / "logs" / "rank-2.log").exists()
     # Whoever does not know the run's secret is sent away, and named.
     assert stranger == b"", "the store answered a stranger"
+    order = json.loads(next((run.parents[1] / "jobs").glob("*/order.json")).read_text())
+    assert set(open_ports) <= {22, order["port"]}, "gloo takes connections of strangers"
     (console,) = (laptop.network.hosts["anna"].disk / "tiny" / "jobs").glob("*/console.log")
     assert "10.77.0.14" in console.read_text()
     pulled = laptop.run("pod", "pull", "tiny")
@@ -66,6 +71,19 @@ def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path
     assert not differences(here, one_machine)
     for host in laptop.network.hosts.values():
         assert not host.processes("lockstep")
+
+
+def _open_to_others(laptop: Laptop) -> list[int]:
+    """The ports of the first host that a stranger gets an answer from, while a run is at work there."""
+    anna = laptop.network.hosts["anna"]
+    ports = sorted({int(line.split()[3].rpartition(":")[2]) for line in anna.run("ss", "-Hltn").splitlines()})
+    program = (
+        "import socket, sys\n"
+        f"for port in {ports}:\n"
+        f"    try: socket.create_connection(({anna.address!r}, port), 1).close(); print(port)\n"
+        "    except OSError: pass\n"
+    )
+    return [int(port) for port in laptop.network.hosts["dora"].run(sys.executable, "-c", program).split()]
 
 
 def _knock(laptop: Laptop, run: Path) -> bytes:
@@ -96,7 +114,7 @@ def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop
     assert json.loads(told.out.splitlines()[-1].removeprefix("[bert] ")) == nasty
     assert "may hang" in told.text
     client = laptop.start("train", config, "--pod", "verbs")
-    run = under_way(laptop, "verbs")
+    run = under_way(laptop, "verbs", client)
     assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
     client.kill()
     client.wait(10)
@@ -129,7 +147,7 @@ def test_a_spare_takes_the_place_of_a_host_that_dies(laptop: Laptop, one_machine
         task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.3},
     )  # fmt: skip
     started = laptop.start("train", config)
-    run = under_way(laptop, "spare")
+    run = under_way(laptop, "spare", started)
     laptop.network.hosts["carl"].die_silently()
     out, _ = started.communicate(timeout=120)
     assert started.returncode == 0, out
@@ -142,7 +160,7 @@ def test_a_spare_takes_the_place_of_a_host_that_dies(laptop: Laptop, one_machine
 def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
     config = laptop.config("cut", task={"type": "tasks.py:Tiny", "sleep": 0.3})
     started = laptop.start("train", config)
-    under_way(laptop, "cut")
+    under_way(laptop, "cut", started)
     bert = laptop.network.hosts["bert"]
     bert.cut()
     began = time.monotonic()
@@ -256,7 +274,7 @@ def test_ranks_run_in_a_container_where_the_pod_has_one(laptop: Laptop, one_mach
         task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.2},
     )  # fmt: skip
     started = laptop.start("train", config)
-    run = under_way(laptop, "boxed")
+    run = under_way(laptop, "boxed", started)
     assert laptop.run("pod", "stop", "boxed").code == 0
     out, _ = started.communicate(timeout=60)
     assert started.returncode == 75, out
@@ -298,7 +316,7 @@ def test_a_spare_leads_where_the_first_host_dies_and_the_folder_is_shared(laptop
 def test_a_host_that_is_to_be_taken_away_has_the_run_saved(laptop: Laptop) -> None:
     """What a cloud does to a spot host: SIGTERM to its processes."""
     started = laptop.start("train", laptop.config("spot", task={"type": "tasks.py:Tiny", "sleep": 0.4}))
-    run = under_way(laptop, "spot")
+    run = under_way(laptop, "spot", started)
     (agent,) = laptop.network.hosts["bert"].processes("lockstep.pod.agent")[:1]
     agent.send_signal(signal.SIGTERM)
     out, _ = started.communicate(timeout=60)

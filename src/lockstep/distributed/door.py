@@ -1,8 +1,8 @@
 """Closes the door that gloo leaves open.
 
 Every gloo group listens at a TCP port, asks nobody who they are, takes the first connection that sends the right small
-number for a rank, and brings its process down where there are too many. Where all ranks are on one host they connect at
-once; then no more connections are taken, and those that there are must be of this user.
+number for a rank, and brings its process down where there are too many. Up to a few dozen ranks connect at once; then no
+more connections are taken, and those that there are, where both ends are on this host, must be of this user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from lockstep.distributed.peers import established
 from lockstep.errors import RollCallError
 
-# Beyond this, a connection between every two ranks of a host costs more than it is worth.
+# Beyond this, a connection between every two ranks costs more than it is worth.
 MOST_RANKS = 32
 _SO_ATTACH_FILTER = 26
 _LINUX = sys.platform.startswith("linux")

@@ -7,8 +7,8 @@ serves at the address where ranks meet, and asks for the secret of the run.
 
 Growth with the number of ranks: the store has two connections from every rank. Gloo connects ranks only when they
 first talk: a gathering goes round in a ring, so every rank is connected to two others, and a broadcast of a long
-message adds about log2(N) more. Nobody but the store is ever connected to all. On one host, up to a few dozen ranks
-connect at once, so that gloo can be closed to others (door.py).
+message adds about log2(N) more. Nobody but the store is ever connected to all. Up to a few dozen ranks connect at once,
+so that gloo can be closed to others (door.py).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _connect_at_once(topology: Topology) -> bool:
     """Whether gloo connects every two ranks at the beginning, and not those that talk when they do."""
     if _LAZY in os.environ:
         return os.environ[_LAZY] in ("", "0")
-    return topology.host_count == 1 and topology.world_size <= door.MOST_RANKS
+    return topology.world_size <= door.MOST_RANKS
 
 
 def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:

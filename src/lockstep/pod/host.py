@@ -233,10 +233,10 @@ def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
     if config is None:
         return None
     from lockstep import runtime
-    from lockstep.config.schema import RunConfig
+    from lockstep.config.schema import RunSettings
 
     try:
-        family, count = runtime.resolve(RunConfig.model_validate({**config, "processes": "auto"}))
+        family, count = runtime.resolve(RunSettings.model_validate(config))
     except LockstepError as error:
         return {"error": str(error)}
     return {"runtime": family, "processes": count}

@@ -1,126 +1,38 @@
-"""What can be done with a pod: every verb is made of commands for its transport, which a dry run prints instead."""
+"""What can be done with a pod: its commands, carried out on all hosts or on none."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import shutil
-import tarfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.config.schema import RunConfig
 from lockstep.distributed.store.secret import fresh
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.mirror.url import Url
-from lockstep.pod import accelerators, archive, container, hosts, preflight, startup
+from lockstep.pod import accelerators, archive, preflight, pulled
+from lockstep.pod.commands import READY_SECONDS, PodCommands
 from lockstep.pod.execute import Done, execute
-from lockstep.pod.folder import checked_name
 from lockstep.pod.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud, state
 from lockstep.pod.order import Host, Order
 from lockstep.pod.preflight import Inspection, answered
-from lockstep.pod.record import Record, archive_of, plain, startup_of
-from lockstep.pod.ssh import Ssh, require_ssh
-from lockstep.pod.transport import Command, Transport
+from lockstep.pod.record import Record, archive_of, plain
 from lockstep.terminal import tell
 
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 120.0, 1800.0
 _FOLLOW_SECONDS = 365 * 24 * 3600.0
-# How long the start-up script of a host may take, and how often a pod that is not ready is looked at.
-_READY_SECONDS, _LOOK_AGAIN_SECONDS = 1200.0, 10.0
+_LOOK_AGAIN_SECONDS = 10.0  # at a pod that is not ready
 
 
 class NotAll(LaunchError):
     """Some hosts cannot take part, so none does."""
 
 
-@dataclass(frozen=True)
-class Code:
-    """The files that travel, and how the task is called on the hosts."""
-
-    folder: Path | None
-    task: str
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Code:
-        module, _, name = config.task.type.rpartition(":")
-        if not module.endswith(".py"):
-            return cls(None, config.task.type)  # a module that is installed on the hosts too
-        return cls(Path(module).parent, f"{Path(module).name}:{name}")
-
-    def digests(self) -> dict[str, str]:
-        return archive.digests(self.folder) if self.folder is not None else {}
-
-    def task_there(self, path: str) -> str:
-        return self.task if self.folder is None else str(PurePosixPath(path) / "code" / self.task)
-
-
-class Pod:
-    """The hosts of a config, under a name."""
-
-    def __init__(self, name: str, config: RunConfig, transport: Transport | None = None) -> None:
-        self.name, self.config = checked_name(name), config
-        self.code = Code.of(config)
-        self.transport = transport or _transport(name, config)
-
-    @property
-    def on_cloud(self) -> bool:
-        return self.config.pod.type == "gcloud"
-
-    def host_command(self, verb: str, **asked: Any) -> list[str]:
-        """What asks a host: our own program there, in a container where the pod has one."""
-        settings = self.config.pod
-        question = {"directory": settings.directory, "pod": self.name, **asked}
-        argv = [_without_home(settings.python), "-P", "-m", "lockstep.pod.host", verb, json.dumps(question)]
-        return argv if settings.container is None else container.run(settings, argv, workdir="/", named=False)
-
-    # Commands, as data.
-
-    def asking(self, verb: str, worker: int | None = None, **asked: Any) -> list[Command]:
-        """The same question to one worker or to each of them: whose answer it is has to be known."""
-        argv = self.host_command(verb, **asked)
-        chosen = range(len(self.transport.workers)) if worker is None else [worker]
-        return [command for each in chosen for command in self.transport.run(argv, each)]
-
-    def inspecting(self, folder: str | None = None, make: bool = False) -> list[Command]:
-        config = {key: value for key, value in plain(self.config).items() if value is not None}
-        return self.asking("inspect", config=config, network=self.config.launch.network, folder=folder, make=make)
-
-    def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
-        there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
-        return self.transport.copy(file or archive_of(self.name), there, worker)
-
-    def pushing(self) -> list[Command]:
-        return self.asking("push")
-
-    def starting(self, worker: int, job: str, path: str) -> list[list[Command]]:
-        """What starts the agent of a job on a worker, one after the other; `path` is the pod's folder there."""
-        if self.config.pod.container is None:
-            return [self.asking("start", worker)]
-        argv = [_without_home(self.config.pod.python), "-P", "-m", "lockstep.pod.agent", f"{path}/jobs/{job}"]
-        detached = container.run(self.config.pod, argv, workdir=f"{path}/code", detached=True)
-        begun = self.asking("begun", worker, job=job)
-        return [self.asking("prepare", worker), self.transport.run(detached, worker), begun]
-
-    def following(self, worker: int, offset: int = 0, job: str | None = None, follow: bool = True) -> list[Command]:
-        return self.asking("follow", worker, offset=offset, job=job, follow=follow)
-
-    def stopping(self, worker: int | None, job: str | None, at_once: bool = False) -> list[Command]:
-        if self.config.pod.container is None:
-            return self.asking("stop", worker, job=job, at_once=at_once)
-        grace = 1.0 if at_once else self.config.launch.grace
-        return self.transport.run(container.stop(self.config.pod, grace), worker)
-
-    def archive(self, worker: int) -> Path:
-        """Where what one host lacks is packed."""
-        return archive_of(self.name).with_name(f"push-{worker}.tar")
-
-    # What is done.
+class Pod(PodCommands):
+    """What can be done with the hosts of a config."""
 
     def inspect(self, folder: str | None = None, make: bool = False) -> list[Inspection]:
         began = time.time()
@@ -173,10 +85,6 @@ class Pod:
             url=order.url,
             head=found[0].name,
         )
-
-    @property
-    def nodes(self) -> int:
-        return self.config.launch.nodes or len(self.transport.workers)
 
     def _start_all(self, found: Sequence[Inspection], order: Order) -> None:
         """All agents, or none: where one does not begin, the others are ended."""
@@ -272,23 +180,13 @@ class Pod:
         if wrong:
             raise NotAll("\n".join(wrong))
 
-    def creating(self) -> list[Command]:
-        """What makes the hosts, and waits until they are ready for use."""
-        commands = self.transport.create()
-        if commands and self.on_cloud:
-            archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            startup_of(self.name).write_text(startup.script(self.config.pod), encoding="utf-8")
-            ready = startup.wait(_READY_SECONDS)
-            commands += [c for at in range(len(self.transport.workers)) for c in self.transport.run(ready, at)]
-        return commands
-
     def create(self) -> None:
         """Make the hosts, where they are to be made."""
         commands = self.creating()
         if commands:
             require_gcloud()
             self._all_well(execute(commands[:1], _CREATE_SECONDS))
-            self._all_well(execute(commands[1:], _READY_SECONDS + _ANSWER_SECONDS))
+            self._all_well(execute(commands[1:], READY_SECONDS + _ANSWER_SECONDS))
             tell(f"lockstep: {NEW_HOST_KEYS}")
 
     def make_ready(self) -> None:
@@ -315,10 +213,6 @@ class Pod:
             elif time.monotonic() > deadline:
                 raise LaunchError(f"the pod {self.name} is still {found} after {_CREATE_SECONDS:g} s")
             time.sleep(_LOOK_AGAIN_SECONDS)
-
-    def deleting(self) -> list[Command]:
-        """What gives the hosts back; where they stay, what removes all that is there of this pod."""
-        return self.transport.delete() or self.asking("delete")
 
     def delete(self) -> None:
         if gone := self.transport.delete():
@@ -351,19 +245,6 @@ class Pod:
             )
         return done.out.splitlines()
 
-    def pulling(self, record: Record) -> list[Command]:
-        """What would be run on every worker; where the file lies there, its answer tells."""
-        packed = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "pull.tar")
-        commands = self.asking("pack", run=record.folder)
-        for worker in range(len(self.transport.workers)):
-            commands += self.transport.fetch(packed, archive_of(self.name).with_name(f"pull-{worker}.tar"), worker)
-        return commands
-
-    def worker(self, number: int) -> int:
-        if number >= len(self.transport.workers):
-            raise ConfigError(f"--worker {number}: pod {self.name} has workers 0 to {len(self.transport.workers) - 1}")
-        return number
-
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Ask the head to save and leave; where it is out of reach, every host."""
         head = self.head(record)
@@ -373,10 +254,6 @@ class Pod:
             why = self.transport.explain(done.command, done.code, done.errors)
             tell(f"lockstep: {self.transport.workers[head]}: {why}; the others are asked")
             execute(self.stopping(None, record.job, at_once), limit)
-
-    def head(self, record: Record) -> int:
-        workers = self.transport.workers
-        return workers.index(record.head) if record.head in workers else 0
 
     def pull(self, record: Record, out: Path) -> list[Path]:
         """Bring the run's folder here: all of the head's, and the logs of the others."""
@@ -394,31 +271,10 @@ class Pod:
             local.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 self._all_well(execute(self.transport.fetch(file, local, worker), _COPY_SECONDS))
-                brought += _extract(local, out, name, everything=worker == head)
+                brought += pulled.unpack(local, out, name, everything=worker == head)
             finally:
                 local.unlink(missing_ok=True)
         return brought
-
-
-def _extract(packed: Path, out: Path, name: str, everything: bool) -> list[Path]:
-    """Files of a run's folder, below `out` and nowhere else; of a host that does not lead, its logs and profiles."""
-    brought = []
-    with tarfile.open(packed, mode="r:") as tar:
-        for member in tar:
-            path = PurePosixPath(member.name)
-            if not member.isfile() or path.is_absolute() or ".." in path.parts or path.parts[:1] != (name,):
-                continue
-            if not everything and path.parts[1:2] not in (("logs",), ("profile",)):
-                continue
-            content = tar.extractfile(member)
-            place = out / path
-            if content is None or (not everything and place.exists()):
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("wb") as file:
-                shutil.copyfileobj(content, file)
-            brought.append(place)
-    return brought
 
 
 def _common(inspections: Sequence[Inspection]) -> dict[str, str]:
@@ -452,19 +308,6 @@ def _state(answer: dict[str, Any]) -> str:
     if "exit_code" in answer:
         return f"job {answer['job']} has ended: {answer['status']}, exit code {answer['exit_code']}"
     return f"job {answer['job']} is gone, and did not say why"
-
-
-def _without_home(path: str) -> str:
-    """Logins begin in the home folder, and nothing that is quoted is expanded there."""
-    return path.removeprefix("~/")
-
-
-def _transport(name: str, config: RunConfig) -> Transport:
-    if config.pod.type == "gcloud":
-        accelerators.check(config)
-        return Gcloud(name, config.pod, startup_of(name))
-    require_ssh()
-    return Ssh(hosts.named(config))
 
 
 _STEPS = {
