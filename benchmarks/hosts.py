@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -92,10 +93,10 @@ class Bench:
 
     def run(self, *argv: str) -> None:
         with self.started(*argv) as (process, said):
-            try:
-                code = process.wait(LIMIT)
-            except subprocess.TimeoutExpired:
-                code = None
+            limit = threading.Timer(LIMIT, process.kill)  # a wait with a limit looks only every 50 ms
+            limit.start()
+            code = process.wait()
+            limit.cancel()
             if code:
                 raise report.MeasurementFailed(f"{shlex.join(argv)}\n{said.read_text()[-6000:]}\nexit code {code}")
 
@@ -198,26 +199,34 @@ def shown(values: list[float]) -> str:
 
 
 def tables(found: dict[str, list[Any]]) -> str:
-    reference = statistics.median(first for first, _ in found["torchrun"])
+    """One of each kind that something was measured of."""
+    first = {name: [each for each, _ in found[name]] for name in STARTS if name in found}
     starts = [
-        [title, shown([a for a, _ in found[name]]), f"{statistics.median(a for a, _ in found[name]) / reference:.2f}",
-         shown([b for _, b in found[name]])]
-        for name, title in STARTS.items()
-    ]  # fmt: skip
-    pushes = [[title, shown(found[name])] for name, title in PUSHES.items()]
+        [STARTS[name], shown(values), ratio(values, first.get("torchrun")), shown([end for _, end in found[name]])]
+        for name, values in first.items()
+    ]
+    pushes = [[title, shown(found[name])] for name, title in PUSHES.items() if name in found]
     deaths = [
-        [title, shown([a for a, _ in found[name]]), shown([b for _, b in found[name]])]
+        [title, *(shown(list(values)) for values in zip(*found[name], strict=True))]
         for name, title in DEATHS.items()
-    ]  # fmt: skip
-    return "\n\n".join([
-        report.table(["three hosts, four ranks", "first step", "to torchrun", "end of the command"], starts),
-        report.table(["`lockstep pod push` to three hosts", "seconds"], pushes),
-        report.table(["a host dies, and a spare is there", "noticed", "next step"], deaths),
-    ])  # fmt: skip
+        if name in found
+    ]
+    kinds = [
+        (["three hosts, four ranks", "first step", "to torchrun", "end of the command"], starts),
+        (["`lockstep pod push` to three hosts", "seconds"], pushes),
+        (["a host dies, and a spare is there", "noticed", "next step"], deaths),
+    ]
+    return "\n\n".join(report.table(header, rows) for header, rows in kinds if rows)
+
+
+def ratio(values: list[float], reference: list[float] | None) -> str:
+    return f"{statistics.median(values) / statistics.median(reference):.2f}" if reference else "-"
 
 
 def main() -> None:
     parser = report.options(__doc__, repeats=5)
+    cases = [*STARTS, *PUSHES, *DEATHS]
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="leave the others out")
     chosen = report.parse(parser)
     reason = why_not()
     if reason is not None:
@@ -231,7 +240,7 @@ def main() -> None:
             network.client  # noqa: B018  made where it is first asked for
             bench = Bench(network, Path(folder))
             push = Pushing(bench)
-            for case in report.interleaved([*STARTS, *PUSHES, *DEATHS], chosen):
+            for case in report.interleaved(chosen.only, chosen):
                 network.restore()
                 measure = {**dict.fromkeys(STARTS, start), **dict.fromkeys(DEATHS, replace)}.get(case)
                 found[case].append(measure(bench, case) if measure else push(case))

@@ -31,14 +31,15 @@ EXCLUDED = (
 def travelling(folder: Path) -> Iterator[Path]:
     """The files below a folder that travel, in the order of their names."""
     for entry in sorted(folder.iterdir()):
+        is_folder = entry.is_dir()  # asked once: a push looks at every file there is
         excluded = any(
             fnmatch.fnmatch(entry.name, pattern.removesuffix("/"))
             for pattern in EXCLUDED
-            if entry.is_dir() or not pattern.endswith("/")
+            if is_folder or not pattern.endswith("/")
         )
         if excluded:
             continue
-        if entry.is_dir():
+        if is_folder:
             yield from travelling(entry) if not entry.is_symlink() else ()
         elif entry.is_file():
             yield entry
