@@ -90,7 +90,7 @@ def push(name: str, config: Path | None, dry_run: bool) -> None:
     made, record = _known(name, config)
     if dry_run:
         made.pack_all()
-        _print([*made.inspecting(), *made.copying(), *made.pushing()])
+        _print([*made.inspecting(make=True, devices=False), *made.copying(), *made.pushing()])
         return
     files, changed = made.push()
     records.write(record)
@@ -221,9 +221,10 @@ def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     from lockstep.pod import record as records
     from lockstep.start import pod as starting
 
-    config = with_overrides(records.read(name).run_config(), overrides)
+    known = records.read(name)
+    config = with_overrides(known.run_config(), overrides)
     if dry_run:
-        click.echo(visible(starting.described(config, name)))
+        click.echo(visible(starting.described(config, name, known.folder)))
         return
     sys.exit(starting.resume(name, config))
 

@@ -1,8 +1,8 @@
 """Closes the door that gloo leaves open.
 
 Every gloo group listens at a TCP port, asks nobody who they are, takes the first connection that sends the right small
-number for a rank, and brings its process down where there are too many. Up to a few dozen ranks connect at once; then no
-more connections are taken, and those that there are, where both ends are on this host, must be of this user.
+number for a rank, and brings its process down where there are too many. Up to a few dozen ranks connect at once; then
+no more connections are taken, and those that there are, where both ends are on this host, must be of this user.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from lockstep.launcher.plan import LaunchPlan
 # How long the other ranks get to fall by themselves once one has failed, and to end once they are asked to.
 _FALL_SECONDS = 0.5
 END_SECONDS = 5.0
+# What multiprocessing takes for the exit code of a process whose fork server does not tell it any more.
+_OF_NO_SERVER = 255
 # A rank ends itself where it takes too long to leave; this is for one that cannot.
 _GONE_SECONDS = LEAVE_SECONDS + 10.0
 # How long ranks get to save that nobody could report the end of.
@@ -127,11 +129,22 @@ class _Functions:
         codes = self._exit_codes()  # before the values: one that has left by now has returned before
         self._collect()
         failed = {rank: code for rank, code in codes.items() if code != 0 or rank not in self._return_values}
+        if failed and self._server_fell(failed):
+            return self._ended_without_server()
         if failed:
             return Ended(exit_codes=self._all_failures(failed))
         if len(codes) == len(self._envs):
             return self.done()
         return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
+
+    def _server_fell(self, failed: dict[int, int]) -> bool:
+        """Whether these codes say nothing but that the server, which would have told them, is gone by now."""
+        if _OF_NO_SERVER not in failed.values():
+            return False
+        deadline = time.monotonic() + _FALL_SECONDS
+        while not self._server.is_gone and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._server.is_gone
 
     def _collect(self) -> None:
         """What ranks returned since the last time; once all have, they may leave."""

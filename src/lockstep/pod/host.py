@@ -20,11 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.topology import without_place
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.pod import archive, network
 from lockstep.pod.folder import Job, PodFolder
-from lockstep.pod.order import Order
 from lockstep.version import installed
 
 # How long an agent may take to say that it is at work.
@@ -72,6 +70,8 @@ def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Take in what was copied here, and lay out the order that is in it."""
+    from lockstep.pod.order import Order  # and with it all of the config, which other questions have no use for
+
     folder.make()
     text = archive.unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
@@ -93,6 +93,8 @@ def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """The same, and start the agent of that order, detached from this login."""
+    from lockstep.distributed.topology import without_place
+
     job = folder.job(prepare(folder, asked)["job"])
     inherited = without_place(os.environ)
     for name in ("SSH_AUTH_SOCK", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):  # of this login, which ends

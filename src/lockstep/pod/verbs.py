@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,21 +35,22 @@ class NotAll(LaunchError):
 class Pod(PodCommands):
     """What can be done with the hosts of a config."""
 
-    def inspect(self, folder: str | None = None, make: bool = False) -> list[Inspection]:
+    def inspect(self, folder: str | None = None, make: bool = False, devices: bool = True) -> list[Inspection]:
         began = time.time()
-        dones = execute(self.inspecting(folder, make), _ANSWER_SECONDS)
+        dones = execute(self.inspecting(folder, make, devices), _ANSWER_SECONDS)
         return preflight.judge(self.transport, dones, began, time.time())
 
     def push(self) -> tuple[int, int]:
         """Bring code to every host; how many files there are, and how many of them travelled to some host."""
-        wanted = self.code.digests()
-        inspections = self._reachable(self.inspect(make=True))
+        with ThreadPoolExecutor(1) as meanwhile:
+            digesting = meanwhile.submit(self.code.digests)
+            inspections = self._reachable(self.inspect(make=True, devices=False))
+            wanted = digesting.result()
         lacking = [each for each in inspections if each.found["code"] != wanted]
         if not lacking:
             return len(wanted), 0
         changed = archive.write(archive_of(self.name), self.code.folder, wanted, _common(lacking))
-        copied = [each for worker in lacking for each in execute(self.copying(worker.index), _COPY_SECONDS)]
-        self._all_well(copied)
+        self._all_well(execute([c for each in lacking for c in self.copying(each.index)], _COPY_SECONDS))
         self._all_well(execute([c for each in lacking for c in self.asking("push", each.index)], _START_SECONDS))
         return len(wanted), len(changed)
 

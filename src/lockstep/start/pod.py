@@ -124,14 +124,17 @@ def _tell_started(pod: Pod, record: Record) -> None:
     tell(f"lockstep: job {record.job} of pod {pod.name} on {hosts}; run folder {record.head}:{record.folder}")
 
 
-def described(config: RunConfig, name: str) -> str:
-    """The commands of `train`, in order."""
+def described(config: RunConfig, name: str, folder: str | None = None) -> str:
+    """The commands of `train`, in order; with the folder of a run, those of a resume."""
     from lockstep.pod.record import archive_of
     from lockstep.pod.verbs import Pod
 
     pod = Pod(name, config)
     workers = range(len(pod.transport.workers))
-    commands = [*pod.inspecting(make=True), *(c for each in workers for c in pod.copying(each, pod.archive(each)))]
+    commands = [
+        *pod.inspecting(folder, make=True),
+        *(c for each in workers for c in pod.copying(each, pod.archive(each))),
+    ]
     for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):
         commands += [command for part in stage for command in part]
     commands += [command for each in workers for command in pod.following(each)]
