@@ -71,7 +71,8 @@ without-xla:
 	@echo 'make test: what needs torch_xla was left out ($(XLA_TESTS)): torch_xla has no build for $(MACHINE)'
 
 faults: test-environment
-	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py --whole-matrix --long $(ARGS)
+	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py tests/hosts \
+	    --whole-matrix --long $(ARGS)
 
 # SEED=N makes the same storm again.
 storm: test-environment

@@ -102,6 +102,7 @@ def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
     assert losses(run) == losses(undisturbed)
 
 
+@pytest.mark.long
 def test_rays_result_carries_the_metrics_and_the_checkpoint_of_the_run(places: Places, on_ray: OnRay) -> None:
     """In a program that is connected to a cluster already."""
     config = load(on_ray.config(ray=places.ray(), train={"epochs": 1, "batch_size": 12}))
@@ -167,6 +168,7 @@ def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> N
     assert not list((on_ray.folder / "runs").iterdir()), "no folder for a run that did not begin"
 
 
+@pytest.mark.long
 def test_a_task_that_cannot_be_imported_on_the_workers(places: Places, on_ray: OnRay) -> None:
     file = on_ray.folder / "recorder.py"
     file.write_text(

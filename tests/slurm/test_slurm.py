@@ -160,6 +160,7 @@ def assert_no_secret(run: Path, slurm: SlurmCluster, job: str) -> None:
     assert "LOCKSTEP_SECRET" not in script + shown + output(run)
 
 
+@pytest.mark.long
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(project: Project, slurm: SlurmCluster) -> None:
     job, run = submit(project, slurm, processes=1, **SLOW)
     wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run)) > 4, what="the fourth step")
@@ -188,6 +189,7 @@ def test_a_job_that_is_requeued_from_outside_goes_on(project: Project, slurm: Sl
     assert summary(run)["status"] == "completed" and len(losses(run)) == max(losses(run))
 
 
+@pytest.mark.long
 def test_a_run_that_fails_ends_the_job_with_its_exit_code(project: Project, slurm: SlurmCluster) -> None:
     failing = {"type": TINY, "fail_at": {"rank": 1, "step": 3, "how": "exception"}}
     job, run = submit(project, slurm, task=failing)

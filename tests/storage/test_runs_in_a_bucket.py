@@ -72,6 +72,7 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
+@pytest.mark.long
 def test_a_server_that_is_down_for_a_while_costs_nothing(stored: Stored) -> None:
     config = stored.project.config(train={"epochs": 6, "batch_size": 12}, checkpoint=OFTEN,
                                    task={"type": TINY, "sleep": 0.15})  # fmt: skip
