@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import losses, rows, steps_saved, summary, wait_until
-from laptop import Laptop
+from laptop import NAMES, Laptop
 
 pytestmark = pytest.mark.xdist_group("hosts")
 
@@ -223,6 +223,8 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: La
     assert "bert is listed twice" in refused(hosts=("anna", "bert", "bert"))
     assert "is the same host as bert" in refused(hosts=("anna", "bert", network.hosts["bert"].address))
     assert "check pod.python" in refused(pod={"python": "/no/such/python", "directory": str(network.disk)})
+    bare = refused(pod={"python": "/usr/bin/env", "directory": str(network.disk)})
+    assert "cannot take part" in bare
     assert "launch.nodes: 4 hosts" in refused(launch={"nodes": 4})
     assert "2 ranks cannot be spread over 3 hosts" in refused(processes=2)
     assert "pod.env: NOT_SET" in refused(
@@ -323,3 +325,27 @@ def test_a_host_that_is_to_be_taken_away_has_the_run_saved(laptop: Laptop) -> No
     assert started.returncode == 75, out
     assert "bert was asked to stop: finishing the step, saving and leaving" in out
     assert summary(run)["status"] == "preempted"
+
+
+@pytest.mark.long
+def test_a_new_head_goes_on_from_the_bucket(laptop: Laptop, one_machine: Path) -> None:
+    """No disk is shared and the host that led is gone with its own: the run is in the bucket."""
+    bucket = laptop.network.folder / "bucket"
+    config = laptop.config(
+        "stored", hosts=NAMES, launch={"nodes": 3}, task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.4}
+    )
+    started = laptop.start("train", config, "--out", f"file://{bucket}")
+    under_way(laptop, "stored", started)
+    wait_until(
+        lambda: list(bucket.glob("stored-*/checkpoints/step-*/manifest.json")), what="a checkpoint in the bucket"
+    )
+    laptop.network.hosts["anna"].die_silently()
+    out, _ = started.communicate(timeout=120)
+    assert started.returncode == 5, out
+    assert "Go on where it is back, or by spares: lockstep pod resume stored" in out
+    resumed = laptop.run("pod", "resume", "stored")
+    assert resumed.code == 0, resumed.text
+    assert "restored step-" in resumed.text
+    (run,) = bucket.glob("stored-*")
+    assert f"run folder: file://{run}" in resumed.text
+    assert not differences(run, one_machine)

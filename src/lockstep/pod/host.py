@@ -25,8 +25,8 @@ from lockstep.pod import archive, network
 from lockstep.pod.folder import Job, PodFolder
 from lockstep.version import installed
 
-# How long an agent may take to say that it is at work.
-_BEGIN_SECONDS = 60.0
+# How long an agent may take to say that it is at work: a bucket whose writer died is waited for, for a minute.
+_BEGIN_SECONDS = 150.0
 # How long the container of an agent may take to appear.
 _APPEAR_SECONDS = 20.0
 _POLL_SECONDS = 0.1

@@ -23,7 +23,7 @@ from lockstep.pod.record import Record, archive_of, plain
 from lockstep.terminal import tell
 
 # How long a host may take for what does not wait for training.
-_ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 120.0, 1800.0
+_ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 240.0, 1800.0
 _FOLLOW_SECONDS = 365 * 24 * 3600.0
 _LOOK_AGAIN_SECONDS = 10.0  # at a pod that is not ready
 
