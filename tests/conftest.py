@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("slurm"))  # one cluster for all
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip)
+    # Hosts stay with one worker of the tests: begun last, they would leave the other with nothing to do.
+    items.sort(key=lambda item: "hosts" not in item.path.parent.name)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ for _name in ("RAY_DEDUP_LOGS", "RAY_TRAIN_V2_ENABLED"):
     os.environ.setdefault(_name, SETTINGS[_name])
 # What a join may take on a machine that is busy with starting other workers.
 JOIN_SECONDS = 60.0
+_LEAVE_SECONDS = 15.0
 SMALL = {"num_cpus": 4, "object_store_memory": 100_000_000}
 
 
@@ -51,7 +53,10 @@ def nodes() -> Iterator[Nodes]:
     cluster = Nodes()
     ray.init(address=cluster.cluster.address, log_to_driver=True)
     yield cluster
-    ray.shutdown()
+    # Seen to wait for ever for the thread that prints the workers' logs: the cluster is ended all the same.
+    leaving = threading.Thread(target=ray.shutdown, name="leaving-ray", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
     cluster.cluster.shutdown()
     for name, value in before.items():
         if value is None:

@@ -77,13 +77,18 @@ def cluster() -> Iterator[dict[str, str]]:
         yield {**token, "RAY_ADDRESS": running.stdout.readline().strip()}
 
 
-@pytest.mark.parametrize("page", ON_RAY, ids=[page.name for page in ON_RAY])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.long] if "cluster" in page.name else []) for page in ON_RAY],
+    ids=[page.name for page in ON_RAY],
+)
 def test_commands_and_snippets_about_ray_run_on_a_cluster(
     page: Path, cluster: dict[str, str], tmp_path: Path, shell: dict[str, str]
 ) -> None:
     run_page(page, tmp_path, {**shell, **cluster})
 
 
+@pytest.mark.long
 def test_commands_about_slurm_run_on_a_cluster(tmp_path: Path, shell: dict[str, str], slurm: SlurmCluster) -> None:
     own = shell["PATH"]
     run_page(ON_SLURM, tmp_path, {**shell, **slurm.env, "PATH": f"{own}:{slurm.env['PATH']}"})

@@ -50,7 +50,7 @@ def test_mnist_says_which_files_it_looked_for(project: Project) -> None:
     assert "train-images-idx3-ubyte" in finished.err
 
 
-@pytest.mark.parametrize("config", ["gpt.yaml", "gpt-gpu.yaml"])
+@pytest.mark.parametrize("config", ["gpt.yaml", pytest.param("gpt-gpu.yaml", marks=pytest.mark.long)])
 def test_a_small_gpt(project: Project, config: str) -> None:
     small = ["layers=1", "heads=2", "width=32", "context=32", "max_bytes=60000"]
     sizes = [argument for each in small for argument in ("--set", f"task.{each}")]
@@ -182,6 +182,7 @@ def folder_of(parent: Path, rank: int) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_an_ordinary_ddp_script_ends_alike_under_torchrun_and_under_lockstep_run(project: Project) -> None:
     script = str(EXAMPLES / "torchrun_ddp.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
@@ -192,6 +193,7 @@ def test_an_ordinary_ddp_script_ends_alike_under_torchrun_and_under_lockstep_run
     assert ours.out.strip().splitlines()[-1] == theirs.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.requirement("D11")
 @pytest.mark.requirement("D12")
 def test_the_tutorial_notebook_runs_from_start_to_end(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
+@pytest.mark.long
 def test_a_gan_has_the_same_losses_on_one_and_two_processes_and_goes_on_bit_for_bit(project: Project) -> None:
     calm, alone = train(project, "two", "--set", "processes=2"), train(project, "one", "--set", "processes=1")
     for name, values in logged(calm).items():

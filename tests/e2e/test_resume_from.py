@@ -19,7 +19,7 @@ def aside(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(("step-", ".")))
 
 
-@pytest.mark.parametrize("under", ["ours", "torchrun"])
+@pytest.mark.parametrize("under", ["ours", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_an_older_step_is_gone_on_from_and_what_is_newer_is_set_aside(project: Project, under: str) -> None:
     """Also where torchrun starts the command once more, after a rank has failed in a step of the new branch."""
     once = project.folder / "once"

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
 
 
-@pytest.mark.parametrize("how", ["script", "torchrun"])
+@pytest.mark.parametrize("how", ["script", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_it_goes_on_where_it_was(project: Project, how: str) -> None:
     (project.folder / "own.py").write_text(SCRIPT)
     start = {"script": [], "torchrun": TORCHRUN}[how]

@@ -197,6 +197,7 @@ def test_dry_run_prints_the_config_and_the_plan_and_starts_nothing(project: Proj
     assert not (project.folder / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.requirement("D11")
 def test_lockstep_train_under_torchrun(project: Project) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
@@ -233,7 +234,7 @@ sys.exit(int(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_lockstep_run_starts_a_ddp_script_unchanged(project: Project, fresh: bool) -> None:
     script = project.folder / "sub" / "ddp.py"
     script.parent.mkdir()

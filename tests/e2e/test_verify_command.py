@@ -20,6 +20,7 @@ def by_name(out: str) -> dict[str, Any]:
     return {each["name"]: each for each in json.loads(out)["combinations"]}
 
 
+@pytest.mark.long
 @pytest.mark.requirement("D14")
 def test_digits_agrees_under_both_launchers_and_from_each_others_checkpoints(project: Project) -> None:
     wanted = [f"--require={name}" for name in ("cpu-ddp-2", "cpu-torchrun-2")]

@@ -45,7 +45,12 @@ def assert_same_end(run: Path, reference: Path) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "processes"),
-    [(0, 2), (1, 3), pytest.param(0, 3, marks=pytest.mark.long), pytest.param(1, 2, marks=pytest.mark.long)],
+    [
+        pytest.param(0, 2, marks=pytest.mark.long),
+        (1, 3),
+        pytest.param(0, 3, marks=pytest.mark.long),
+        pytest.param(1, 2, marks=pytest.mark.long),
+    ],
 )
 def test_sigkill_of_a_rank_in_mid_epoch(project: Project, processes: int, workers: int) -> None:
     data = {"split": {"train": 0.8, "val": 0.2}, "workers": workers}

@@ -85,6 +85,7 @@ def test_a_worker_that_hangs_is_ended_by_the_watch_and_the_run_goes_on(
     assert "bodies.py" in (tmp_path / "stuck" / "run" / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_was_asked_to_leave_goes_on_with_more_workers_and_sees_every_example_once(
     fit: Fit, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_config_trains_as_with_the_local_launcher(fit: Fit, tmp_path: Path, pr
     assert result.metrics["val/loss"] == summary(local)["metrics"]["val/loss"]
 
 
+@pytest.mark.long
 def test_workers_on_several_nodes_know_their_places(fit: Fit, nodes: Nodes, tmp_path: Path) -> None:
     """Two on one node and one on another: a world that is not the same on every host."""
     added = [nodes.add(spread=2), nodes.add(spread=1)]

@@ -59,6 +59,7 @@ def test_what_works_with_rays_own_config_works(fit: Fit, tmp_path: Path, capfd: 
     assert sum("/cpu/pid-" in line for line in table) == 2
 
 
+@pytest.mark.long
 @pytest.mark.requirement("R12")
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
 def test_without_torch_xla_an_import_error_says_what_to_install(fit: Fit) -> None:
@@ -71,6 +72,7 @@ def test_without_torch_xla_an_import_error_says_what_to_install(fit: Fit) -> Non
     wait_until(_nothing_is_reserved, what="placement groups to be given back")
 
 
+@pytest.mark.long
 def test_task_code_that_a_worker_cannot_import(fit: Fit) -> None:
     with pytest.raises(Exception, match="controller error") as failed:
         fit(bodies.plain, task="no_such_module:Task")

@@ -23,6 +23,7 @@ from lockstep.ray.tune import Trial, best_of, table
 SWEEP = {"metric": "val/loss", "space": {"optimizer.lr": {"grid": [0.3, 1e-6]}}, "prune": {"grace": 1, "reduction": 2}}
 
 
+@pytest.mark.long
 @pytest.mark.requirement("D18")
 def test_a_sweep_prunes_the_worse_trial_with_all_its_ranks_and_keeps_the_best(on_ray: OnRay) -> None:
     (on_ray.folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))

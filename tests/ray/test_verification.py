@@ -49,6 +49,7 @@ def test_more_workers_than_the_cluster_has_room_for(nodes: Nodes) -> None:
     assert "Traceback" not in finished.stderr and "verdict: could not be verified" in finished.stderr
 
 
+@pytest.mark.long
 @pytest.mark.requirement("R04")
 @pytest.mark.requirement("R06")
 def test_workers_that_share_a_device_or_believe_to_be_alone_are_found_out(nodes: Nodes, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_srun_over_two_nodes_trains_what_one_machine_does(project: Project, slur
     assert [(each["host"], each["local_rank"]) for each in topology["ranks"]] == [("n1", 0), ("n2", 0)]
 
 
+@pytest.mark.long
 def test_nodes_may_have_different_numbers_of_tasks(project: Project, slurm: SlurmCluster) -> None:
     command = ("train", str(project.config(processes=3)), "--out", "slurm")
     finished = srun(project, slurm, "-N2", "-n3", command=command, **SECRET)
