@@ -90,17 +90,24 @@ class FolderSync:
         self.there = {step: digest for step in steps if (digest := self._digest(step)) is not None}
 
     def push(self, at_most_every: float = 0.0) -> None:
-        """Bring there what is new. A file that was sent so many seconds ago or less is left for the next time."""
+        """Bring there what is new. A file that was sent so many seconds ago or less is left for the next time.
+
+        Files go before the checkpoints that were there when they did: whoever goes on from one has its rows.
+        """
         with self._lock:
-            if self._checkpoints:
-                self._push_checkpoints()
+            here = self._whole() if self._checkpoints else {}
+            new = any(self.there.get(step) != digest for step, digest in here.items())
             for file in self._files():
                 path = file.relative_to(self.folder).as_posix()
-                if time.monotonic() - self._sent_at.get(path, float("-inf")) >= at_most_every:
+                if new or time.monotonic() - self._sent_at.get(path, float("-inf")) >= at_most_every:
                     self._push_file(file, path)
+            if self._checkpoints:
+                self._push_checkpoints(here)
 
-    def _push_checkpoints(self) -> None:
-        here = {step: digest for step in self.storage.steps() if (digest := self._digest(step)) is not None}
+    def _whole(self) -> dict[int, str]:
+        return {step: digest for step in self.storage.steps() if (digest := self._digest(step)) is not None}
+
+    def _push_checkpoints(self, here: dict[int, str]) -> None:
         gone = set(self.there) - set(self.storage.steps())
         aside = {step for step in gone if self.storage.set_aside(step)}
         new = sorted(step for step, digest in here.items() if self.there.get(step) != digest)
