@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
@@ -19,6 +20,7 @@ from lockstep.errors import BucketBehind, CheckpointError, ConfigError
 from lockstep.mirror import lease, staging
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url, parse, place
 from lockstep.record.holder import Holder
 from s3_server import S3Server
@@ -195,3 +197,28 @@ def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=r"gs:// needs the package gcsfs, .*: pip install 'lockstep-train\[gcs\]'"):
         Bucket(parse("gs://bucket/x", "--out"))
+
+
+def test_rows_arrive_before_the_checkpoint_that_stands_on_them(tmp_path: Path) -> None:
+    """Whoever goes on from a checkpoint has all rows up to it, whenever the host that sent them died."""
+
+    class Recording:
+        sent: ClassVar[list[str]] = []
+
+        def send(self, file: Path, path: str) -> None:
+            self.sent.append(f"{path} of {file.stat().st_size} bytes")
+
+        def publish(self, folder: Path, path: str) -> None:
+            self.sent.append(path)
+
+        def set_aside_after(self, step: int | None) -> None: ...
+
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text("1")
+    sync = FolderSync(Recording(), tmp_path, lambda: [rows])  # type: ignore[arg-type]
+    sync.push()
+    rows.write_text("1234")
+    save(tmp_path, 4)
+    sync.push(at_most_every=3600.0)
+    expected = ["metrics.jsonl of 1 bytes", "metrics.jsonl of 4 bytes", "checkpoints/step-00000004"]
+    assert Recording.sent == expected
