@@ -77,11 +77,8 @@ def cluster() -> Iterator[dict[str, str]]:
         yield {**token, "RAY_ADDRESS": running.stdout.readline().strip()}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.long] if "cluster" in page.name else []) for page in ON_RAY],
-    ids=[page.name for page in ON_RAY],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("page", ON_RAY, ids=[page.name for page in ON_RAY])
 def test_commands_and_snippets_about_ray_run_on_a_cluster(
     page: Path, cluster: dict[str, str], tmp_path: Path, shell: dict[str, str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_loss_that_depends_on_the_number_of_ranks_is_caught_at_step_1(project:
     assert (project.folder / "kept" / "cpu-ddp-2" / "output.log").is_file()
 
 
+@pytest.mark.long
 def test_a_wrong_reduction_is_caught_after_the_first_update(project: Project) -> None:
     config = project.config(task={"type": f"{TASK_FILE}:WrongReduction"})
     finished = project.run("verify", config, *TWO_RANKS, "--no-resume", "--out", "kept", "--json", limit=LIMIT)

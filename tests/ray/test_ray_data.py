@@ -20,6 +20,7 @@ from lockstep.errors import ConfigError
 ROWS = 43  # a prime: no number of workers or batches divides it
 
 
+@pytest.mark.long
 def test_every_row_counts_once_in_training_and_in_means(fit: Fit, tmp_path: Path) -> None:
     datasets = {name: ray.data.range(ROWS).rename_columns({"id": "x"}).repartition(5) for name in ("train", "val")}
     trainer = {"datasets": datasets, "dataset_config": lockstep.ray.DataConfig()}

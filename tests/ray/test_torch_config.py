@@ -34,6 +34,7 @@ from lockstep.runtime import pjrt
 MISLEADING = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "1"}
 
 
+@pytest.mark.long
 @pytest.mark.requirement("R01")
 @pytest.mark.requirement("R02")
 @pytest.mark.requirement("R03")

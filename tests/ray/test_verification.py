@@ -28,6 +28,7 @@ def _command(*arguments: str, limit: float = 180) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.long
 @pytest.mark.requirement("R14")
 def test_a_line_for_every_worker_and_a_verdict(nodes: Nodes) -> None:
     finished = _command(
