@@ -92,9 +92,7 @@ def test_a_loop_that_never_restores(new_run: Runs, folder: Path) -> None:
     assert names(folder) == [*aside, "step-00000003"]
 
 
-def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(
-    new_run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(new_run: Runs, tmp_path: Path) -> None:
     run = new_run(checkpoint={"async": True})
     set_up(run)
     seen: list[list[str]] = []
@@ -106,7 +104,8 @@ def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(
 
     logger, handler = logging.getLogger("lockstep.train.run"), Look()
     logger.addHandler(handler)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)  # by its method, which forgets what other tests had it remember
     try:
         for (batch,) in run.batches(torch.utils.data.TensorDataset(torch.randn(10, 3)), 4):
             run.backward(run.model(batch).square().mean())
@@ -114,6 +113,7 @@ def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(
             run._requests.save = "SIGUSR1"
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
     assert seen and seen[0] == ["step-00000001"]
 
 
