@@ -28,7 +28,9 @@ def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | N
     """Tell it, and leave with the run's exit code; `mirror` is what keeps the folder in a bucket."""
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
-    _note(folder, result)
+    from lockstep.record.run_folder import note_end
+
+    note_end(folder, result)
     behind = _uploaded(result, config, mirror) if mirror is not None else None
     code = _tell(folder, result, config, folder if mirror is None or behind else mirror.url)
     if behind is not None:
@@ -46,18 +48,6 @@ def saved_before(folder: Path) -> Iterator[None]:
         if leaving.code == INTERRUPTED_EXIT_CODE and any((folder / "checkpoints").glob("step-*")):
             raise SystemExit(PREEMPTED_EXIT_CODE) from None
         raise
-
-
-def _note(folder: Path, result: Result) -> None:
-    """In summary.json, what rank 0 did not get to write."""
-    from lockstep.record.run_folder import record
-
-    if result.failure is not None:
-        record(folder, "failed", result.failure.cause)
-    elif result.nothing_to_save:
-        record(folder, "interrupted", "asked to stop before the first step")
-    elif result.exit_code not in (0, PREEMPTED_EXIT_CODE):
-        record(folder, "interrupted", "asked to end at once")
 
 
 def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,11 @@ class _Leading:
         self._thread.start()
 
     def _run(self) -> None:
-        self._result = self._head.run()
+        try:
+            self._result = self._head.run()
+        except Exception as error:
+            tell(traceback.format_exc())
+            self._result = self._head.give_up(error)
 
     def concluded(self) -> int:
         """Say how it ended, and leave word of it."""

@@ -9,13 +9,13 @@ from lockstep.distributed.failure import Result
 from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind
 from lockstep.mirror.mirror import Mirror
 from lockstep.pod.order import Order
-from lockstep.record.run_folder import read_summary, record
+from lockstep.record.run_folder import note_end, read_summary
 from lockstep.terminal import tell
 
 
 def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str]:
     """Tell it; the exit code, and the status. `mirror` is what keeps the folder in a bucket: it gets the rest first."""
-    _note(Path(order.folder), result)
+    note_end(Path(order.folder), result)
     config = order.run_config()
     limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
     behind = mirror.finish(limit) if mirror is not None else None
@@ -24,16 +24,6 @@ def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | Non
         tell(f"lockstep: {behind}")
         return (BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code), status
     return code, status
-
-
-def _note(folder: Path, result: Result) -> None:
-    """In summary.json, what rank 0 did not get to write."""
-    if result.failure is not None:
-        record(folder, "failed", result.failure.cause)
-    elif result.nothing_to_save:
-        record(folder, "interrupted", "asked to stop before the first step")
-    elif result.exit_code not in (0, PREEMPTED_EXIT_CODE):
-        record(folder, "interrupted", "asked to end at once")
 
 
 def _tell(order: Order, result: Result, world_size: int) -> tuple[int, str]:

@@ -58,6 +58,8 @@ class Head:
         failure = self._gather()
         if failure is not None:
             return self._finish(Result(failure.exit_code, failure=failure))
+        if self._signals.count:  # asked to stop while hosts were still coming
+            return self._finish(Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True))
         for attempt in range(self._restarts + 1):
             result = self._attempt(attempt)
             failure = result.failure
@@ -69,6 +71,12 @@ class Head:
                 break
             self._tell_restart(failure, attempt)
         return self._finish(result)
+
+    def give_up(self, error: Exception) -> Result:
+        """For a fault of our own: nobody is to wait for a head that fell."""
+        cause = f"the head of the job fell: {type(error).__name__}: {error}; its traceback is in the console"
+        failure = Failure(0, self._name(0), cause, 5, type(error).__name__, concerns_all_ranks=True)
+        return self._finish(Result(5, failure=failure))
 
     def _gather(self) -> Failure | None:
         """Wait until every host has said that it is there."""

@@ -16,7 +16,8 @@ import yaml
 from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunConfig
 from lockstep.config.text_file import LONGEST_RECORD, read_text
-from lockstep.errors import ConfigError, FolderLost
+from lockstep.distributed.failure import Result
+from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
 
 RUNNING = "running"  # the status of a summary whose run has not said how it ended
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
@@ -102,6 +103,16 @@ def record(folder: Path, status: str, reason: str | None) -> None:
     summary = {**read_summary(folder), "status": status, "reason": reason}
     with contextlib.suppress(ConfigError):  # a full disk must not hide the failure that it caused
         write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+
+
+def note_end(folder: Path, result: Result) -> None:
+    """In summary.json, what rank 0 did not get to write of the end of a launch."""
+    if result.failure is not None:
+        record(folder, "failed", result.failure.cause)
+    elif result.nothing_to_save:
+        record(folder, "interrupted", "asked to stop before the first step")
+    elif result.exit_code not in (0, PREEMPTED_EXIT_CODE):
+        record(folder, "interrupted", "asked to end at once")
 
 
 def has_begun(folder: Path) -> None:
