@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.load import check_strategy, load, uneven_shares
-from lockstep.config.schema import RunConfig, Train
+from lockstep.config.schema import RunConfig, Strategy, Train
 from lockstep.config.values import Interval
 from lockstep.errors import ConfigError
 
@@ -460,9 +460,9 @@ def test_what_is_said_of_shares_is_what_ranks_get(batch_size: int, world_size: i
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("auto", 4), ("single", 1), ("ddp", 2), ("ddp", 1)])
 def test_a_strategy_that_suits_the_number_of_processes_is_accepted(strategy: str, world_size: int) -> None:
-    check_strategy(strategy, world_size)
+    check_strategy(Strategy(type=strategy), "cpu", world_size)
 
 
 def test_several_processes_that_would_each_train_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy: single trains on one process, but there are 2.*strategy: ddp"):
-        check_strategy("single", 2)
+        check_strategy(Strategy(type="single"), "cpu", 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.distributed.group import Group
-from lockstep.strategy.fingerprint import combined, compare, difference, fingerprint
+from lockstep.strategy.fingerprint import compare, difference, digests, fingerprint
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8,
@@ -42,22 +42,31 @@ def test_memory_that_is_not_in_one_piece() -> None:
 
 def test_no_parameters() -> None:
     assert fingerprint({}) == []
-    compare(Group(0, 1, 1.0), [], [], [combined([])], 3)
+    compare(Group(0, 1, 1.0), [], [], [], [digests([], [])], 3)
 
 
 def test_the_order_of_parameters_counts() -> None:
-    assert combined([1, 2]) != combined([2, 1])
+    assert digests([1, 2], []) != digests([2, 1], [])
+
+
+def test_only_what_the_same_ranks_have_is_compared() -> None:
+    """A parameter that all ranks have, and one that ranks 0 and 2 have a part of, and ranks 1 and 3 another."""
+    even, odd = digests([7, 1], [(0, 1, 2, 3), (0, 2)]), digests([7, 5], [(0, 1, 2, 3), (1, 3)])
+    assert set(even) == {"0,1,2,3", "0,2"} and even["0,1,2,3"] == odd["0,1,2,3"]
+    alone = Group(0, 1, 1.0)
+    compare(alone, ["a", "b"], [7, 1], [(0, 1, 2, 3), (0, 2)], [even, odd, even, odd], 3)
 
 
 @pytest.mark.parametrize(
     ("found", "who"),
     [
-        ([5, 5, 7, 5], "differs on rank 2 from the others"),
-        ([5, 7], "between all ranks"),
-        ([1, 2, 3], "between all ranks"),
+        ({0: 5, 1: 5, 2: 7, 3: 5}, "differs on rank 2 from the others"),
+        ({0: 5, 1: 7}, "between all ranks"),
+        ({0: 1, 1: 2, 2: 3}, "between all ranks"),
+        ({1: 5, 3: 7}, "between ranks 1, 3"),
     ],
 )
-def test_the_odd_one_out_is_named_where_there_is_a_majority(found: list[int], who: str) -> None:
+def test_the_odd_one_out_is_named_where_there_is_a_majority(found: dict[int, int], who: str) -> None:
     text = difference(12, "layers.0.weight", found)
     assert who in text
     assert "at step 12" in text and "'layers.0.weight'" in text

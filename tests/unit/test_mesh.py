@@ -117,7 +117,7 @@ def test_fsdp_splits_large_parameters_along_their_longest_dimension_that_divides
 
 def test_a_rule_comes_before_the_preset() -> None:
     found = split(preset="fsdp", mesh={"data": 4, "model": 2}, shard={"fc1.weight": [None, "model"]})
-    assert found["fc1.weight"].spec == (None, "model")
+    assert found["fc1.weight"].spec == ("data", "model"), "the preset takes a dimension that the rule leaves whole"
     assert found["fc2.weight"].spec == (None, "data")
 
 

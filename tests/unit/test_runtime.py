@@ -55,7 +55,6 @@ def test_without_torch_xla_its_runtime_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "spmd"}, "strategy: spmd needs runtime: xla, but the runtime is cpu"),
         ({"strategy": "threads"}, "strategy: threads needs runtime: xla"),
         ({"devices": 4}, "devices: 4 is for XLA devices of one process.*set processes: 4 instead"),
     ],

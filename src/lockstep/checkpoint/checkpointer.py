@@ -24,8 +24,8 @@ from lockstep.distributed.topology import ranks_text
 from lockstep.errors import NonFiniteWeights
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
-from lockstep.strategy.base import Strategy
-from lockstep.strategy.fingerprint import combined, compare, fingerprint, non_finite
+from lockstep.strategy.base import Strategy, share_of
+from lockstep.strategy.fingerprint import compare, digests, fingerprint, non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -167,13 +167,14 @@ class Checkpointer:
         """Gather a message from all ranks, and make sure that weights are finite, and equal where they must be."""
         checked = self._strategy.parameters_to_check(self._weights.modules)
         mine = fingerprint(checked) if self._strategy.has_replicas else []
-        told = {**message, "fingerprint": combined(mine), "bad": non_finite(checked)}
+        holders = list((self._strategy.holders(self._weights.modules) or {}).values())
+        told = {**message, "fingerprint": digests(mine, holders), "bad": non_finite(checked)}
         messages = self._group.gather(told, name)
         bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
         if bad:
             ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))
             raise NonFiniteWeights(step, next(iter(bad.values())), ranks)
-        compare(self._group, list(checked), mine, [each["fingerprint"] for each in messages], step)
+        compare(self._group, list(checked), mine, holders, [each["fingerprint"] for each in messages], step)
         return messages
 
     def equalize_buffers(self) -> None:
@@ -221,7 +222,7 @@ class Checkpointer:
         if len(states) == self._group.world_size:
             set_generator_states(self._runtime, dict(states[self._group.rank]))
         else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
-            seed_generators(self._runtime, self._seed + step, self._group.rank)
+            seed_generators(self._runtime, self._seed + step, share_of(self._strategy, self._group))
 
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from lockstep.config.mesh import resolve_meshes, spans_processes
 from lockstep.config.nearest import did_you_mean, nearest
-from lockstep.config.schema import Profile, RunConfig
+from lockstep.config.schema import Profile, RunConfig, Strategy
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
 from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
@@ -102,26 +103,28 @@ def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyP
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def uneven_shares(batch_size: int, world_size: int, name: str = "train.batch_size") -> str | None:
-    """What to say once where the processes do not get equal shares of a batch: any number trains any batch size."""
-    few, more = divmod(batch_size, world_size)
+def uneven_shares(batch_size: int, shares: int, name: str = "train.batch_size") -> str | None:
+    """What to say once where a batch does not divide into equal shares: any number of processes trains any size."""
+    few, more = divmod(batch_size, shares)
     if not more:
         return None
-    shares = (
+    told = (
         f"ranks get {few} or {few + 1} examples of every batch"
         if few
-        else f"{world_size - more} of them get no example of a batch, and compute one that counts for nothing"
+        else f"{shares - more} of them get no example of a batch, and compute one that counts for nothing"
     )
-    return f"{name} {batch_size} on {world_size} processes: {shares}; the mean is still over all {batch_size}"
+    return f"{name} {batch_size} on {shares} processes: {told}; the mean is still over all {batch_size}"
 
 
-def check_strategy(strategy: str, world_size: int) -> None:
-    """One process cannot be spread, and several must be."""
-    if strategy == "single" and world_size > 1:
+def check_strategy(strategy: Strategy, runtime: str, world_size: int) -> None:
+    """One process cannot be spread, and several must be; a mesh of processes has to have a place for each of them."""
+    if strategy.type == "single" and world_size > 1:
         raise ConfigError(
             f"strategy: single trains on one process, but there are {world_size}: each would train a model of its own. "
             "Set processes: 1, or strategy: ddp"
         )
+    if spans_processes(strategy, runtime):
+        resolve_meshes(strategy, world_size, "processes")
 
 
 def check_profile_ranks(profile: Profile | None, world_size: int) -> None:

@@ -9,7 +9,8 @@ from lockstep.config.schema import Strategy
 from lockstep.errors import ConfigError
 
 MAIN = "strategy.mesh"
-DATA_AXIS = "data"
+DATA_AXIS, REPLICA_AXIS = "data", "replica"
+BATCH_AXES = (REPLICA_AXIS, DATA_AXIS)  # that batches are spread over, in this order
 
 Shape = Mapping[str, int]
 
@@ -21,7 +22,49 @@ def resolve_meshes(settings: Strategy, devices: int, remedy: str = "devices") ->
     """
     shapes = {MAIN: settings.mesh or {DATA_AXIS: -1}}
     shapes |= {f"strategy.meshes.{name}": shape for name, shape in settings.meshes.items()}
-    return {name: _resolved(name, shape, devices, remedy) for name, shape in shapes.items()}
+    resolved = {name: _resolved(name, shape, devices, remedy) for name, shape in shapes.items()}
+    _check_preset(settings.preset, resolved[MAIN])
+    return resolved
+
+
+def shares(shape: Shape) -> int:
+    """Into how many shares a mesh divides a batch: one for every place along the axes that batches are spread over."""
+    return math.prod(shape.get(axis, 1) for axis in BATCH_AXES)
+
+
+def spans_processes(settings: Strategy, runtime: str) -> bool:
+    """Whether the mesh is one of processes: XLA has its own devices to make one of."""
+    return settings.type == "spmd" and runtime in ("cpu", "cuda")
+
+
+def batch_shares(settings: Strategy, runtime: str, processes: int) -> int:
+    """Into how many shares a batch is divided: one per process, unless a mesh has several work on one together."""
+    if not spans_processes(settings, runtime):
+        return processes
+    return shares(resolve_meshes(settings, processes, "processes")[MAIN])
+
+
+def processes_of(settings: Strategy) -> int | None:
+    """How many processes a mesh asks for by itself; None where it takes what there are."""
+    sizes = list((settings.mesh or {DATA_AXIS: -1}).values())
+    return None if -1 in sizes else math.prod(sizes)
+
+
+def _check_preset(preset: str | None, shape: Shape) -> None:
+    text = ", ".join(f"{axis}: {size}" for axis, size in shape.items())
+    needed = {"fsdp": (DATA_AXIS,), "hsdp": BATCH_AXES}.get(preset or "", ())
+    missing = [axis for axis in needed if axis not in shape]
+    if missing:
+        example = ", ".join(f"{axis}: {2 if axis == REPLICA_AXIS else -1}" for axis in needed)
+        raise ConfigError(
+            f"strategy.preset: {preset} needs an axis {missing[0]!r}, but {MAIN} is {{{text}}}: write for example "
+            f"mesh: {{{example}}}"
+        )
+    if REPLICA_AXIS in shape and preset != "hsdp":
+        raise ConfigError(
+            f"{MAIN}: {{{text}}}: the axis {REPLICA_AXIS!r} is for preset: hsdp, which keeps a copy of the model for "
+            f"each of its places; name it {DATA_AXIS!r}, or set the preset"
+        )
 
 
 def _resolved(name: str, shape: Shape, devices: int, remedy: str) -> dict[str, int]:

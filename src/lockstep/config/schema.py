@@ -96,6 +96,9 @@ class ShardRule(Section):
 
     spec: tuple[AxisNames, ...] = Field(strict=False)
     mesh: str | None = Field(None, description="one of strategy.meshes; strategy.mesh where not given")
+    activations: Literal["whole", "split"] = Field(
+        "whole", description="split: what leaves a column-parallel layer, or enters a row-parallel one, stays split"
+    )
 
 
 class Strategy(Section):
@@ -110,13 +113,19 @@ class Strategy(Section):
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
         {}, description="parameter-name pattern -> how to split it; the first that matches counts"
     )
-    preset: Literal["fsdp", "tensor"] | None = Field(
-        None, description="fsdp: split every large parameter over data; tensor: by the rules, which must be there"
+    preset: Literal["fsdp", "hsdp", "tensor"] | None = Field(
+        None,
+        description="fsdp: split every block over data; hsdp: the same, with a copy for each of the axis replica; "
+        "tensor: by the rules, which must be there",
     )
+    blocks: str | None = Field(
+        None, min_length=1, description="module-name pattern of the blocks; found where not given"
+    )
+    offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
 
     @model_validator(mode="after")
     def _meshes_are_for_spmd(self) -> Strategy:
-        given = [name for name in ("mesh", "meshes", "shard", "preset") if getattr(self, name)]
+        given = [name for name in ("mesh", "meshes", "shard", "preset", "offload") if getattr(self, name)]
         if given and self.type != "spmd":
             raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
         return self

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from lockstep.distributed import door, trouble
 from lockstep.distributed.activity import Activity, Beat, beat_key
@@ -61,6 +62,7 @@ class Group:
         self.activity = activity or Activity()
         self._store, self._control = store, control
         self._connected_at_once = connected_at_once
+        self._joined_alone = False
 
     @overload
     def agree(self, value: Callable[[], Value], name: str = ...) -> Value: ...
@@ -132,6 +134,12 @@ class Group:
         """Around the making of further groups: what listens for them does so for the ranks alone, where it can."""
         return door.closed_behind(self._connected_at_once)
 
+    def join_alone(self, backend: str) -> None:
+        """For a world of one, where torch's own parts want a group all the same; nothing listens anywhere."""
+        if self.world_size == 1 and not dist.is_initialized():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            self._joined_alone = True
+
     def broadcast(self, tensor: torch.Tensor, part: Part, name: str) -> None:
         """What the first rank of a part has in this tensor, in host memory, on the others of it: in place."""
         if len(part.ranks) > 1:
@@ -160,7 +168,7 @@ class Group:
 
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""
-        if self.world_size > 1 and dist.is_initialized():
+        if (self.world_size > 1 or self._joined_alone) and dist.is_initialized():
             settle()
             dist.destroy_process_group()
 

@@ -117,7 +117,7 @@ def described(config: RunConfig) -> str:
 
 def _checked(config: RunConfig) -> RunConfig:
     if config.processes != "auto":
-        check_strategy(config.strategy.type, config.processes)
+        check_strategy(config.strategy, config.runtime, config.processes)
         check_profile_ranks(config.profile, config.processes)
     return config
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.config.mesh import processes_of
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 
@@ -31,16 +32,22 @@ def resolve(settings: RunSettings) -> tuple[str, int]:
         from lockstep.runtime.cuda import check_devices
 
         present = gpu_count()
-        wanted = max(present, 1) if processes == "auto" else int(processes)
+        wanted = (_mesh_asks(settings) or max(present, 1)) if processes == "auto" else int(processes)
         check_devices(min(wanted, 1) if settings.launch.share_devices else wanted, present)
         return runtime, wanted
-    return runtime, 1 if processes == "auto" else int(processes)
+    return runtime, (_mesh_asks(settings) or 1) if processes == "auto" else int(processes)
+
+
+def _mesh_asks(settings: RunSettings) -> int | None:
+    """For how many processes a mesh has places, where it says so; several hosts are counted by whoever starts them."""
+    alone = settings.strategy.type == "spmd" and settings.launch.type == "local"
+    return processes_of(settings.strategy) if alone else None
 
 
 def _refuse_xla_settings(settings: RunSettings, runtime: str) -> None:
     """What only XLA can do must not be silently ignored elsewhere."""
-    if settings.strategy.type in ("threads", "spmd"):
-        raise ConfigError(f"strategy: {settings.strategy.type} needs runtime: xla, but the runtime is {runtime}")
+    if settings.strategy.type == "threads":
+        raise ConfigError(f"strategy: threads needs runtime: xla, but the runtime is {runtime}")
     if settings.devices not in ("auto", 1):
         raise ConfigError(
             f"devices: {settings.devices} is for XLA devices of one process, but the runtime is {runtime}: "

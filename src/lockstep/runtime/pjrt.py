@@ -68,6 +68,11 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
             f"strategy: spmd with {processes} processes cannot work on PJRT CPU: every process there is a world of its "
             f"own, so no mesh can span them. Use processes: 1 with devices: {processes}, or strategy: ddp"
         )
+    if settings.strategy.offload:
+        raise ConfigError(
+            "strategy.offload: XLA keeps parameters on its devices, and cannot keep them on the host: take it away, or "
+            "use more devices (preset: fsdp splits parameters and optimizer state over them)"
+        )
     if strategy == "threads" and processes > 1:
         raise ConfigError(
             f"strategy: threads drives all devices of one process, but there are {processes}: set processes: 1 and "

@@ -39,7 +39,7 @@ class Job:
 def resolved(config: RunConfig) -> RunConfig:
     """With the number of tasks in all, checked against nodes, GPUs and strategy; the runtime is the nodes' affair."""
     tasks = total(config)
-    check_strategy(config.strategy.type, tasks)
+    check_strategy(config.strategy, config.runtime, tasks)
     check_profile_ranks(config.profile, tasks)
     limit = config.launch.slurm.time and limit_in_seconds(config.launch.slurm.time)
     if limit and limit <= warning(config.launch):

@@ -20,15 +20,16 @@ def resolved(config: RunConfig, tell: Tell) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
     from lockstep.config.load import check_profile_ranks, check_strategy, uneven_shares
+    from lockstep.config.mesh import batch_shares
     from lockstep.launcher import room
 
     family, processes = runtime.resolve(config)
     room.check(processes, config.data.workers)
     if idle := runtime.unused_devices(family, processes):
         tell(idle)
-    check_strategy(config.strategy.type, processes)
+    check_strategy(config.strategy, family, processes)
     check_profile_ranks(config.profile, processes)
-    if uneven := uneven_shares(config.train.batch_size, processes):
+    if uneven := uneven_shares(config.train.batch_size, batch_shares(config.strategy, family, processes)):
         tell(uneven)
     return config.model_copy(update={"runtime": family, "processes": processes})
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from lockstep.config.load import check_strategy
 from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.ddp import DdpStrategy
 from lockstep.strategy.single import SingleStrategy
 
 
-def create(settings: StrategySettings, runtime: Runtime, world_size: int) -> Strategy:
+def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
     """The strategy that the config names; `auto` is `single` for one process and `ddp` for more."""
-    check_strategy(settings.type, world_size)
+    world_size = group.world_size
+    check_strategy(settings, runtime.name, world_size)
     if runtime.name == "xla":
         return _on_xla(settings, runtime, world_size)
+    if settings.type == "spmd":
+        from lockstep.strategy.sharded import ShardedStrategy
+
+        return ShardedStrategy(runtime, settings, group)
     if world_size == 1:
         return SingleStrategy(runtime)
     return DdpStrategy(runtime, settings, world_size)

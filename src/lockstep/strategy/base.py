@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.schema import ShardRule
+from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
+from lockstep.strategy.initial import Initialise, initialise
 
 Modules = Mapping[str, nn.Module]
 Parameters = Sequence[nn.Parameter]
@@ -29,11 +31,28 @@ class Strategy(abc.ABC):
     reduces_in_step: ClassVar[bool] = False
     # Whether reading the state off the devices takes all ranks: where tensors are spread over hosts.
     gathers_state: ClassVar[bool] = False
+    # Whether a rank has parts of tensors, and saves and restores those alone.
+    keeps_slices: ClassVar[bool] = False
 
     def __init__(self, runtime: Runtime, world_size: int = 1) -> None:
         self.runtime, self.world_size = runtime, world_size
 
     # Where things are
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a global batch is divided."""
+        return self.world_size
+
+    @property
+    def share(self) -> int | None:
+        """Which of the shares this rank computes; None: each rank has one, in rank order."""
+        return None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its share; others that compute the same are not counted again."""
+        return True
 
     @property
     def micro_batches(self) -> int:
@@ -57,6 +76,14 @@ class Strategy(abc.ABC):
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:  # noqa: B027
         """The sharding rules of the task; those of the config come before them."""
+
+    def build(self, make: Callable[[], Any]) -> Any:
+        """Make a model, or several; without memory, where this rank is going to get its part of it from another."""
+        return make()
+
+    def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
+        """Give values to a model that was made without memory, before it is placed."""
+        initialise(model, seed, init_weights)
 
     @abc.abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
@@ -125,6 +152,10 @@ class Strategy(abc.ABC):
         else:
             torch.nn.utils.clip_grad_norm_(parameters, norm)
 
+    def step(self, optimizer: Optimizer) -> None:
+        """Have an optimizer change the parameters."""
+        optimizer.step()
+
     def stepped(self) -> None:
         """An optimizer has changed the parameters: here the step ends."""
         self.runtime.end_of_program()
@@ -164,8 +195,17 @@ class Strategy(abc.ABC):
         """The parameters by name, where they can be read without compiling a program for it."""
         return named_parameters(modules)
 
+    def holders(self, modules: Modules) -> dict[str, tuple[int, ...]] | None:
+        """For each parameter the ranks that must have the same of it as this one; None: all of them, of all."""
+        return None
+
     def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
         """Give every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
+
+
+def share_of(strategy: Strategy, group: Group) -> int:
+    """The share of a batch that this rank computes. Ranks with the same share also draw the same random numbers."""
+    return group.rank if strategy.share is None else strategy.share
 
 
 def named_parameters(modules: Modules) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from lockstep.errors import ReplicasDiffer
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
+
+Holders = tuple[int, ...]
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
@@ -37,34 +40,57 @@ def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name, each in floating.items() if not each.isfinite().all()), None)
 
 
-def compare(group: Group, names: list[str], mine: list[int], messages: list[int], step: int) -> None:
-    """Raise on every rank where the ranks' digests differ; only then the fingerprints themselves are exchanged."""
-    if len(set(messages)) == 1:
+def digests(fingerprints: list[int], holders: list[Holders]) -> dict[str, int]:
+    """One number for all that the same ranks must have alike, by these ranks; without holders, by nobody in particular.
+
+    It also depends on the order of the tensors.
+    """
+    together: dict[str, list[int]] = {}
+    for index, each in enumerate(fingerprints):
+        together.setdefault(_key(holders[index]) if holders else "", []).append(each)
+    return {key: hash(tuple(each)) for key, each in together.items()}
+
+
+def compare(
+    group: Group, names: list[str], mine: list[int], holders: list[Holders], messages: list[dict[str, int]], step: int
+) -> None:
+    """Raise on every rank where digests differ that must not; only then the fingerprints themselves are exchanged.
+
+    `holders` are the ranks that have the same of each tensor as this one; none given, all ranks have all of it.
+    """
+    found: dict[str, set[int]] = {}
+    for message in messages:
+        for key, digest in message.items():
+            found.setdefault(key, set()).add(digest)
+    if all(len(each) == 1 for each in found.values()):
         return
-    everyone = group.gather(mine, f"the fingerprints of step {step}")
+    everyone: list[Any] = group.gather([mine, [_key(each) for each in holders]], f"the fingerprints of step {step}")
     for index, name in enumerate(names):
-        found = [each[index] for each in everyone]
-        if len(set(found)) > 1:
-            raise ReplicasDiffer(difference(step, name, found))
+        alike: dict[str, dict[int, int]] = {}
+        for rank, (each, keys) in enumerate(everyone):
+            alike.setdefault(keys[index] if keys else "", {})[rank] = each[index]
+        for ranks in alike.values():
+            if len(set(ranks.values())) > 1:
+                raise ReplicasDiffer(difference(step, name, ranks))
 
 
-def difference(step: int, name: str, found: list[int]) -> str:
+def _key(holders: Holders) -> str:
+    return ",".join(map(str, holders))
+
+
+def difference(step: int, name: str, found: Mapping[int, int]) -> str:
     """What to tell where ranks disagree about a parameter: the odd ones out, where there is a majority."""
-    counted = Counter(found).most_common()
+    counted = Counter(found.values()).most_common()
     usual, votes = counted[0]
-    odd = [rank for rank, each in enumerate(found) if each != usual]
-    who = f"on {ranks_text(odd)} from the others" if votes > len(found) / 2 else "between all ranks"
+    odd = [rank for rank, each in found.items() if each != usual]
+    everyone = "all ranks" if len(found) == max(found) + 1 else ranks_text(list(found))
+    who = f"on {ranks_text(odd)} from the others" if votes > len(found) / 2 else f"between {everyone}"
     return (
         f"the replicas of the model are not equal any more at step {step}: {name!r} differs {who}, and it is the first "
         "parameter that does. No checkpoint was written from this state. A rank changed its weights by itself (a "
         "branch on the rank, randomness that is not shared, a module called past its wrapper), or its memory is "
         "faulty; the run can be resumed from its last checkpoint"
     )
-
-
-def combined(fingerprints: list[int]) -> int:
-    """One number for all of them, that also depends on their order."""
-    return hash(tuple(fingerprints))
 
 
 def _bits(tensor: Tensor) -> Tensor:

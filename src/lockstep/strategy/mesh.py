@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.config.mesh import BATCH_AXES, Shape
 from lockstep.config.mesh import DATA_AXIS as DATA_AXIS
 from lockstep.config.mesh import MAIN as MAIN
-from lockstep.config.mesh import Shape
 from lockstep.config.mesh import resolve_meshes as resolve_meshes
 from lockstep.config.schema import AxisNames, ShardRule
 from lockstep.config.schema import Strategy as StrategySettings
@@ -28,6 +28,15 @@ class Sharding:
     spec: tuple[AxisNames, ...]
 
 
+@dataclass(frozen=True)
+class Ruled:
+    """What a rule says of one parameter."""
+
+    pattern: str
+    mesh: str
+    rule: ShardRule
+
+
 def shardings(
     parameters: Mapping[str, Sequence[int]],
     meshes: Mapping[str, Shape],
@@ -35,9 +44,26 @@ def shardings(
     rules: Mapping[str, ShardRule],
 ) -> dict[str, Sharding]:
     """How every parameter is split, by its shape; those that no rule and no preset speaks of are kept whole."""
+    ruled = by_rules(parameters, meshes, settings, rules)
+    found = {name: Sharding(each.mesh, each.rule.spec) for name, each in ruled.items()}
+    if settings.preset in ("fsdp", "hsdp"):
+        for name, shape in parameters.items():
+            spec = fully_sharded(shape, meshes[MAIN], found[name].spec if name in found else None)
+            if spec is not None and found.get(name, Sharding(MAIN, ())).mesh == MAIN:
+                found[name] = Sharding(MAIN, spec)
+    return found
+
+
+def by_rules(
+    parameters: Mapping[str, Sequence[int]],
+    meshes: Mapping[str, Shape],
+    settings: StrategySettings,
+    rules: Mapping[str, ShardRule],
+) -> dict[str, Ruled]:
+    """The rule that counts for each parameter that one speaks of; a rule that fits none, or not, is refused."""
     if settings.preset == "tensor" and not rules:
         raise ConfigError("strategy.preset: tensor splits by rules, and there are none: give strategy.shard")
-    found: dict[str, Sharding] = {}
+    found: dict[str, Ruled] = {}
     for pattern, rule in rules.items():
         matching = [name for name in parameters if fnmatch.fnmatchcase(name, pattern)]
         if not matching:
@@ -51,32 +77,46 @@ def shardings(
         for name in matching:
             if name not in found:
                 _check(pattern, name, parameters[name], rule.spec, meshes[mesh])
-                found[name] = Sharding(mesh, rule.spec)
-    if settings.preset == "fsdp":
-        for name, shape in parameters.items():
-            spec = fully_sharded(shape, meshes[MAIN])
-            if name not in found and spec is not None:
-                found[name] = Sharding(MAIN, spec)
+                if settings.preset in ("fsdp", "hsdp") and mesh == MAIN:
+                    _refuse_twice(pattern, name, rule.spec, settings.preset)
+                found[name] = Ruled(pattern, mesh, rule)
     return found
 
 
-def fully_sharded(shape: Sequence[int], mesh: Shape) -> tuple[AxisNames, ...] | None:
-    """A large parameter split over the data axis along its longest dimension that divides; None to keep it whole."""
+def fully_sharded(
+    shape: Sequence[int], mesh: Shape, spec: Sequence[AxisNames] | None = None
+) -> tuple[AxisNames, ...] | None:
+    """A large parameter split over the data axis along its longest dimension that divides; None to keep it as it is.
+
+    `spec` is how a rule splits it already, over other axes: one of the dimensions that it leaves whole is taken.
+    """
     size = mesh.get(DATA_AXIS, 1)
-    fitting = [dimension for dimension, length in enumerate(shape) if length % size == 0]
+    spec = tuple(spec) if spec is not None else (None,) * len(shape)
+    free = [dimension for dimension, entry in enumerate(spec) if not axes_of(entry)]
+    fitting = [dimension for dimension in free if shape[dimension] % size == 0]
     if size == 1 or math.prod(shape) < LARGE or not fitting:
         return None
     chosen = max(fitting, key=lambda dimension: shape[dimension])
-    return tuple(DATA_AXIS if dimension == chosen else None for dimension in range(len(shape)))
+    return tuple(DATA_AXIS if dimension == chosen else entry for dimension, entry in enumerate(spec))
 
 
 def batch_spec(dimensions: int, mesh: Shape) -> tuple[AxisNames, ...]:
-    """Examples are spread over the data axis; a mesh without one gives every device all of them."""
-    axis = DATA_AXIS if DATA_AXIS in mesh else None
-    return (axis, *[None] * (dimensions - 1))
+    """Examples are spread over the data axis (and replicas); a mesh without one gives every device all of them."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh)
+    first: AxisNames = axes if len(axes) > 1 else axes[0] if axes else None
+    return (first, *[None] * (dimensions - 1))
 
 
-def _axes(entry: AxisNames) -> tuple[str, ...]:
+def _refuse_twice(pattern: str, name: str, spec: Sequence[AxisNames], preset: str) -> None:
+    twice = [axis for entry in spec for axis in axes_of(entry) if axis in BATCH_AXES]
+    if twice:
+        raise ConfigError(
+            f"strategy.shard.{pattern}: {_text(spec)} splits {name!r} over {twice[0]}, which preset: {preset} does by "
+            f"itself: leave {twice[0]} out of the rule (null), or the preset"
+        )
+
+
+def axes_of(entry: AxisNames) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
@@ -89,7 +129,7 @@ def _check(pattern: str, name: str, shape: Sequence[int], spec: Sequence[AxisNam
         )
     used: list[str] = []
     for dimension, entry in enumerate(spec):
-        for axis in _axes(entry):
+        for axis in axes_of(entry):
             if axis not in mesh:
                 nearest = difflib.get_close_matches(axis, list(mesh), n=1, cutoff=0.5)
                 advice = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(mesh)}"
@@ -97,11 +137,11 @@ def _check(pattern: str, name: str, shape: Sequence[int], spec: Sequence[AxisNam
             if axis in used:
                 raise ConfigError(f"{at}: {text} uses the axis {axis!r} twice; an axis can split one dimension")
             used.append(axis)
-        parts = math.prod(mesh[axis] for axis in _axes(entry))
+        parts = math.prod(mesh[axis] for axis in axes_of(entry))
         if shape[dimension] % parts:
             raise ConfigError(
                 f"{at}: dimension {dimension} of {name!r} {list(shape)} is {shape[dimension]}, which "
-                f"{' x '.join(_axes(entry))} ({parts} devices) does not divide"
+                f"{' x '.join(axes_of(entry))} ({parts} devices) does not divide"
             )
 
 

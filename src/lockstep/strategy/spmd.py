@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.config.mesh import shares
 from lockstep.config.schema import ShardRule
 from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
@@ -49,7 +50,7 @@ class SpmdStrategy(Strategy):
 
     @property
     def _data_size(self) -> int:
-        return self._shapes[meshing.MAIN].get(meshing.DATA_AXIS, 1)
+        return shares(self._shapes[meshing.MAIN])
 
     @property
     def measures_together(self) -> bool:

@@ -27,11 +27,18 @@ class BatchMean:
 
 
 def measure_sums(
-    measure: Measure, loader: Loader, move: Callable[[Any], Any], measured: Callable[[], None] = lambda: None
+    measure: Measure,
+    loader: Loader,
+    move: Callable[[Any], Any],
+    measured: Callable[[], None] = lambda: None,
+    together: bool = False,
 ) -> tuple[Sums, int]:
-    """This rank's sums over its part of the data, in double precision, and how many examples it saw."""
+    """This rank's sums over its part of the data, in double precision, and how many examples it saw.
+
+    Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
+    """
     batches = ((micro.examples, len(micro.indices), batch) for micro, batch in loader.epoch(0))
-    return sums_of(measure, batches, move, measured)
+    return sums_of(measure, batches, move, measured, together)
 
 
 def sums_of(
@@ -39,6 +46,7 @@ def sums_of(
     batches: Iterable[tuple[int, int, Any]],
     move: Callable[[Any], Any],
     measured: Callable[[], None] = lambda: None,
+    together: bool = False,
 ) -> tuple[Sums, int]:
     """The same over batches of any source, each with how many examples a mean over it counts for, and its length.
 
@@ -49,6 +57,8 @@ def sums_of(
     with torch.no_grad():
         for examples, length, batch in batches:
             if examples == 0:
+                if together:
+                    measure(move(batch))
                 continue
             for name, value in measure(move(batch)).items():
                 # Filler counts for less than it is long, or takes back what other filler added.

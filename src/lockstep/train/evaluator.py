@@ -69,12 +69,15 @@ class Evaluator:
     ) -> dict[str, float] | None:
         count = check_dataset(dataset, name)
         self._checkpointer.equalize_buffers()
-        alone = on == "rank0"
+        together = self._strategy.measures_together
+        alone = on == "rank0" and not together
         loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
 
         def here() -> Any:
             with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
-                return measure_sums(measure, loader, self._next_of(name, leaves), self._runtime.end_of_program)
+                move = self._next_of(name, leaves)
+                found = measure_sums(measure, loader, move, self._runtime.end_of_program, together)
+                return found if self._strategy.speaks else ({}, 0)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
         return None if None in parts else combine(parts, count, name)

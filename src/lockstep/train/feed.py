@@ -21,7 +21,7 @@ from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.base import Strategy
+from lockstep.strategy.base import Strategy, share_of
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.step import Step
 
@@ -48,7 +48,7 @@ class Feed:
         self._fixed_shapes = runtime.fixed_shapes
         self._seed = settings.seed
         self._loaders = Loaders(
-            group.rank, group.world_size, settings.seed, settings.data, runtime, strategy.batch_multiple
+            share_of(strategy, group), strategy.shares, settings.seed, settings.data, runtime, strategy.batch_multiple
         )
         self.progress = Progress()
         self.cursors = Cursors()
@@ -130,6 +130,11 @@ class Feed:
         yield from self._hand_out(cursor, loader.epoch(cursor.epoch, start), accumulate)
 
     def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str) -> Iterator[Any]:
+        if self._strategy.shares != self._group.world_size:
+            raise ConfigError(
+                f"strategy.mesh: {self._group.world_size} ranks work on {self._strategy.shares} shares of a batch, but "
+                f"of {name!r} every rank has one of its own: a stream needs a mesh of the axis data alone"
+            )
         cursor = self._open(batches, {}, name)
         if cursor is None:
             return
@@ -248,7 +253,7 @@ class Feed:
             self.step = None
 
     def _tell_uneven_shares(self, batch_size: int) -> None:
-        uneven = uneven_shares(batch_size, self._group.world_size, "batch_size")
+        uneven = uneven_shares(batch_size, self._strategy.shares, "batch_size")
         if uneven and batch_size not in self._told_uneven:
             self._told_uneven.add(batch_size)
             logger.info(uneven)

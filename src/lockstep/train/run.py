@@ -33,6 +33,7 @@ from lockstep.record.journal import Journal
 from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
+from lockstep.strategy.base import share_of
 from lockstep.strategy.rules import shard_rules
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.devices import Devices
@@ -72,7 +73,7 @@ class Run:
         self._activity, self._requests = group.activity, requests
         self.summons = Summons(group, lambda: requests.any) if group.world_size > 1 else None
         self._pulse = Pulse(group, requests, self.summons)
-        self._strategy = strategies.create(settings.strategy, runtime, group.world_size)
+        self._strategy = strategies.create(settings.strategy, runtime, group)
         self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
@@ -230,6 +231,15 @@ class Run:
         """Programs that training steps compiled, by kind of step; nothing where nothing is compiled."""
         return dict(self._guard.compilations)
 
+    def build(self, make: Callable[[], Value]) -> Value:
+        """Make a model, or several in a mapping, before `setup`: `run.build(lambda: Net(1024))`.
+
+        Where the strategy splits models over ranks, only rank 0 makes them with their values; the others get their part
+        in `setup`. Elsewhere it is the same as calling it.
+        """
+        made: Value = self._strategy.build(make)
+        return made
+
     def setup(
         self,
         model: nn.Module,
@@ -242,12 +252,14 @@ class Run:
         compile: bool = False,
         on_nan: str = "stop",
         shard: Mapping[str, Any] | None = None,
+        init_weights: Callable[[nn.Module], object] | None = None,
     ) -> Any:
         """Place a model on the device, equal on all ranks. Returns what was given, in the same order.
 
         Called once for every model that is trained; with several, each has a `name`. With `on_nan="skip"`, a step whose
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
-        `strategy.shard` in the config, which comes before it.
+        `strategy.shard` in the config, which comes before it. `init_weights(module)` gives values to the parameters of
+        one module of a model that was made on the meta device; without it, the module's own `reset_parameters` does.
         """
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
@@ -262,6 +274,7 @@ class Run:
             be_patient_while_compiling(self._activity)
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
+        self._strategy.fill(model, self.settings.seed, init_weights)
         placed = self._strategy.place(model)
         if optimizer is not None:
             self._strategy.place_optimizer(optimizer)
@@ -271,7 +284,7 @@ class Run:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
             # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
-            seed_generators(self.runtime, self.settings.seed, self.rank)
+            seed_generators(self.runtime, self.settings.seed, share_of(self._strategy, self.group))
         given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 

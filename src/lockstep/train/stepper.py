@@ -80,7 +80,7 @@ class Stepper:
         else:
             if entry.clip_norm is not None:
                 self._strategy.clip_gradients(parameters, entry.clip_norm)
-            optimizer.step()
+            self._strategy.step(optimizer)
         self._note_learning_rate(entry, optimizer)
         optimizer.zero_grad(set_to_none=True)
         self._be_patient_while_compiling()

@@ -78,6 +78,11 @@ class Task(abc.ABC):
         """For SPMD: parameter-name pattern -> mesh axis (or None) for every dimension; `strategy.shard` comes first."""
         return {}
 
+    def init_weights(self, module: nn.Module) -> None:
+        """For a model that is made on the meta device, because it fits into no host's memory: called for every module
+        that has parameters of its own, to give them values. Without it, each module's `reset_parameters` is called."""
+        raise NotImplementedError
+
     def should_stop(self, metrics: dict[str, float]) -> str | None:
         """A reason to end training on all ranks, for instance that a trial is pruned; asked on rank 0, after every
         validation."""
@@ -94,6 +99,10 @@ def has_training_step(task: Task | type[Task]) -> bool:
 def has_loss(task: Task | type[Task]) -> bool:
     cls = task if inspect.isclass(task) else type(task)
     return cls.loss is not Task.loss
+
+
+def has_init_weights(task: Task) -> bool:
+    return type(task).init_weights is not Task.init_weights
 
 
 def create_task(component: Component) -> Task:

@@ -27,7 +27,15 @@ from lockstep.train.mean import Mean
 from lockstep.train.models import DEFAULT
 from lockstep.train.run import Run
 from lockstep.train.stepper import loss_and_count
-from lockstep.train.task import Task, construct, create_task, has_loss, has_training_step, import_object
+from lockstep.train.task import (
+    Task,
+    construct,
+    create_task,
+    has_init_weights,
+    has_loss,
+    has_training_step,
+    import_object,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +100,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], Interval]:
     """Every model of the task with its optimizer and scheduler; the schedulers, and how often they are stepped."""
     limits = config.train
-    made = task.model()
+    made = run.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
     schedulers, every = _schedulers(task, made, optimizers, config)
@@ -107,6 +115,7 @@ def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], In
             compile=limits.compile,
             on_nan=limits.on_nan,
             shard=task.shard_rules(),
+            init_weights=task.init_weights if has_init_weights(task) else None,
         )
     return schedulers, every
 

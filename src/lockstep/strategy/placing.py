@@ -1,0 +1,156 @@
+"""How a model comes to be split over ranks without ever being whole on more than one of them.
+
+Rank 0 has the values; the others may have made the model without memory. One unit after the other (a block, at last
+what is outside of all blocks) gets its values from rank 0, and is split before the next one comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.distributed.group import Group
+from lockstep.strategy.initial import Initialise, initialise_module, tensors_without_memory
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 16  # of a tensor in what is broadcast: more than any type of number needs
+_PIECE_BYTES = 64 * 2**20  # that is broadcast at once
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter as it was before, by everything that has it: the first name is what it is called."""
+
+    before: nn.Parameter
+    names: tuple[str, ...]
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def now(self) -> nn.Parameter:
+        module, key = self.places[0]
+        found = module._parameters[key]
+        assert found is not None
+        return found
+
+    def put(self, fresh: nn.Parameter) -> None:
+        for module, key in self.places:
+            module._parameters[key] = fresh
+
+
+def owned_by(model: nn.Module) -> dict[int, Owned]:
+    """Every parameter once, with all its names, by its identity."""
+    found: dict[int, Owned] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                known = found.get(id(parameter))
+                names = (*(known.names if known else ()), f"{name}.{key}" if name else key)
+                places = (*(known.places if known else ()), (module, key))
+                found[id(parameter)] = Owned(parameter, names, places)
+    return found
+
+
+def units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """What is split by itself, the whole model last. A block that shares a parameter with others is part of the rest:
+    apart, each of them would train a copy of its own."""
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
+    outside = [p for each in model.modules() if id(each) not in inside for p in each.parameters(recurse=False)]
+    holders: dict[int, set[str]] = {id(parameter): {""} for parameter in outside}
+    for name, block in blocks.items():
+        for parameter in block.parameters():
+            holders.setdefault(id(parameter), set()).add(name)
+    shared = {name for names in holders.values() if len(names) > 1 for name in names}
+    for name in sorted(shared - {""}):
+        logger.info("block %s shares a parameter with what is outside of it: it is not split by itself", name)
+    return {**{name: block for name, block in blocks.items() if name not in shared}, "": model}
+
+
+class Filling:
+    """Gives every rank the values that rank 0 has, one unit at a time."""
+
+    def __init__(
+        self, model: nn.Module, group: Group, device: torch.device, seed: int = 0, by: Initialise | None = None
+    ) -> None:
+        self._model, self._group, self._device = model, group, device
+        self._seed, self._by = seed, by
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def fill(self, unit: nn.Module, owned: Sequence[Owned], part: Callable[[str, Tensor], Tensor]) -> None:
+        """The parameters of a unit with their values, on the device; `part` takes this rank's part of a whole value.
+
+        What an optimizer still holds of the parameters before gives its memory back.
+        """
+        if self._group.rank == 0:
+            for module in unit.modules():
+                initialise_module(self._model, self._names[id(module)], module, self._seed, self._by)
+        sources = [each.now.detach() for each in owned]
+        for each, value in zip(owned, self.from_rank_0(sources), strict=True):
+            before = each.before
+            each.put(nn.Parameter(part(each.names[0], value), requires_grad=before.requires_grad))
+            if not before.is_meta:
+                before.data = before.data.new_empty(0)
+
+    def fill_buffers(self) -> None:
+        """Buffers, and tensors that modules keep as plain attributes, on all ranks as rank 0 has them."""
+        places = [
+            (each, key) for each in self._model.modules() for key in each._buffers if each._buffers[key] is not None
+        ]
+        before: list[Tensor] = [module._buffers[key] for module, key in places]  # type: ignore[misc]
+        unique = list({id(each): each for each in before}.values())
+        now = dict(zip(map(id, unique), self.from_rank_0(unique), strict=True))
+        for (module, key), each in zip(places, before, strict=True):
+            module._buffers[key] = now[id(each)]
+        self._fill_attributes()
+
+    def _fill_attributes(self) -> None:
+        """Those who made the model without memory miss them, all of them alike; rank 0 does not know which."""
+        modules = dict(self._model.named_modules())
+        mine = [[path, key] for path, module in modules.items() for key in tensors_without_memory(module)]
+        told = self._group.gather(mine, "tensors of the model that are no parameters")[-1]
+        found = [vars(modules[path])[key] for path, key in told]
+        for (path, key), value in zip(told, self.from_rank_0(found), strict=True):
+            if self._group.rank != 0:
+                setattr(modules[path], key, value.cpu())  # where a model is before it is placed
+
+    def from_rank_0(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors with rank 0's values, on the device; on other ranks only shape and type of what is given count."""
+        if self._group.world_size == 1:
+            return [each.to(self._device) for each in tensors]
+        received: list[Tensor] = []
+        for bucket in _buckets(tensors):
+            received += self._broadcast(bucket)
+        return received
+
+    def _broadcast(self, bucket: Sequence[Tensor]) -> list[Tensor]:
+        begins, size = [], 0
+        for each in bucket:
+            begins.append(size)
+            size += math.ceil(each.nbytes / _ALIGNMENT) * _ALIGNMENT
+        together = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        parts = [
+            together[begin : begin + each.nbytes].view(each.dtype).view(each.shape)
+            for begin, each in zip(begins, bucket, strict=True)
+        ]
+        if self._group.rank == 0:
+            for part, each in zip(parts, bucket, strict=True):
+                part.copy_(each)
+        dist.broadcast(together, src=0)
+        return [part.clone() for part in parts]  # memory of their own: one that stays must not keep the others
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for each in tensors:
+        if bucket and sum(one.nbytes for one in bucket) + each.nbytes > _PIECE_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(each)
+    if bucket:
+        yield bucket

@@ -1,0 +1,416 @@
+"""A mesh of processes, by torch's own parts: fully_shard over the data axis, DTensor for rules over the others.
+
+The same words as under XLA's SPMD. Every parameter becomes a DTensor of which a rank keeps its part; a block is put
+together just before it computes, and taken apart again. Ranks along the axes that batches are spread over have a share
+of the batch each; ranks along the other axes work on one share together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
+from lockstep.config.schema import ShardRule
+from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
+from lockstep.strategy import mesh as meshing
+from lockstep.strategy import placing, tensor_parallel
+from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters
+from lockstep.strategy.blocks import find_blocks
+from lockstep.strategy.device_mesh import make_mesh
+from lockstep.strategy.initial import Initialise
+from lockstep.strategy.slices import slice_of
+
+logger = logging.getLogger(__name__)
+
+# An axis of one place: where parameters are to be whole on every rank, they are "split" over it.
+_WHOLE = "whole"
+
+
+class ShardedStrategy(Strategy):
+    name: ClassVar[str] = "spmd"
+    keeps_slices: ClassVar[bool] = True
+
+    def __init__(self, runtime: Runtime, settings: StrategySettings, group: Group) -> None:
+        super().__init__(runtime, group.world_size)
+        self._settings, self._group = settings, group
+        self._shapes = meshing.resolve_meshes(settings, group.world_size, "processes")
+        self._shape = self._shapes[meshing.MAIN]
+        self._rules = dict(settings.shard)
+        more = {} if settings.preset in ("fsdp", "hsdp") else {_WHOLE: 1}
+        more |= {} if DATA_AXIS in self._shape else {DATA_AXIS: 1}
+        self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=(*BATCH_AXES, _WHOLE))
+        axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.preset or "", (DATA_AXIS, _WHOLE))
+        self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
+        self._moved: dict[int, nn.Parameter] = {}  # by the identity of the parameter that it takes the place of
+        self._models: list[FSDPModule] = []
+        self._syncs = True
+        self._seed = 0
+        self._init_weights: Initialise | None = None
+
+    # Where things are
+
+    @property
+    def shares(self) -> int:
+        return math.prod(self._mesh[axis].size() for axis in self._batch_axes)
+
+    @property
+    def share(self) -> int:
+        found = 0
+        for axis in self._batch_axes:
+            found = found * self._mesh[axis].size() + self._mesh.get_local_rank(axis)
+        return found
+
+    @property
+    def speaks(self) -> bool:
+        return all(self._mesh.get_local_rank(axis) == 0 for axis in self._shape if axis not in BATCH_AXES)
+
+    @property
+    def _batch_axes(self) -> list[str]:
+        return [axis for axis in BATCH_AXES if axis in self._shape]
+
+    @property
+    def measures_together(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def meshes(self) -> Mapping[str, Any]:
+        return {"mesh": self._mesh}
+
+    def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
+        self._rules = {
+            **self._settings.shard,
+            **{name: each for name, each in rules.items() if name not in self._settings.shard},
+        }
+
+    # Placing
+
+    def build(self, make: Callable[[], Any]) -> Any:
+        """Rank 0 makes the model as it is; the others make it without memory, where its code allows that."""
+        if self._group.rank == 0:
+            return make()
+        before = torch.get_rng_state()
+        try:
+            with torch.device("meta"):
+                return make()
+        except Exception as error:
+            torch.set_rng_state(before)
+            logger.warning(
+                "the model cannot be made on the meta device (%s: %s): this rank makes all of it, and drops what is "
+                "not its own. Keep what reads values (.item(), numpy) out of the model's constructor to save memory",
+                type(error).__name__, str(error).splitlines()[0] if str(error) else "",
+            )  # fmt: skip
+            return make()
+
+    def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
+        self._seed, self._init_weights = seed, init_weights  # as each block is placed: whole it may fit nowhere
+
+    def place(self, model: nn.Module) -> nn.Module:
+        _refuse_sparse(model)
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        ruled = meshing.by_rules(shapes, self._shapes, self._settings, self._rules)
+        plan = tensor_parallel.plan(model, ruled, self._shape, self._settings.preset)
+        owned = placing.owned_by(model)
+        units = placing.units(model, find_blocks(model, self._settings.blocks))
+        filling = placing.Filling(model, self._group, self.runtime.device, self._seed, self._init_weights)
+        done: set[int] = set()
+
+        def part(name: str, value: Tensor) -> Tensor:
+            split = plan.parameters.get(name)
+            return value if split is None else tensor_parallel.part_of(value, split, self._mesh)
+
+        with torch.no_grad():
+            for name, unit in units.items():
+                mine = [each for key, each in owned.items() if key not in done and _is_inside(each, unit)]
+                done |= {id(each.before) for each in mine}
+                filling.fill(unit, mine, part)
+                if not name:
+                    filling.fill_buffers()
+                    tensor_parallel.apply(model, plan, self._mesh)
+                if plan.layers:
+                    unit.register_forward_hook(_without_views)  # before torch's own, which must not be given one
+                self._split(unit)
+                self._group.activity.progress()
+        self._moved.update({key: each.now for key, each in owned.items()})
+        self._watch(model, units)
+        _let_methods_compute(model)
+        assert isinstance(model, FSDPModule)
+        self._models.append(model)
+        text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
+        logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, len(units) - 1,
+                    len(plan.parameters), len(shapes))  # fmt: skip
+        return model
+
+    def _split(self, unit: nn.Module) -> None:
+        offload: dict[str, Any] = {}
+        if self._settings.offload and self.runtime.device.type != "cpu":
+            offload["offload_policy"] = CPUOffloadPolicy()
+        fully_shard(unit, mesh=self._over, **offload)
+
+    def _watch(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        """Say which block a rank is at: where ranks wait for each other in its parameters or gradients, it is named."""
+        if self.world_size == 1:
+            return
+        for name, unit in units.items():
+            shown = name or "the model"
+            unit.register_forward_pre_hook(_Notice(self._group, f"the parameters of {shown}", waits=True), prepend=True)
+            unit.register_forward_pre_hook(_Notice(self._group, f"the forward pass of {shown}"))
+            unit.register_forward_hook(_NoticeBackward(self._group, f"the gradients of {shown}"))
+
+    def place_optimizer(self, optimizer: Optimizer) -> None:
+        """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
+        if isinstance(optimizer, (LBFGS, SparseAdam)):
+            raise _does_not_fit(optimizer, "it needs whole parameters")
+        states = list(optimizer.state.items())
+        for group in optimizer.param_groups:
+            group["params"] = [self._moved.get(id(each), each) for each in group["params"]]
+        filling = placing.Filling(nn.Module(), self._group, self.runtime.device)
+        for before, state in states:
+            now = self._moved.get(id(before))
+            if now is None:
+                continue
+            del optimizer.state[before]
+            optimizer.state[now] = {key: self._like(now, value, filling) for key, value in state.items()}
+        self._prefer_foreach(optimizer)
+
+    def _like(self, parameter: Tensor, value: Any, filling: placing.Filling) -> Any:
+        """State of a whole parameter as state of its parts."""
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
+            return value
+        (whole,) = filling.from_rank_0([value])
+        mine = slice_of(parameter)
+        if mine is None:
+            return whole
+        for dimension, (begin, length) in enumerate(zip(mine.offset, mine.tensor.shape, strict=True)):
+            whole = whole.narrow(dimension, min(begin, whole.shape[dimension]), length)
+        return DTensor.from_local(
+            whole.contiguous().to(mine.tensor.device), parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+
+    def _prefer_foreach(self, optimizer: Optimizer) -> None:
+        """On GPUs torch updates all parameters at once, but not where they are DTensors: it has to be told."""
+        if self.runtime.device.type != "cpu" and not self._settings.offload:
+            for group in optimizer.param_groups:
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True
+
+    def step(self, optimizer: Optimizer) -> None:
+        try:
+            optimizer.step()
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+            if "DTensor" not in str(error) and "sharding" not in str(error).lower():
+                raise
+            raise _does_not_fit(optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})") from None
+
+    # Gradients
+
+    def sync_gradients(self, wanted: bool) -> None:
+        if wanted == self._syncs:
+            return
+        self._syncs = wanted
+        for model in self._models:
+            model.set_requires_gradient_sync(wanted)
+
+    @property
+    def _replicas_averaged(self) -> int:
+        return self.shares
+
+    def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
+        """Ranks that work on one share counted the same: it counts once."""
+        total = super().total_count(counts)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+            total /= self.world_size // self.shares
+        return total
+
+    def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
+        total = self.total_count(counts)
+        factor = torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
+        self._multiply(parameters, factor)
+
+    def gradients_are_finite(self, parameters: Parameters) -> bool:
+        """On all ranks, or on none: each has a part of every gradient."""
+        parts = [local_part(each) for each in gradients_of(parameters)]
+        finite = torch.ones((), device=self.runtime.device)
+        for each in parts:
+            finite *= each.isfinite().all().to(finite)
+        if self.world_size > 1:
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite.item())
+
+    def clip_gradients(self, parameters: Parameters, norm: float) -> None:
+        total = self.gradient_norm(parameters)
+        self._multiply(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
+
+    def gradient_norm(self, parameters: Parameters) -> Tensor:
+        """The norm of all gradients together. A part that several ranks have counts once, as a fraction on each."""
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        parts: dict[int, list[Tensor]] = {}
+        for gradient in gradients_of(parameters):
+            found = slice_of(gradient)
+            holders = self.world_size if found is None else len(found.holders)
+            mine = local_part(gradient)
+            if mine.numel():
+                parts.setdefault(holders, []).append(mine)
+        for holders, tensors in parts.items():
+            norms = torch.stack([each.double() for each in torch._foreach_norm(tensors)])
+            total += (norms.square().sum() / holders).to(total.device)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def _multiply(self, parameters: Parameters, factor: Tensor) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for gradient in gradients_of(parameters):
+            part = local_part(gradient)
+            kinds.setdefault((part.dtype, part.device), []).append(part)
+        for (dtype, device), parts in kinds.items():
+            torch._foreach_mul_(parts, factor.to(device, dtype))
+
+    # Comparing
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.world_size > 1
+
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        return {name: local_part(each) for name, each in named_parameters(modules).items()}
+
+    def holders(self, modules: Modules) -> dict[str, tuple[int, ...]]:
+        everyone = tuple(range(self.world_size))
+        found = {name: slice_of(each) for name, each in named_parameters(modules).items()}
+        return {name: everyone if each is None else each.holders for name, each in found.items()}
+
+    def equalize_buffers(self, modules: Modules) -> None:
+        if self.world_size > 1:
+            for module in modules.values():
+                for buffer in module.buffers():
+                    dist.broadcast(buffer, src=0)
+
+
+_FITTING = "AdamW, Adam, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, in its own memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _does_not_fit(optimizer: Optimizer, why: str) -> ConfigError:
+    return ConfigError(
+        f"optimizer: {type(optimizer).__name__} cannot step parameters that strategy: spmd splits: {why}. Use one that "
+        f"works on each number by itself ({_FITTING}), or strategy: ddp"
+    )
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+class _Notice:
+    """Says where a rank is, at the price of an assignment; a compiler leaves it alone."""
+
+    def __init__(self, group: Group, doing: str, waits: bool = False) -> None:
+        self._activity, self._doing, self._waits = group.activity, doing, waits
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *about: Any) -> None:
+        self._activity.enter(self._doing, waits=self._waits)
+
+
+class _NoticeBackward:
+    def __init__(self, group: Group, doing: str) -> None:
+        self._activity, self._doing = group.activity, doing
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for each in _tensors(output):
+            if each.requires_grad:
+                each.register_hook(self._enter)  # type: ignore[no-untyped-call]
+                return
+
+    def _enter(self, gradient: Tensor) -> None:
+        self._activity.enter(self._doing, waits=True)
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """What a split layer gives is a view of a DTensor, and torch loses its hook where a view is changed in place."""
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for each in output:
+            yield from _tensors(each)
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from _tensors(each)
+
+
+def _is_inside(owned: placing.Owned, unit: nn.Module) -> bool:
+    inside = {id(each) for each in unit.modules()}
+    return all(id(module) in inside for module, _ in owned.places)
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"{name}.weight: sparse gradients cannot be split over a mesh: make the {type(module).__name__} with "
+                "sparse=False, or use strategy: ddp"
+            )
+
+
+def _let_methods_compute(model: nn.Module) -> None:
+    """Methods of the model beside forward put its parameters together, too; called from within forward they do not have
+    to, and must not take them apart."""
+    depth = [0]
+
+    def begin(*about: Any) -> None:
+        depth[0] += 1
+
+    def end(*about: Any) -> None:
+        depth[0] -= 1
+
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end, always_call=True)
+    for name, _ in inspect.getmembers(type(model), inspect.isfunction):
+        if name.startswith("_") or hasattr(nn.Module, name) or hasattr(FSDPModule, name):
+            continue
+        plain = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, _Method(plain, getattr(model, name), depth))
+
+
+class _Method:
+    def __init__(self, plain: Callable[..., Any], together: Callable[..., Any], depth: list[int]) -> None:
+        self._plain, self._together, self._depth = plain, together, depth
+        functools.update_wrapper(self, plain)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._depth[0]:
+            return self._plain(*inputs, **named)
+        self._depth[0] += 1
+        try:
+            return self._together(*inputs, **named)
+        finally:
+            self._depth[0] -= 1

@@ -1,0 +1,169 @@
+"""Layers whose weight is split over an axis of the mesh: each rank of the axis computes a part of what the layer does.
+
+A Linear layer is column-parallel where its outputs are split, row-parallel where its inputs are; an Embedding likewise
+by its features or its vocabulary. Torch's DTensor does the arithmetic and the exchanges. By themselves the layers take
+and give whole activations, so that any code around them is right. With `activations: split` a column-parallel layer
+leaves its part on every rank, and a row-parallel one takes it from there, without an exchange between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, Shape
+from lockstep.config.schema import AxisNames, ShardRule
+from lockstep.errors import ConfigError
+from lockstep.strategy.mesh import MAIN, Ruled, axes_of
+
+_CAN = "rules on cpu and cuda split the weight of nn.Linear and nn.Embedding over one axis"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one parameter is split over one axis; the bias of a row-parallel layer is whole, and added once."""
+
+    axis: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer does with its activations: which axis it is split over, and where it meets whole ones."""
+
+    axis: str
+    takes: Placement  # what the arithmetic needs of the input
+    takes_split: bool  # whether the input comes that way
+    leaves_split: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    parameters: Mapping[str, Split]
+    layers: Mapping[str, Layer]  # by the name of the module
+
+
+def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape, preset: str | None) -> Plan:
+    """What rules mean for the layers of a model; one that cannot be followed is refused by the parameter's name."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((name, module, key))
+    by_name = dict(model.named_parameters())
+    splits: dict[str, Split] = {}
+    layers: dict[str, Layer] = {}
+    for name, each in ruled.items():
+        found = _split(name, each, shape, preset)
+        if found is None:
+            continue
+        for module_name, module, key in owners[id(by_name[name])]:
+            if key != "weight" or not isinstance(module, (nn.Linear, nn.Embedding)):
+                if isinstance(module, nn.Linear) and key == "bias":
+                    continue  # goes with its weight, and is looked at below
+                raise _refused(name, each, f"it belongs to a {type(module).__name__} ({module_name or 'the model'})")
+            if isinstance(module, nn.Embedding) and module.max_norm is not None:
+                raise _refused(name, each, "an Embedding with max_norm changes its weight in the forward pass")
+            splits[name] = found
+            layers[module_name] = _layer(module, found, each.rule)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                columns = isinstance(found.placement, Shard) and found.placement.dim == 0
+                splits[_joined(module_name, "bias")] = Split(found.axis, Shard(0) if columns else Replicate())
+    _check_biases(ruled, by_name, splits, shape, preset)
+    return Plan(splits, layers)
+
+
+def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Have the layers of a plan turn what comes in and goes out into what their split weights need."""
+    for name, layer in plan.layers.items():
+        axis = mesh[layer.axis]
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(_Entrance(axis, layer))
+        module.register_forward_hook(_Exit(axis, layer))
+
+
+def part_of(value: Tensor, split: Split, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of a parameter whose whole value it has."""
+    return distribute_tensor(value, mesh[split.axis], [split.placement], src_data_rank=None)
+
+
+class _Entrance:
+    def __init__(self, axis: DeviceMesh, layer: Layer) -> None:
+        self._axis, self._layer = axis, layer
+        self._comes: Sequence[Placement] = [layer.takes if layer.takes_split else Replicate()]
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, *rest = inputs
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, self._axis, self._comes, run_check=False)
+        return (first.redistribute(placements=[self._layer.takes]), *rest)
+
+
+class _Exit:
+    def __init__(self, axis: DeviceMesh, layer: Layer) -> None:
+        self._axis = axis
+        self._leaves: list[Placement] = [Shard(-1) if layer.leaves_split else Replicate()]
+
+    def __call__(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+        return output.redistribute(placements=self._leaves).to_local()
+
+
+def _split(name: str, each: Ruled, shape: Shape, preset: str | None) -> Split | None:
+    """None where the axis has one place, and nothing is split."""
+    if each.mesh != MAIN:
+        raise _refused(name, each, "it goes by a mesh of its own, and on cpu and cuda there is one, strategy.mesh")
+    used = [(dimension, axis) for dimension, entry in enumerate(each.rule.spec) for axis in axes_of(entry)]
+    over_data = [axis for _, axis in used if axis in BATCH_AXES]
+    if over_data and preset in ("fsdp", "hsdp"):
+        raise _refused(name, each, f"preset: {preset} already splits it over {DATA_AXIS}: leave {over_data[0]} out")
+    if over_data:
+        raise _refused(name, each, f"it is split over {over_data[0]}, which preset: fsdp does, for all parameters")
+    used = [(dimension, axis) for dimension, axis in used if shape[axis] > 1]
+    if len(used) > 1:
+        raise _refused(name, each, f"it is split over {len(used)} axes")
+    return Split(used[0][1], Shard(used[0][0])) if used else None
+
+
+def _layer(module: nn.Module, split: Split, rule: ShardRule) -> Layer:
+    assert isinstance(split.placement, Shard)
+    stays = rule.activations == "split"
+    outputs_split = split.placement.dim == (0 if isinstance(module, nn.Linear) else 1)
+    if outputs_split:
+        return Layer(split.axis, Replicate(), takes_split=False, leaves_split=stays)
+    # A row of an embedding is looked up by its number, which all ranks have.
+    takes: Placement = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
+    return Layer(split.axis, takes, takes_split=stays and isinstance(module, nn.Linear), leaves_split=False)
+
+
+def _check_biases(
+    ruled: Mapping[str, Ruled],
+    parameters: Mapping[str, nn.Parameter],
+    splits: Mapping[str, Split],
+    shape: Shape,
+    preset: str | None,
+) -> None:
+    """A bias is split as the outputs of its layer are, whether a rule says so or not; a rule must not say otherwise."""
+    for name, each in ruled.items():
+        if name in splits and parameters[name].dim() > 1:
+            continue
+        asked = _split(name, each, shape, preset)
+        if asked is not None and splits.get(name) != asked:
+            raise _refused(name, each, "the weight of its layer is not split along its outputs over this axis")
+
+
+def _refused(name: str, each: Ruled, why: str) -> ConfigError:
+    return ConfigError(
+        f"strategy.shard.{each.pattern}: {name!r} cannot be split as [{_text(each.rule.spec)}]: {why}; {_CAN}"
+    )
+
+
+def _text(spec: Sequence[AxisNames]) -> str:
+    return ", ".join("null" if entry is None else str(entry) for entry in spec)
+
+
+def _joined(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
