@@ -53,11 +53,13 @@ def nodes() -> Iterator[Nodes]:
     cluster = Nodes()
     ray.init(address=cluster.cluster.address, log_to_driver=True)
     yield cluster
-    # Seen to wait for ever for the thread that prints the workers' logs: the cluster is ended all the same.
+    # While the cluster lives, ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with a
+    # lock that Cluster.shutdown wants as well: so the cluster is ended first, node by node.
+    for node in [*cluster.cluster.worker_nodes, cluster.cluster.head_node]:
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
     leaving = threading.Thread(target=ray.shutdown, name="leaving-ray", daemon=True)
     leaving.start()
     leaving.join(_LEAVE_SECONDS)
-    cluster.cluster.shutdown()
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

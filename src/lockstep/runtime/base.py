@@ -29,6 +29,11 @@ class Runtime(abc.ABC):
     # The torch.distributed backend that carries tensors between devices of this family.
     backend: str
 
+    @property
+    def mesh_backend(self) -> str:
+        """The same for the axes of a mesh, which gather and scatter as well."""
+        return self.backend
+
     # Whether every new shape costs a compilation, so that short batches are better filled up.
     fixed_shapes: bool = False
     # Whether everything is compiled anyway, so that torch.compile has nothing to add.

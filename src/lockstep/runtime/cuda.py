@@ -21,6 +21,14 @@ class CudaRuntime(Runtime):
         # NCCL refuses two ranks on one device; gloo carries their tensors through the host.
         self.backend = "gloo" if share else "nccl"
 
+    @property
+    def mesh_backend(self) -> str:
+        if self.backend == "nccl":
+            return "nccl"
+        from lockstep.runtime import through_host
+
+        return through_host.register()
+
     def prepare(self) -> None:
         check_devices(self.device.index + 1, torch.cuda.device_count())
         torch.cuda.set_device(self.device)

@@ -22,7 +22,7 @@ def make_mesh(runtime: Runtime, group: Group, sizes: Mapping[str, int], first: S
     axes = [axis for axis in first if axis in sizes] + [axis for axis in sizes if axis not in first]
     ranks = torch.arange(group.world_size).view(*sizes.values()).permute([list(sizes).index(axis) for axis in axes])
     with group.activity.within("making the mesh", waits=group.world_size > 1), group.closed_to_others():
-        groups = [_along(ranks, dimension, group, runtime.backend) for dimension in range(ranks.dim())]
+        groups = [_along(ranks, dimension, group, runtime.mesh_backend) for dimension in range(ranks.dim())]
     return DeviceMesh.from_group(
         groups if len(groups) > 1 else groups[0],
         runtime.device.type,

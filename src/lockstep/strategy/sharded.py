@@ -147,6 +147,7 @@ class ShardedStrategy(Strategy):
                 self._group.activity.progress()
         self._moved.update({key: each.now for key, each in owned.items()})
         self._watch(model, units)
+        model.register_forward_hook(_taken_apart)
         _let_methods_compute(model)
         assert isinstance(model, FSDPModule)
         self._models.append(model)
@@ -348,6 +349,12 @@ class _NoticeBackward:
 
     def _enter(self, gradient: Tensor) -> None:
         self._activity.enter(self._doing, waits=True)
+
+
+def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Torch leaves what is outside of all blocks together until a backward pass; where none comes, until now."""
+    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
+        module.reshard()
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
