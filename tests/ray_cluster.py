@@ -53,8 +53,8 @@ def nodes() -> Iterator[Nodes]:
     cluster = Nodes()
     ray.init(address=cluster.cluster.address, log_to_driver=True)
     yield cluster
-    # While the cluster lives, ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with a
-    # lock that Cluster.shutdown wants as well: so the cluster is ended first, node by node.
+    # While the cluster lives, ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with
+    # a lock that Cluster.shutdown wants as well: so the cluster is ended first, node by node.
     for node in [*cluster.cluster.worker_nodes, cluster.cluster.head_node]:
         node.kill_all_processes(check_alive=False, allow_graceful=True)
     leaving = threading.Thread(target=ray.shutdown, name="leaving-ray", daemon=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sharded_bodies
+import through_host_bodies
 
 import lockstep
 
@@ -120,3 +121,9 @@ def test_what_cannot_be_split_is_refused_by_name(
             partial(sharded_bodies.refused, what=what), processes=1, out=tmp_path,
             strategy={"type": "spmd", "preset": "fsdp", **strategy},
         )  # fmt: skip
+
+
+def test_a_mesh_of_ranks_that_exchange_through_the_host(alone: dict[str, Any], tmp_path: Path) -> None:
+    mesh = {"type": "spmd", "preset": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": COLUMNS_AND_ROWS}
+    for found in launch(through_host_bodies.trained, processes=4, out=tmp_path, strategy=mesh):
+        assert found["first"] == alone["first"] and same(found["weights"], alone["weights"])

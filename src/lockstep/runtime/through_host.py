@@ -40,6 +40,14 @@ class ThroughHost(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
+    @property
+    def pg_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def group_name(self) -> Any:
+        return self.pg_name
+
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         return self._in_place(tensors, lambda each: self._gloo.allreduce(each, _operation(opts, dist.AllreduceOptions)))
 
@@ -65,6 +73,9 @@ class ThroughHost(dist.ProcessGroup):
         parts = list(output.view(-1).chunk(self.size()))
         return self.allgather([parts], [mine.reshape(-1)])
 
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
+        return self._allgather_base(output, mine, opts)  # which is what torch calls it up to 2.12
+
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
@@ -82,6 +93,9 @@ class ThroughHost(dist.ProcessGroup):
         self._gloo.allreduce([on_host], _operation(opts, dist.AllreduceOptions)).wait()
         output.copy_(on_host.view(-1).chunk(self.size())[self.rank()].view(output.shape))
         return _done([output])
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        return self._reduce_scatter_base(output, whole, opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None

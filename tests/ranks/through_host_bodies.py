@@ -1,0 +1,21 @@
+"""A body of sharded_bodies on ranks whose mesh exchanges all through the host, as those do that share a GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import sharded_bodies
+
+import lockstep
+from lockstep.runtime import through_host
+from lockstep.runtime.cpu import CpuRuntime
+
+
+def trained(run: lockstep.Run) -> dict[str, Any]:
+    assert run.mesh.get_group("data").name() == through_host.NAME
+    return sharded_bodies.trained(run)
+
+
+if multiprocessing.parent_process() is not None:  # in a rank, before its device is made
+    CpuRuntime.mesh_backend = property(lambda self: through_host.register())  # type: ignore[assignment, method-assign]
