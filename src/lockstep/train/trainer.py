@@ -105,6 +105,7 @@ def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], In
             precision=limits.precision,
             clip_norm=limits.clip_norm,
             compile=limits.compile,
+            recompute=limits.recompute,
             on_nan=limits.on_nan,
             shard=task.shard_rules(),
         )
