@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +25,20 @@ def mesh_of_all(device_type: str) -> DeviceMesh:
 
 
 def sharded(
-    make: type[nn.Module] | object, blocks: str, mesh: DeviceMesh, recompute: bool, compiled: bool, bf16: bool
+    make: Callable[[], nn.Module], blocks: str, mesh: DeviceMesh, recompute: bool, compiled: bool, bf16: bool
 ) -> nn.Module:
     """A model whose blocks (the list of that name) are recomputed, compiled and sharded, in this order, then the rest.
 
     It is made without memory, and each rank makes the values of its own shards: no rank ever has the whole.
     """
     with torch.device("meta"):
-        model: nn.Module = make()  # type: ignore[operator]
+        model = make()
     layers: nn.ModuleList = model.get_submodule(blocks)  # type: ignore[assignment]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for index, layer in enumerate(list(layers)):
-        wrapped = checkpoint_wrapper(layer) if recompute else layer
+        wrapped: Any = checkpoint_wrapper(layer) if recompute else layer
         if compiled:
-            wrapped.compile()
+            wrapped = torch.compile(wrapped)  # not wrapped.compile(): the hooks that gather weights stay outside
         fully_shard(wrapped, mesh=mesh, mp_policy=policy)
         layers[index] = wrapped
     fully_shard(model, mesh=mesh, mp_policy=policy)

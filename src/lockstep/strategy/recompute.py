@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; their kernels change no version
 
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.blocks import BLOCKS, find_blocks
@@ -98,7 +99,7 @@ class _Pass:
         self._changed = [
             (owner, name, value)
             for owner, name, buffer, version, value in before
-            if owner._buffers.get(name) is not buffer or buffer._version != version
+            if isinstance(owner, _NormBase) or owner._buffers.get(name) is not buffer or buffer._version != version
         ]
         return output
 
