@@ -85,6 +85,31 @@ class Tiny(lockstep.Task):
             time.sleep(3600)
 
 
+class Block(nn.Module):
+    """A residual layer with all that a second pass could get wrong: dropout, and statistics that move."""
+
+    def __init__(self, width: int, dropout: float, batch_norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width) if batch_norm else nn.LayerNorm(width)
+        self.inner, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.out(F.gelu(self.inner(self.norm(x)))))
+
+
+class Stacked(Tiny):
+    """The same teacher, learned by a stack of blocks."""
+
+    def __init__(self, layers: int = 3, width: int = 8, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.layers, self.width = layers, width
+
+    def model(self) -> nn.Module:
+        blocks = nn.Sequential(*(Block(self.width, self.dropout, self.batch_norm) for _ in range(self.layers)))
+        return nn.Sequential(nn.Linear(8, self.width), blocks, nn.Linear(self.width, 4))
+
+
 class Pruned(Tiny):
     """Some judge of trials, that only rank 0 can ask, has had enough after the second validation."""
 

@@ -109,6 +109,8 @@ def test_a_resume_refuses_what_the_checkpoint_depends_on(values: dict[str, Any],
         {"launch": {"port": 4000, "timeout": 5, "max_restarts": 3}},
         {"log": {"every": "1 step", "tensorboard": True}},
         {"name": "other"},
+        {"train": {"epochs": 2, "batch_size": 32, "recompute": "blocks", "compile": "blocks"}},
+        {"strategy": {"blocks": "layers.*"}},
     ],
 )
 def test_a_resume_accepts_everything_else(values: dict[str, Any]) -> None:

@@ -69,6 +69,8 @@ def test_the_template_names_every_key_there_is() -> None:
         {"task": TASK, "train": {"batch_size": "many"}},
         {"task": TASK, "train": {"batch_size": 0}},
         {"task": TASK, "log": {"every": "soon"}},
+        {"task": TASK, "train": {"compile": "block"}},
+        {"task": TASK, "train": {"recompute": True}},
         {"task": TASK, "validate": {"on": "rank1"}},
         {"task": TASK, "launch": {"timeout": -5}},
         {"train": {}},
@@ -93,6 +95,7 @@ def test_the_json_schema_rejects_what_the_loader_rejects(config: dict[str, Any])
         {"task": TASK, "launch": {"timeout": 5}},
         {"task": TASK, "checkpoint": {"async": False, "every": None}},
         {"task": TASK, "processes": "auto"},
+        {"task": TASK, "train": {"compile": "blocks", "recompute": "layers.*"}, "strategy": {"blocks": "layers.*"}},
     ],
 )
 def test_the_json_schema_accepts_what_the_loader_accepts(config: dict[str, Any]) -> None:
@@ -151,7 +154,7 @@ configs = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "processes": st.just("auto") | st.integers(1, 64),
         "strategy": st.sampled_from(["auto", "single", "ddp"]) | optional(bucket_mb=counts, output_device=counts),
-        "train": optional(batch_size=counts, accumulate=counts, clip_norm=positive, compile=st.booleans()),
+        "train": optional(batch_size=counts, accumulate=counts, clip_norm=positive, compile=st.booleans() | st.just("blocks")),
         "optimizer": st.just("torch.optim.SGD") | positive.map(lambda lr: {"type": "torch.optim.SGD", "lr": lr}),
         "scheduler": intervals.map(lambda every: {"type": "pkg.mod:Scheduler", "every": every, "gamma": 0.5}),
         "data": optional(workers=st.integers(0, 4), shuffle=st.booleans(), split=fractions),

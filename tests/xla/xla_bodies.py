@@ -99,6 +99,27 @@ def random_numbers() -> Any:
     return launched(main, processes=1)[0]
 
 
+def recomputed_program() -> Any:
+    """Matrix products and barriers in the program of a forward and backward pass, with three blocks and without."""
+    from tasks import Stacked
+
+    def main(run: Any) -> Any:
+        import torch_xla
+
+        found: dict[str, Any] = {"barriers": {}, "products": {}}
+        for name, recompute in (("usual", None), ("recomputed", "blocks")):
+            model = Stacked(layers=3).model()
+            wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), 0.1), name=name, recompute=recompute)
+            run.runtime.end_of_program()
+            wrapped(torch.ones(4, 8, device=run.device)).sum().backward()
+            text = torch_xla._XLAC._get_xla_tensors_hlo([each.grad for each in model.parameters()])
+            found["barriers"][name] = text.count(" opt-barrier(")
+            found["products"][name] = text.count(" dot(")
+        return found
+
+    return launched(main, processes=1)[0]
+
+
 if sys.argv[1:2] == ["silent_collective"] or "silent" in str(sys.argv):
     from lockstep.runtime.xla import XlaRuntime
 

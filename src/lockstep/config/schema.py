@@ -53,6 +53,18 @@ def _processes(value: Any) -> Any:
     raise ValueError("must be a number greater than 0, or auto")
 
 
+def _compile(value: Any) -> Any:
+    if isinstance(value, bool) or value == "blocks":
+        return value
+    raise ValueError("must be true, false or blocks")
+
+
+def _recompute(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError("must be blocks, or a pattern over the names of modules, or null")
+
+
 def _network(text: str) -> str:
     try:
         ipaddress.ip_network(text, strict=False)
@@ -119,7 +131,7 @@ class Strategy(Section):
         "tensor: by the rules, which must be there",
     )
     blocks: str | None = Field(
-        None, min_length=1, description="module-name pattern of the blocks; found where not given"
+        None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
     )
     offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
 
@@ -138,7 +150,12 @@ class Train(Section):
     precision: Literal["float32", "bf16"] = "float32"
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)
-    compile: bool = False
+    recompute: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_recompute)] = Field(
+        None, description="blocks, or a pattern of module names: what is computed again in the backward pass, not kept"
+    )
+    compile: Annotated[bool | Literal["blocks"], BeforeValidator(_compile)] = Field(
+        False, description="by torch.compile; blocks: each kind of block once"
+    )
     on_nan: Literal["stop", "skip"] = Field("stop", description="what to do where the gradients are not finite")
 
     @model_validator(mode="after")

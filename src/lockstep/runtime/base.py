@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.runtime.moving import moved
 
@@ -63,6 +65,10 @@ class Runtime(abc.ABC):
         if precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """What a function returns. What it computes on the way is computed again in the backward pass, not kept."""
+        return checkpoint(function, *inputs, use_reentrant=False)
 
     def synchronize(self) -> None:  # noqa: B027
         """Return once the device has done everything it was given."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,6 +16,7 @@ from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 from lockstep.runtime.base import Runtime
+from lockstep.runtime.moving import tensors_of
 
 
 class XlaRuntime(Runtime):
@@ -83,6 +84,10 @@ class XlaRuntime(Runtime):
         super().set_rng_state(state)
         if "xla" in state:  # absent where the checkpoint was written on another device family
             self._xla.manual_seed(int(state["xla"].view(torch.int64)[0]) % 2**64, self.device)
+
+    def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        # Without an argument of its own: torch would ask a tensor's device for a generator, and finds none here.
+        return super().recomputed(_Repeatable(function, inputs))
 
     def synchronize(self) -> None:
         import torch_xla.core.xla_model as xm
@@ -160,6 +165,36 @@ class XlaRuntime(Runtime):
         except RuntimeError:  # PJRT CPU does not say
             return {}
         return {"allocated": int(found["bytes_used"]), "peak": int(found.get("peak_bytes_used", 0))}
+
+
+class _Repeatable:
+    """A computation that is asked for again in the backward pass: with the same random numbers and precision.
+
+    torch_xla's own checkpoint sets neither back.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+        self._function, self._inputs = function, inputs
+        self._tensors = [each for _, each in tensors_of(inputs) if each.device.type == "xla"]
+        self._device = str(self._tensors[0].device) if self._tensors else None
+        self._first: tuple[Any, bool, torch.dtype] | None = None  # the generator and the precision of the first time
+
+    def __call__(self) -> Any:
+        import torch_xla.core.xla_model as xm
+
+        state = xm.get_rng_state(self._device)  # known to the host: no program runs for it
+        if self._first is None:
+            self._first = (state, torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla"))
+            return self._function(*self._inputs)
+        first, enabled, dtype = self._first
+        # Else XLA sees that the same is computed twice, computes it once, and keeps it.
+        xm.optimization_barrier_(self._tensors)
+        xm.set_rng_state(first, self._device)
+        try:
+            with torch.autocast("xla", dtype=dtype, enabled=enabled):
+                return self._function(*self._inputs)
+        finally:
+            xm.set_rng_state(state, self._device)
 
 
 @contextlib.contextmanager

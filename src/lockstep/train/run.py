@@ -34,6 +34,9 @@ from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
 from lockstep.strategy.base import share_of
+from lockstep.strategy.blocks import BLOCKS
+from lockstep.strategy.compiled import compile_blocks, compile_whole
+from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.strategy.rules import shard_rules
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.devices import Devices
@@ -249,7 +252,8 @@ class Run:
         name: str | None = None,
         precision: str = "float32",
         clip_norm: float | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
+        recompute: str | None = None,
         on_nan: str = "stop",
         shard: Mapping[str, Any] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
@@ -258,8 +262,9 @@ class Run:
 
         Called once for every model that is trained; with several, each has a `name`. With `on_nan="skip"`, a step whose
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
-        `strategy.shard` in the config, which comes before it. `init_weights(module)` gives values to the parameters of
-        one module of a model that was made on the meta device; without it, the module's own `reset_parameters` does.
+        `strategy.shard` in the config, which comes before it. `compile` (also "blocks") and `recompute` are as in the
+        config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was made on
+        the meta device; without it, the module's own `reset_parameters` does.
         """
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
@@ -267,11 +272,7 @@ class Run:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
         self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
-        if compile and self.runtime.compiles_everything:
-            logger.info("compile: everything is compiled on this device; nothing more to do")
-        elif compile:
-            model.compile()
-            be_patient_while_compiling(self._activity)
+        self._work_on_blocks(model, compile, recompute)
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
         self._strategy.fill(model, self.settings.seed, init_weights)
@@ -287,6 +288,22 @@ class Run:
             seed_generators(self.runtime, self.settings.seed, share_of(self._strategy, self.group))
         given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _work_on_blocks(self, model: nn.Module, compile: bool | str, recompute: str | None) -> None:
+        """What is done per block, before the model is placed: hooks of the strategy then stay outside of it."""
+        if not (isinstance(compile, bool) or compile == BLOCKS):
+            raise ConfigError(f"run.setup: compile must be True, False or {BLOCKS!r}, got {compile!r}")
+        pattern = self.settings.strategy.blocks
+        if recompute is not None:
+            recompute_modules(model, recompute, pattern, self.runtime)
+        if compile and self.runtime.compiles_everything:
+            logger.info("compile: everything is compiled on this device; nothing more to do")
+        elif compile:
+            be_patient_while_compiling(self._activity)
+            if compile == BLOCKS:
+                compile_blocks(model, pattern)
+            else:
+                compile_whole(model, recomputed=recompute is not None)
 
     @contextlib.contextmanager
     def frozen(self, model: nn.Module) -> Iterator[None]:

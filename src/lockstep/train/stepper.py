@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointError
 
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
@@ -59,6 +60,8 @@ class Stepper:
         try:
             (total if factor == 1.0 else total * factor).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
+        except CheckpointError as error:
+            raise _computed_otherwise(error) from error
         except RuntimeError as error:
             raise self._group.explain(error, f"the gradients of step {number}") from error
         step.computed(None if count is None else count * factor)
@@ -121,6 +124,15 @@ class Stepper:
     def _be_patient_while_compiling(self) -> None:
         if not self._guard.settled:
             self._activity.be_patient()
+
+
+def _computed_otherwise(error: CheckpointError) -> ConfigError:
+    """A block that is recomputed must find everything as it was the first time."""
+    return ConfigError(
+        "train.recompute: a module computed something else when it was run again in the backward pass. Modules that are "
+        "recomputed must not keep anything from one call to the next: switch off a cache of keys and values "
+        f"(use_cache=False), or leave such modules out by a pattern. {str(error).strip().splitlines()[0]}"
+    )
 
 
 def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:

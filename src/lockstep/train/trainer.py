@@ -113,6 +113,7 @@ def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], In
             precision=limits.precision,
             clip_norm=limits.clip_norm,
             compile=limits.compile,
+            recompute=limits.recompute,
             on_nan=limits.on_nan,
             shard=task.shard_rules(),
             init_weights=task.init_weights if has_init_weights(task) else None,

@@ -1,0 +1,51 @@
+"""Models that torch.compile works on: as a whole, or block by block."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from lockstep.strategy.blocks import find_blocks
+from lockstep.strategy.forward import wrap_forward
+
+logger = logging.getLogger(__name__)
+
+
+def compile_whole(model: nn.Module, recomputed: bool) -> None:
+    if recomputed:
+        _dont_cut_for_ddp()
+    model.compile()
+
+
+def compile_blocks(model: nn.Module, pattern: str | None) -> None:
+    """Compile each kind of block once, which takes as long as one block takes, however many there are.
+
+    What is outside of the blocks runs as it is written. A model without blocks is compiled as a whole.
+    """
+    import torch._dynamo.config as settings
+
+    blocks = find_blocks(model, pattern)
+    if not blocks:
+        logger.info("compile: %s has no stack of blocks that are alike: compiled as a whole", type(model).__name__)
+        model.compile()
+        return
+    # Torch's limit is meant for one function that is compiled again and again. Blocks that are not quite alike (every
+    # other one with another attention) have one forward function, and may need a program each, twice with evaluation.
+    settings.recompile_limit = max(settings.recompile_limit, 2 * len(blocks) + 8)
+    # The function, not the module's call: the hooks by which DDP and FSDP exchange parameters and gradients stay outside.
+    wrap_forward(blocks.values(), torch.compile)
+    _dont_cut_for_ddp()
+    logger.info("compiled block by block: %d blocks, from %s on", len(blocks), next(iter(blocks)))
+
+
+def _dont_cut_for_ddp() -> None:
+    """Have torch compile a model under DDP in one piece.
+
+    It cuts programs where a bucket of gradients is full, so that they can be exchanged before the backward pass ends.
+    Blocks are such pieces already, and what is recomputed cannot be cut.
+    """
+    import torch._dynamo.config as settings
+
+    settings.optimize_ddp = False

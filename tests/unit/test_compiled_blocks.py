@@ -1,0 +1,153 @@
+"""Blocks that are compiled one by one: each kind once, and with the same results."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from stacks import DATA, Runs, Stack, fresh, train
+from tasks import Block
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+
+Compiled = Callable[[], int]
+
+
+@pytest.fixture
+def compiled() -> Iterator[Compiled]:
+    """How many programs torch has compiled since the test began; its settings are as before afterwards."""
+    settings = torch._dynamo.config
+    before = {name: getattr(settings, name) for name in ("recompile_limit", "optimize_ddp")}
+    torch._dynamo.reset()
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    for name, value in before.items():
+        setattr(settings, name, value)
+    torch._dynamo.reset()
+
+
+class Alternating(Block):
+    """Every other layer does something else, by an attribute: one class, two kinds of block."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(8, 0.0, False)
+        self.odd = bool(number % 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 if self.odd else 1.0)
+
+
+def plain_stack(layers: int = 6) -> nn.Module:
+    return nn.Sequential(*(Block(8, 0.0, False) for _ in range(layers)))
+
+
+def alternating_stack(layers: int = 6) -> nn.Module:
+    return nn.Sequential(*(Alternating(number) for number in range(layers)))
+
+
+@pytest.mark.parametrize("recompute", [None, "blocks"])
+@pytest.mark.parametrize(("stack", "kinds"), [(plain_stack, 1), (alternating_stack, 2)])
+def test_blocks_that_are_alike_are_compiled_once(
+    new_run: Runs, compiled: Compiled, stack: Callable[..., nn.Module], kinds: int, recompute: str | None
+) -> None:
+    usual = fresh(stack)
+    losses = train(new_run(), usual)
+    model = fresh(stack)
+    assert train(new_run(), model, compile="blocks", recompute=recompute) == pytest.approx(losses, rel=1e-4)
+    assert compiled() == kinds
+    assert list(model.state_dict()) == list(usual.state_dict())
+    for name, value in usual.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_more_kinds_of_blocks_than_torch_compiles_of_one_function(new_run: Runs, compiled: Compiled) -> None:
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(8, 0.0, False)
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.01 * self.number
+
+    layers = torch._dynamo.config.recompile_limit + 2
+    model = nn.Sequential(*(Numbered(number) for number in range(layers)))
+    train(new_run(), model, steps=1, compile="blocks")
+    assert compiled() == layers
+
+
+def test_statistics_move_once_where_blocks_are_compiled_and_recomputed(new_run: Runs, compiled: Compiled) -> None:
+    usual, model = fresh(dropout=0.0), fresh(dropout=0.0)
+    losses = train(new_run(), usual)
+    assert train(new_run(), model, compile="blocks", recompute="blocks") == pytest.approx(losses, rel=1e-4)
+    assert compiled() > 0
+    for name, value in usual.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+
+
+class Masked(nn.Module):
+    """Half of the inputs are dropped, and each has a factor of its own: it has a gradient where its input was kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.factor = nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(torch.sin(x * self.factor), 0.5, training=True)
+
+
+def test_dropout_that_is_compiled_and_recomputed_drops_the_same(new_run: Runs, compiled: Compiled) -> None:
+    run, model = new_run(), nn.ModuleList([Masked(), Masked()])
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), compile="blocks", recompute="blocks")
+    outputs = [block(torch.ones(4096)) for block in model]
+    sum(each.sum() for each in outputs).backward()
+    for block, output in zip(model, outputs, strict=True):
+        assert 1500 < int((output != 0).sum()) < 2600
+        assert torch.equal(block.factor.grad != 0, output != 0)
+    assert compiled() > 0
+
+
+def test_a_deep_copy_of_compiled_blocks_computes_with_its_own_weights(new_run: Runs, compiled: Compiled) -> None:
+    run, model = new_run(), fresh(plain_stack)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), compile="blocks")
+    before = run.module(DATA.tensors[0])
+    twin = copy.deepcopy(run.module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(DATA.tensors[0]), DATA.tensors[0])
+    assert torch.equal(run.module(DATA.tensors[0]), before)
+
+
+def test_a_model_without_blocks_is_compiled_as_a_whole(new_run: Runs, compiled: Compiled) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    losses = train(new_run(), fresh(make))
+    assert train(new_run(), fresh(make), compile="blocks") == pytest.approx(losses, rel=1e-4)
+    assert compiled() == 1
+
+
+def test_the_whole_model_is_compiled_with_blocks_that_are_recomputed(new_run: Runs, compiled: Compiled) -> None:
+    def make(**rest: Any) -> nn.Module:
+        return Stack(dropout=0.0, batch_norm=False, spectral=False, **rest)
+
+    losses = train(new_run(), fresh(make))
+    assert train(new_run(), fresh(make), compile=True, recompute="blocks") == pytest.approx(losses, rel=1e-4)
+    assert compiled() == 1
+
+
+def test_a_rank_is_given_time_while_a_block_is_compiled(new_run: Runs, compiled: Compiled) -> None:
+    run, asked = new_run(), []
+    patient = run.group.activity.be_patient
+    run.group.activity.be_patient = lambda: (asked.append(run.progress.step), patient())  # type: ignore[method-assign]
+    train(run, fresh(plain_stack), steps=3, compile="blocks")
+    assert asked and set(asked) == {0}, "the first step compiles, and no other"
