@@ -56,6 +56,10 @@ class Digits(lockstep.Task):
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
+    def shard_rules(self) -> dict[str, Any]:
+        """Over an axis `model`, where the mesh has one: the hidden layer's outputs, and what reads them."""
+        return {"fc1.weight": ["model", None], "fc2.weight": [None, "model"]}
+
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)

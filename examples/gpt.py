@@ -161,6 +161,17 @@ class TextModel(lockstep.Task):
         # Fused is one kernel for all parameters. The model may not be on its device yet, so ask torch.
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available())
 
+    def shard_rules(self) -> dict[str, Any]:
+        """Over an axis `model`, where the mesh has one. Between the two layers of a block's network nothing looks across
+        features, so that they stay split; attention's heads come as one matrix, and are put together."""
+        return {
+            "tokens.weight": ["model", None],
+            "blocks.*.query_key_value.weight": ["model", None],
+            "blocks.*.attention.out.weight": [None, "model"],
+            "blocks.*.expand.weight": {"spec": ["model", None], "activations": "split"},
+            "blocks.*.out.weight": {"spec": [None, "model"], "activations": "split"},
+        }
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = self._inputs_and_targets(batch)
         return model(inputs, targets).mean()

@@ -83,6 +83,21 @@ def by_rules(
     return found
 
 
+def with_rules_of_code(
+    config: Mapping[str, ShardRule], code: Mapping[str, ShardRule], meshes: Mapping[str, Shape]
+) -> dict[str, ShardRule]:
+    """The rules of a config, then those that the code brings along: of these, the ones whose axes the mesh has.
+
+    Whoever writes a model says once how it can be split; whoever runs it says by the mesh how much of that is wanted.
+    """
+
+    def wanted(rule: ShardRule) -> bool:
+        mesh = meshes.get(MAIN if rule.mesh is None else f"strategy.meshes.{rule.mesh}")
+        return mesh is None or all(axis in mesh for entry in rule.spec for axis in axes_of(entry))
+
+    return {**config, **{name: each for name, each in code.items() if name not in config and wanted(each)}}
+
+
 def fully_sharded(
     shape: Sequence[int], mesh: Shape, spec: Sequence[AxisNames] | None = None
 ) -> tuple[AxisNames, ...] | None:

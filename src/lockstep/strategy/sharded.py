@@ -27,6 +27,7 @@ from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
+from lockstep.runtime.moving import map_tensors
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy import placing, tensor_parallel
 from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters
@@ -92,10 +93,7 @@ class ShardedStrategy(Strategy):
         return {"mesh": self._mesh}
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
-        self._rules = {
-            **self._settings.shard,
-            **{name: each for name, each in rules.items() if name not in self._settings.shard},
-        }
+        self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
 
     # Placing
 
@@ -359,7 +357,19 @@ def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """What a split layer gives is a view of a DTensor, and torch loses its hook where a view is changed in place."""
-    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+    return map_tensors(lambda each: _NoView.apply(each) if each._is_view() else each, output)
+
+
+class _NoView(torch.autograd.Function):
+    """The same memory as a tensor of its own: a copy of the logits may be what a device has no room for."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(0).set_(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

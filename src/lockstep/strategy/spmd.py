@@ -61,10 +61,7 @@ class SpmdStrategy(Strategy):
         return {name.rpartition(".")[2]: each for name, each in self._meshes.items()}
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
-        self._rules = {
-            **self._settings.shard,
-            **{name: rule for name, rule in rules.items() if name not in self._rules},
-        }
+        self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
 
     def place(self, model: nn.Module) -> nn.Module:
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
