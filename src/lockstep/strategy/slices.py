@@ -1,0 +1,90 @@
+"""What a rank has of a tensor that is spread over ranks, and what was saved of one.
+
+Torch's part for spread tensors takes a while to import, and runs without any need none of it: whoever makes one has
+imported it.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a tensor that this rank has."""
+
+    tensor: Tensor  # what this rank has, in its own memory
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where this part begins in it
+    holders: tuple[int, ...]  # all ranks of its mesh that have this very part, ascending
+
+
+def is_spread(value: Any) -> TypeGuard[DTensor]:
+    """Whether something is a tensor that is spread over ranks."""
+    imported = sys.modules.get("torch.distributed.tensor")
+    return imported is not None and isinstance(value, imported.DTensor)
+
+
+def slice_of(tensor: Tensor) -> Slice | None:
+    """This rank's part of a DTensor; None for any other tensor, which is whole on every rank that has it."""
+    if not is_spread(tensor):
+        return None
+    shape, placements = tuple(tensor.shape), tuple(tensor.placements)
+    size, offset, holders = _place(shape, tensor.device_mesh, placements)
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    if tuple(local.shape) != size:
+        raise ValueError(
+            f"a DTensor of shape {shape} with placements {placements} has a local part of shape {tuple(local.shape)}, "
+            f"where its placements make it {size}: it was made from parts of other sizes (DTensor.from_local)"
+        )
+    return Slice(local, shape, offset, holders)
+
+
+class Stored(abc.ABC):
+    """A tensor in a checkpoint, read when it is asked for and only as far as it is asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def part(self, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """The block of this size that begins there, in host memory of its own."""
+
+    def whole(self) -> Tensor:
+        return self.part((0,) * len(self.shape), self.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Size, offset and holders of this rank's part; the same for a parameter and all of its optimizer's state."""
+    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"a DTensor of shape {shape} is on a mesh that this rank is not part of: {mesh}")
+    if any(isinstance(each, Partial) for each in placements):
+        raise ValueError(f"a DTensor of shape {shape} is not reduced yet ({placements}): it has no value to be saved")
+    size, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    index = tuple(
+        slice(None) if isinstance(placement, Replicate) else position
+        for placement, position in zip(placements, coordinate, strict=True)
+    )
+    holders = mesh.mesh[index].flatten().tolist()
+    return tuple(size), tuple(offset), tuple(sorted(holders))
