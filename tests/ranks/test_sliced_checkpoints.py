@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -64,7 +65,7 @@ def test_what_has_no_value_or_was_made_by_hand_is_refused(tmp_path: Path) -> Non
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each mesh, with the same values."""
     folders = {}
-    for mesh in ("fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1"):
+    for mesh in SAVED:
         folders[mesh] = tmp_path_factory.mktemp(mesh.replace(" ", "-")) / "run"
         found = run_on(bodies.saves, mesh, folders[mesh], steps=2, **{"async": mesh != "fsdp 3"})
         for rank in found:
@@ -98,14 +99,20 @@ def test_files_open_with_plain_safetensors_and_have_an_index(saved: dict[str, Pa
     assert not list(folder.parent.glob(".partial-*"))
 
 
-@pytest.mark.parametrize("to", list(MESHES))
-@pytest.mark.parametrize("mesh", ["fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1"])
+SAVED = ("fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1")
+# All others run with --long.
+PAIRS = [
+    ("fsdp 2", "fsdp 2"), ("fsdp 2", "fsdp 3"), ("fsdp 3", "data x model 2x2"), ("data x model 2x2", "fsdp 2"),
+    ("data x model 2x2", "whole 2"), ("whole 2", "fsdp 3"), ("fsdp 2", "whole 1"), ("fsdp 1", "fsdp 2"),
+    ("hsdp 2x2", "fsdp 4"), ("fsdp 3", "fsdp 1"), ("whole 2", "hsdp 2x2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "to"),
+    [pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.long) for pair in itertools.product(SAVED, MESHES)],
+)
 def test_from_any_mesh_to_any_other_to_the_last_bit(saved: dict[str, Path], mesh: str, to: str) -> None:
-    few = {("fsdp 2", "fsdp 2"), ("fsdp 2", "fsdp 3"), ("fsdp 3", "data x model 2x2"), ("data x model 2x2", "fsdp 2"),
-           ("data x model 2x2", "whole 2"), ("whole 2", "fsdp 3"), ("fsdp 2", "whole 1"), ("fsdp 1", "fsdp 2"),
-           ("hsdp 2x2", "fsdp 4"), ("fsdp 3", "fsdp 1"), ("whole 2", "hsdp 2x2")}  # fmt: skip
-    if (mesh, to) not in few:
-        pytest.skip("another pair is near")
     ranks = run_on(bodies.restores, to, saved[mesh])
     for found in ranks:
         assert found["wrong"] == [] and found["step"] == 2

@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ from lockstep.checkpoint.stored import OpenFiles
 from lockstep.distributed.group import Group, Part
 from lockstep.distributed.topology import ranks_text
 from lockstep.strategy.slices import Stored
+
+Value = TypeVar("Value")
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class _Copy:
 def open_together(storage: CheckpointStorage, step: int, group: Group, hosts: Hosts) -> Loaded | Problem:
     """A checkpoint that all ranks can read from, or what is wrong with it. Every rank takes part in every exchange."""
     folder = storage.path(step)
+    name = folder.name
     told = manifest_together(group, folder)
     if isinstance(told, Problem):
         return told
@@ -60,18 +63,27 @@ def open_together(storage: CheckpointStorage, step: int, group: Group, hosts: Ho
             if isinstance(fetched, Problem):
                 return fetched
             folder = fetched
-        loaded, problem = None, None
+        problem = _together(group, lambda: _check(folder, told, mine.ranks, group), f"whether {name} is whole")
+        if isinstance(problem, Problem):
+            return problem
+        return _together(group, lambda: _opened(folder, step, told, group), f"whether {name} can be opened")
+
+
+def _together(group: Group, work: Callable[[], Value], name: str) -> Value | Problem:
+    """What this rank's work comes to, if it went well on all ranks."""
+    with contextlib.ExitStack() as failing:
+        found, mine = None, None
         try:
-            loaded = _opened(folder, step, told, mine.ranks, group)
+            found = work()
+            if isinstance(found, Loaded):
+                failing.callback(found.close)
         except (Damaged, Unreadable) as error:
-            problem = Problem.of(error)
-        whole = first_problem(group, problem, f"whether {folder.name} is whole")
-    if whole is not None:
-        if loaded is not None:
-            loaded.close()
-        return whole
-    assert loaded is not None
-    return loaded
+            mine = Problem.of(error)
+        problem = first_problem(group, mine, name)
+        if problem is not None:
+            return problem
+        failing.pop_all()
+    return cast(Value, found)
 
 
 def _copies(
@@ -89,13 +101,17 @@ def _copies(
     return copies
 
 
-def _opened(folder: Path, step: int, told: dict[str, Any], ranks: list[int], group: Group) -> Loaded:
-    """This rank's share of the check, and what it reads from; raises Damaged or Unreadable."""
+def _check(folder: Path, told: dict[str, Any], ranks: list[int], group: Group) -> None:
+    """This rank's share of the check of what these ranks see; raises Damaged or Unreadable."""
     manifest.check_sizes(folder, told)
     parts = manifest.read_parts(folder, told) if told["format"] == manifest.BY_OWNERS else {}
     for name, writer in _share(told, parts, ranks, group):
         with group.activity.within(f"reading {name}", limit=group.activity.patience):
             manifest.check_part(folder, name, writer, parts, told, group.activity.progress)
+
+
+def _opened(folder: Path, step: int, told: dict[str, Any], group: Group) -> Loaded:
+    """What this rank reads from; raises Damaged or Unreadable."""
     files = OpenFiles(folder, told, group.activity)
     try:
         tree = json.loads(manifest.read_small(folder, TREE_FILE, told))
