@@ -2,7 +2,8 @@
 
 One process trains a model whose weights and Adam state are --mib MiB together, and saves every few steps: through
 Lockstep (waiting, or in the background), with torch.save, with Accelerate's save_state. Then one process, or two,
-restore what was saved. Every measurement is a process of its own, in random order.
+restore what was saved. Every measurement is a process of its own, in random order. The same for a state of
+--sharded-mib MiB that is spread over four ranks, beside torch.distributed.checkpoint (checkpoint_sharded.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_sharded as sharded
 import report
 
 NAMES = {
@@ -53,25 +55,37 @@ read from the page cache, and are of the model and the optimizer, with digests c
 def main() -> None:
     parser = report.options(__doc__, repeats=5)
     parser.add_argument("--mib", type=int, help="size of the state (default: 1024; 48 with --quick)")
+    parser.add_argument("--sharded-mib", type=int, help="size of the spread state (default: 2048; 48 with --quick)")
+    parser.add_argument("--only", choices=("whole", "sharded"), help="one of the two tables")
     parser.add_argument("--folder", type=Path, help="where to save (default: the temporary folder)")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
     chosen.mib = chosen.mib or (48 if chosen.quick else 1024)
+    chosen.sharded_mib = chosen.sharded_mib or (48 if chosen.quick else 2048)
     if chosen.child:
         name, file = chosen.child
         Path(file).write_text(json.dumps(CONTENDERS[name](chosen.mib, Path(file).parent)), encoding="utf-8")
         return
 
     names = [name for name in NAMES if name != "accelerate" or report.installed("accelerate")]
+    cases = [*names, *RESTORES] if chosen.only != "sharded" else []
+    cases += sharded.CONTENDERS if chosen.only != "whole" else []
     found: dict[str, list[list[dict[str, float]]]] = defaultdict(list)
-    for name in report.interleaved([*names, *RESTORES], chosen):
-        found[name].append(measure(name, chosen.mib, chosen.folder))
+    for name in report.interleaved(cases, chosen):
+        mib = chosen.sharded_mib if name in sharded.CONTENDERS else chosen.mib
+        found[name].append(measure(name, mib, chosen.folder))
+    texts = [whole_table(names, found, chosen.mib)] if chosen.only != "sharded" else []
+    texts += [sharded.table(found, chosen.sharded_mib)] if chosen.only != "whole" else []
+    sizes = {"mib": chosen.mib, "sharded mib": chosen.sharded_mib}
+    report.publish("\n\n".join(texts), {**sizes, "found": found}, chosen.json)
+
+
+def whole_table(names: list[str], found: dict[str, list[list[dict[str, float]]]], mib: int) -> str:
     header = ["", "blocked, first", "blocked, later", "on disk, first", "on disk, later", "steps meanwhile", "memory"]
-    rows = [[NAMES[name], *cells(found[name], chosen.mib)] for name in names]
-    restores = [[RESTORES[name], *restore_cells(found[name], chosen.mib)] for name in RESTORES]
+    rows = [[NAMES[name], *cells(found[name], mib)] for name in names]
+    restores = [[RESTORES[name], *restore_cells(found[name], mib)] for name in RESTORES]
     tables = f"{report.table(header, rows)}\n\n{report.table(['', 'restored in', 'memory'], restores)}"
-    text = f"A state of {chosen.mib} MiB:\n\n{tables}\n\n{NOTES}"
-    report.publish(text, {"mib": chosen.mib, "found": found}, chosen.json)
+    return f"A state of {mib} MiB:\n\n{tables}\n\n{NOTES}"
 
 
 def measure(name: str, mib: int, parent: Path | None) -> list[dict[str, float]]:
@@ -294,7 +308,8 @@ def restore_with_lockstep(processes: int) -> Callable[[int, Path], list[dict[str
     return contender
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Callable[[int, Path], Any]] = {
+    **sharded.CONTENDERS,
     "torch": save_with_torch,
     "accelerate": save_with_accelerate,
     "lockstep-sync": save_with_lockstep(asynchronous=False),

@@ -6,6 +6,7 @@ import logging
 import logging.handlers
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -322,7 +323,7 @@ def slow_synchronous_saves(run: lockstep.Run) -> int:
 def restores(run: lockstep.Run) -> dict[str, Any]:
     """As if rank 1 were on a host of its own, with a disk of its own."""
     host = "b" if run.rank == 1 else "a"
-    reader.socket.gethostname = lambda: host  # type: ignore[attr-defined]
+    socket.gethostname = lambda: host
     store, warnings = CheckpointStorage(run.folder / host), logging.handlers.MemoryHandler(1000)
     logging.getLogger("lockstep.checkpoint").addHandler(warnings)
 

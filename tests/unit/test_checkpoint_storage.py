@@ -241,7 +241,7 @@ def test_a_file_of_another_length_is_told_with_both_numbers(store: CheckpointSto
 
 def test_another_format_is_told_with_both_numbers(store: CheckpointStorage) -> None:
     rewrite(format=7)(store.path(1))
-    assert store.problem(1) == "manifest.json has format 7, this version reads 1"
+    assert store.problem(1) == "manifest.json has format 7, this version reads 1 and 2"
 
 
 def test_a_bit_that_flips_anywhere_in_the_manifest_is_noticed(store: CheckpointStorage) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from stacks import DATA, Runs, Stack, fresh, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from stacks import DATA, Runs, Stack, fresh, train
 from tasks import Block
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")

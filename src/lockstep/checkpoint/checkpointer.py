@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lockstep.checkpoint import codec, reader
+from lockstep.checkpoint.owners import OwnersWriter
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.snapshot import versions
 from lockstep.checkpoint.stateful import Stateful
@@ -26,6 +27,8 @@ from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
 from lockstep.strategy.base import Strategy, share_of
 from lockstep.strategy.fingerprint import compare, digests, fingerprint, non_finite
+from lockstep.strategy.loading import read_like
+from lockstep.strategy.slices import slice_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class Last:
 
 
 class Checkpointer:
-    """One rank's part in saving and restoring. Rank 0 writes, or the owners of shards; all ranks call it alike."""
+    """One rank's part in saving and restoring. Rank 0 writes, or all ranks what they own; they call it alike."""
 
     def __init__(
         self,
@@ -74,7 +77,12 @@ class Checkpointer:
         self._guard, self._next_look = guard, 0.0
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
         self.storage = CheckpointStorage(folder / "checkpoints", guard)
-        self._writer = CheckpointWriter(self.storage, settings, group.activity, strategy.fetch)
+        self._by_owners = strategy.keeps_slices and group.world_size > 1
+        self._writer: CheckpointWriter | OwnersWriter
+        if self._by_owners:
+            self._writer = OwnersWriter(self.storage, settings, group)
+        else:
+            self._writer = CheckpointWriter(self.storage, settings, group.activity, self._fetch)
         self._writer.go_on_from(None)  # until it is restored, a run begins anew
         self._attached: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
@@ -112,7 +120,7 @@ class Checkpointer:
         self._group.activity.enter("saving")
         self.equalize_buffers()
         states = self.compared({"generators": generator_states(self._runtime)}, "generator states", step)
-        if self._group.rank == 0 or self._strategy.gathers_state:
+        if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
             whole = {
                 "progress": position["progress"],
@@ -122,7 +130,7 @@ class Checkpointer:
                 "attached": {name: part.state_dict() for name, part in self._attached.items()},
                 "generators": [each["generators"] for each in states],
             }
-            if self._group.rank == 0:
+            if self._group.rank == 0 or isinstance(self._writer, OwnersWriter):
                 told = {**about, "value": value, "metrics": dict(metrics or {})}
                 self._writer.save(step, weights, whole, told)
             else:  # what is spread over hosts is fetched by all of them together
@@ -135,18 +143,23 @@ class Checkpointer:
         in, or None where there is no checkpoint."""
         if self._group.rank == 0:
             self.storage.sweep()
-        loaded = reader.restore(self.storage, self._group, step, best, self._mode)
+        slices = self._strategy.keeps_slices
+        loaded = reader.restore(self.storage, self._group, step, best, self._mode, slices)
         self._writer.go_on_from(loaded.step if loaded else None)
         if loaded is None:
             return None
         state: dict[str, Any] = loaded.state
         step = loaded.step
         source = str(self.storage.path(step))
-        self._weights.load(loaded.model, state, source)
-        self._unclaimed = dict(state["attached"])
-        for name, part in self._attached.items():
-            if name in self._unclaimed:
-                part.load_state_dict(self._unclaimed.pop(name))
+        try:
+            self._weights.load(loaded.model, state, source)
+            for name, part in self._attached.items():
+                if name in state["attached"]:
+                    saved = state["attached"].pop(name)
+                    part.load_state_dict(read_like(saved, part.state_dict()) if slices else saved)
+            self._unclaimed = {name: read_like(each, None) for name, each in state["attached"].items()}
+        finally:
+            loaded.close()
         self._restore_generators(state["generators"], step)
         about = loaded.about
         self.last = Last(step, about.get("value"), about.get("metrics") or {})
@@ -217,6 +230,11 @@ class Checkpointer:
         if self.last is None or self.last.step not in self.storage.steps():
             return None
         return self.last.step, self.storage.path(self.last.step)
+
+    def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
+        """For a rank that saves whole tensors, which on a mesh of one it has of those that are spread, too."""
+        here = [each if (found := slice_of(each)) is None else found.tensor for each in tensors]
+        return self._strategy.fetch(here)
 
     def _restore_generators(self, states: Sequence[Mapping[str, Any]], step: int) -> None:
         if len(states) == self._group.world_size:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import CheckpointError
+from lockstep.strategy.slices import Stored
 
 Tensors = dict[str, torch.Tensor]
 
@@ -21,8 +22,8 @@ def pack(state: Any) -> tuple[Any, Tensors]:
     return _pack(state, "", tensors), tensors
 
 
-def unpack(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state that `pack` was given."""
+def unpack(tree: Any, tensors: Mapping[str, torch.Tensor | Stored]) -> Any:
+    """The state that `pack` was given; with what is Stored where its tensors were, and arrays read already."""
     if isinstance(tree, list):
         return [unpack(value, tensors) for value in tree]
     if not isinstance(tree, dict):
@@ -32,7 +33,8 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if tag == "$tensor":
             return tensors[body]
         if tag == "$array":
-            return tensors[body].numpy()
+            found = tensors[body]
+            return (found.whole() if isinstance(found, Stored) else found).numpy()
         if tag == "$bytes":
             return base64.b64decode(body)
         if tag == "$tuple":

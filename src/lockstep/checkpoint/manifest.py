@@ -1,4 +1,8 @@
-"""What a checkpoint says of itself: `manifest.json`, with the size and digest of every other file and its own."""
+"""What a checkpoint says of itself: `manifest.json`, with the size and digest of every other file and its own.
+
+One rank writes format 1: two files of tensors, each with its digest. Several ranks write format 2: tensors are divided
+over more files, and each of those has a digest for every rank, over the bytes that this rank wrote (`parts.json`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint import parts, ranges
 from lockstep.config.text_file import LONGEST_RECORD, read_bytes
 
-FORMAT = 1
+WHOLE, BY_OWNERS = 1, 2  # formats
 STEP_PREFIX = "step-"
 MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
     "model.safetensors",
@@ -20,8 +26,10 @@ MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
     "state.json",
     "manifest.json",
 )
-FILES = (TREE_FILE, MODEL_FILE, STATE_FILE)  # all others, in the order in which they are read
-
+FILES = (TREE_FILE, MODEL_FILE, STATE_FILE)  # all others of format 1, in the order in which they are read
+PARTS_FILE, INDEX_FILE = "parts.json", "model.safetensors.index.json"  # of format 2
+_SMALL_FILES = (TREE_FILE, PARTS_FILE, INDEX_FILE)
+_SHARD = re.compile(r"(model|state)-\d{5,}-of-\d{5,}\.safetensors")
 
 # Something is not there, or is no file. Any other error (permission, a failing disk, a stale mount) is about reading,
 # and says nothing of what would have been read.
@@ -31,6 +39,26 @@ _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E
 def step_name(step: int) -> str:
     """What the checkpoint of a step is called."""
     return f"{STEP_PREFIX}{step:08d}"
+
+
+def shard_name(kind: str, number: int, count: int) -> str:
+    """What a file of tensors of format 2 is called; numbers begin with 1, as Hugging Face has it."""
+    return f"{kind}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def files(told: Mapping[str, Any]) -> list[str]:
+    """All files that a manifest names, in the order in which they are read."""
+    return list(FILES) if told["format"] == WHOLE else [*_SMALL_FILES, *shards(told)]
+
+
+def shards(told: Mapping[str, Any], kind: str = "") -> list[str]:
+    """The files of format 2 that have tensors, all or those of a kind: model or state."""
+    return sorted(name for name in told["files"] if _SHARD.fullmatch(name) and name.startswith(kind))
+
+
+def tensor_files(told: Mapping[str, Any], kind: str) -> list[str]:
+    """The files of either format with the tensors of the model, or of the state."""
+    return [f"{kind}.safetensors"] if told["format"] == WHOLE else shards(told, kind)
 
 
 class Damaged(Exception):
@@ -51,7 +79,7 @@ def not_read(name: str, error: OSError) -> Damaged | Unreadable:
 
 def write(folder: Path, manifest: Mapping[str, Any]) -> None:
     """The last file of a checkpoint; on the disk when this returns."""
-    told = {"format": FORMAT, **manifest}
+    told = {"format": WHOLE, **manifest}
     text = json.dumps({**told, "digest": _digest(told)}, indent=1) + "\n"
     with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -72,13 +100,15 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     """What the manifest of the checkpoint of this name says; raises Damaged."""
     try:
         manifest: dict[str, Any] = json.loads(data)
-        if manifest["format"] != FORMAT:
-            raise Damaged(f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {FORMAT}")
+        if manifest["format"] not in (WHOLE, BY_OWNERS) or type(manifest["format"]) is not int:
+            raise Damaged(
+                f"{MANIFEST_FILE} has format {manifest['format']}, this version reads {WHOLE} and {BY_OWNERS}"
+            )
         if manifest["digest"] != _digest(manifest):
             raise Damaged(f"{MANIFEST_FILE} does not match its own digest")
-        for file in FILES:
+        for file in files(manifest):
             size, digest = manifest["files"][file]["bytes"], manifest["files"][file]["sha256"]
-            if type(size) is not int or size < 0 or not isinstance(digest, str):
+            if type(size) is not int or size < 0 or not _is_digest(file, digest):
                 raise Damaged(f"{MANIFEST_FILE} does not say how long {file} is, or its digest")
         if isinstance(value := manifest.get("value"), int):
             manifest["value"] = float(value)  # or an OverflowError: nobody has measured a number of 400 digits
@@ -90,7 +120,7 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
 
 def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Make sure that every file is there, and as long as it was; raises Damaged or Unreadable."""
-    for name in FILES:
+    for name in files(manifest):
         expected = manifest["files"][name]["bytes"]
         try:
             size = (folder / name).stat().st_size
@@ -100,10 +130,65 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise Damaged(f"{name} has {size} bytes, the manifest says {expected}")
 
 
-def check_digest(name: str, found: str, manifest: Mapping[str, Any]) -> None:
-    """Make sure that a file is what it was; raises Damaged."""
-    if found != manifest["files"][name]["sha256"]:
+def check_digest(name: str, found: str, manifest: Mapping[str, Any], rank: str | None = None) -> None:
+    """Make sure that a file, or the part of it that a rank wrote, is what it was; raises Damaged."""
+    expected = manifest["files"][name]["sha256"]
+    if rank is not None and found != expected[rank]:
+        raise Damaged(f"{name} does not match its digest in the manifest: the part that rank {rank} wrote")
+    if rank is None and found != expected:
         raise Damaged(f"{name} does not match its digest in the manifest")
+
+
+def read_small(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
+    """A file that is read at once, if it is what it was; raises Damaged or Unreadable."""
+    try:
+        data = read_bytes(folder / name, manifest["files"][name]["bytes"])
+    except OSError as error:
+        raise not_read(name, error) from None
+    check_digest(name, hashlib.sha256(data).hexdigest(), manifest)
+    return data
+
+
+def read_parts(folder: Path, manifest: Mapping[str, Any]) -> parts.Parts:
+    """Who wrote which bytes of a checkpoint of format 2; raises Damaged or Unreadable."""
+    data = read_small(folder, PARTS_FILE, manifest)
+    try:
+        return parts.parse(data, {name: manifest["files"][name] for name in shards(manifest)})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{PARTS_FILE} cannot be read: {error}") from None
+
+
+def check_part(
+    folder: Path,
+    name: str,
+    rank: str | None,
+    found: parts.Parts,
+    manifest: Mapping[str, Any],
+    progress: Callable[[], object] = lambda: None,
+) -> None:
+    """Read a file, or the part of it that a rank wrote, and compare its digest; raises Damaged or Unreadable."""
+    size = manifest["files"][name]["bytes"]
+    wanted = found[name][rank] if rank is not None else [ranges.Range(0, size, size, 1)] if size else []
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            digest = ranges.digest(descriptor, wanted, progress)
+        finally:
+            os.close(descriptor)
+    except EOFError:
+        raise Damaged(f"{name} became shorter while it was read") from None
+    except OSError as error:
+        raise not_read(name, error) from None
+    check_digest(name, digest, manifest, rank)
+
+
+def to_check(manifest: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """All that has a digest: files, and parts of files with the rank that wrote them."""
+    found: list[tuple[str, str | None]] = []
+    for name in files(manifest):
+        by_rank = manifest["files"][name]["sha256"]
+        found += [(name, rank) for rank in sorted(by_rank, key=int)] if isinstance(by_rank, dict) else [(name, None)]
+    return found
 
 
 def problem(folder: Path) -> str | None:
@@ -111,11 +196,21 @@ def problem(folder: Path) -> str | None:
     try:
         manifest = read(folder)
         check_sizes(folder, manifest)
-        for name in FILES:
-            check_digest(name, _digest_of(folder / name), manifest)
+        found = read_parts(folder, manifest) if manifest["format"] == BY_OWNERS else {}
+        for name, rank in to_check(manifest):
+            check_part(folder, name, rank, found, manifest)
     except Damaged as error:
         return str(error)
     return None
+
+
+def _is_digest(file: str, digest: Any) -> bool:
+    """One for a file, or by rank for those of which every rank wrote a part."""
+    if not _SHARD.fullmatch(file):
+        return isinstance(digest, str)
+    return isinstance(digest, dict) and all(
+        rank.isascii() and rank.isdigit() and isinstance(each, str) for rank, each in digest.items()
+    )
 
 
 def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
@@ -123,14 +218,6 @@ def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
     step = manifest.get("step")
     if step is not None and name.startswith(STEP_PREFIX) and name != step_name(step):
         raise Damaged(f"{MANIFEST_FILE} is of step {step}")
-
-
-def _digest_of(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise not_read(file.name, error) from None
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -11,7 +10,8 @@ from typing import Any, BinaryIO
 import torch
 
 from lockstep.checkpoint import tensor_file
-from lockstep.checkpoint.manifest import Damaged, Unreadable, not_read
+from lockstep.checkpoint.manifest import Damaged, Unreadable, check_digest, not_read
+from lockstep.checkpoint.ranges import Digests, Range
 from lockstep.distributed.activity import Activity
 
 # What is read, digested and passed on at once.
@@ -29,14 +29,20 @@ class SharedFile:
         self,
         path: Path | None,
         name: str,
-        expected: Mapping[str, Any],
+        told: Mapping[str, Any],
         share: Callable[[torch.Tensor], None] | None,
         activity: Activity,
+        parts: Mapping[str, Sequence[Range]] | None = None,
     ) -> None:
-        """`path` is for the one that reads; `share` brings its piece to the others, where there are any."""
-        self.size: int = expected["bytes"]
-        self._path, self._name, self._expected, self._share, self._activity = path, name, expected, share, activity
-        self._left, self._digest = self.size, hashlib.sha256()
+        """`path` is for the one that reads; `share` brings its piece to the others, where there are any.
+
+        `told` is the manifest, and `parts` which rank wrote which bytes, where more than one did.
+        """
+        self.size: int = told["files"][name]["bytes"]
+        self._path, self._name, self._told, self._share, self._activity = path, name, told, share, activity
+        self._left, self._by_rank = self.size, parts is not None
+        whole = {"": [Range(0, self.size, self.size, 1)]}
+        self._digests = Digests(whole if parts is None else parts)
         self._file: BinaryIO | None = None
         self._problem: Damaged | Unreadable | None = None
         self._piece = torch.empty(min(self.size, _PIECE_BYTES) if share else 0, dtype=torch.uint8)
@@ -89,7 +95,7 @@ class SharedFile:
             piece = memory[start : start + _PIECE_BYTES]
             with self._activity.within(f"reading {self._name}", limit=self._activity.patience):
                 self._read_piece(piece)
-            self._digest.update(piece)
+            self._digests.update(piece)
 
     def _read_piece(self, piece: memoryview) -> None:
         done = 0
@@ -111,8 +117,13 @@ class SharedFile:
         self._compare()
 
     def _compare(self) -> None:
-        if self._path is not None and self._problem is None and self._digest.hexdigest() != self._expected["sha256"]:
-            self._problem = Damaged(f"{self._name} does not match its digest in the manifest")
+        if self._path is None or self._problem is not None:
+            return
+        try:
+            for rank, found in self._digests.found().items():
+                check_digest(self._name, found, self._told, rank if self._by_rank else None)
+        except Damaged as problem:
+            self._problem = problem
 
     def _conclude(self) -> None:
         """Whether the file was what the manifest says, on all ranks of the host."""

@@ -56,17 +56,17 @@ def versions() -> dict[str, str]:
 
 
 def _write_files(folder: Path, snapshot: Snapshot) -> None:
-    with _NewFile(folder / MODEL_FILE) as model:
+    with NewFile(folder / MODEL_FILE) as model:
         tensor_file.write(model.write, snapshot.model, {"format": "pt"})
-    with _NewFile(folder / STATE_FILE) as state:
+    with NewFile(folder / STATE_FILE) as state:
         tensor_file.write(state.write, snapshot.tensors)
-    with _NewFile(folder / TREE_FILE) as tree:
+    with NewFile(folder / TREE_FILE) as tree:
         tree.write(memoryview(json.dumps({"shared": dict(snapshot.shared), "state": snapshot.tree}).encode()))
     files = {each.path.name: each.described() for each in (model, state, tree)}
     manifest.write(folder, finite({"step": snapshot.step, **snapshot.about, "files": files}))
 
 
-class _NewFile:
+class NewFile:
     """A file that knows its size and digest, and is on the disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class _NewFile:
     def described(self) -> dict[str, Any]:
         return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
-    def __enter__(self) -> _NewFile:
+    def __enter__(self) -> NewFile:
         return self
 
     def __exit__(

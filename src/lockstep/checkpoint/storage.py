@@ -1,7 +1,7 @@
 """A folder of checkpoints, each of them whole or absent.
 
 A checkpoint is a folder `step-NNNNNNNN` with safetensors files, `state.json` and, written last, `manifest.json` with
-the size and digest of every other file. It is filled under a temporary name and appears under its own by one rename.
+the size and digests of every other file. It is filled under a temporary name and appears under its own by one rename.
 What is not to be gone on with is set aside under another name, and never counted, resumed from or deleted.
 
 Whatever changes the folder is for rank 0 alone.
@@ -12,14 +12,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_name
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lockstep.distributed.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +83,10 @@ class CheckpointStorage:
         return [
             path for kind in (_DAMAGED, _ASIDE) for path in sorted(self.folder.glob(f"{kind}{self.path(step).name}*"))
         ]
+
+    def all_set_aside(self) -> list[str]:
+        """The names of all that was set aside, of whichever step."""
+        return sorted(path.name for kind in (_DAMAGED, _ASIDE) for path in self.folder.glob(f"{kind}{STEP_PREFIX}*"))
 
     def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[int]:
         """The steps to restore from, those to try first first: the one asked for, the best, else the newest."""
@@ -190,6 +199,31 @@ class CheckpointStorage:
                 continue
             logger.info("removing %s, left by a save that was interrupted", leftover.name)
             _remove(leftover)
+
+    # Who else sees it
+
+    def who_sees(self, group: Group) -> list[bool]:
+        """For every rank whether its host has this very folder, and not one of its own under the same name.
+
+        All ranks call it. Rank 0 leaves a file there for the moment, under a name that nobody has looked for before.
+        """
+        name = group.agree(self._leave_token, "whether all ranks see the checkpoints")
+        mine = group.rank == 0 or (name is not None and (self.folder / name).exists())
+        sees = group.gather(mine, "which ranks see the checkpoints")
+        if group.rank == 0 and name is not None:
+            (self.folder / name).unlink(missing_ok=True)
+        return sees
+
+    def _leave_token(self) -> str | None:
+        """Its name; None where nothing can be written, which is for whoever has to write to say."""
+        token = self.folder / f"{_TEMPORARY}seen-{secrets.token_hex(8)}"
+        self._guard()
+        try:
+            self._make_folder()
+            token.touch()
+        except OSError:
+            return None
+        return token.name
 
     # Inside
 

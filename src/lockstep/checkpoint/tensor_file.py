@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,18 @@ _METADATA = "__metadata__"
 _COMPLEX = "complex"  # in the metadata: tensors of pairs that are complex numbers of a type that the format lacks
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A tensor of a file, as the file holds it."""
+
     name: str
     dtype: torch.dtype
-    shape: list[int]
+    shape: tuple[int, ...]
+    begin: int = 0  # of its bytes in the file
+    pairs: bool = False  # whether these are complex numbers of a type that the format lacks
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def unsupported(tensor: torch.Tensor) -> str | None:
@@ -41,18 +50,37 @@ def unsupported(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def stored_form(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a file holds it: the same memory, and pairs for complex numbers of a type that the format lacks."""
+    return torch.view_as_real(tensor) if _needs_pairs(tensor) else tensor
+
+
+def entry_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Entry:
+    """What a header says of a tensor, or of one of its type and another shape."""
+    pairs = _needs_pairs(tensor)
+    whole = tuple(tensor.shape if shape is None else shape)
+    return Entry(name, stored_form(tensor).dtype, (*whole, 2) if pairs else whole, pairs=pairs)
+
+
 def write(
     send: Callable[[memoryview], Any], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Pass on the bytes of a file, in order. Tensors are on the host."""
-    pairs = {name for name, each in tensors.items() if each.is_complex() and each.dtype not in _codes()}
-    written = {name: torch.view_as_real(each) if name in pairs else each for name, each in tensors.items()}
+    header, entries = laid_out([entry_of(name, each) for name, each in tensors.items()], metadata)
+    send(memoryview(header))
+    for each in entries:
+        send(memory(stored_form(tensors[each.name]).contiguous()))
+
+
+def laid_out(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Entry]]:
+    """The header of a file, and its tensors in their order and with their places."""
     # The widest first: every tensor then begins where its type may.
-    written = dict(sorted(written.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    ordered = sorted(entries, key=lambda each: (-each.dtype.itemsize, each.name))
+    pairs = [each.name for each in ordered if each.pairs]
     more = {_COMPLEX: json.dumps(sorted(pairs))} if pairs else {}
-    send(memoryview(_header(written, {**(metadata or {}), **more})))
-    for each in written.values():
-        send(memory(each.contiguous()))
+    header = _header(ordered, {**(metadata or {}), **more})
+    begins = itertools.accumulate((each.nbytes for each in ordered), initial=len(header))
+    return header, [each._replace(begin=begin) for each, begin in zip(ordered, begins, strict=False)]
 
 
 def read(fill: Callable[[memoryview], None], size: int) -> dict[str, torch.Tensor]:
@@ -60,19 +88,38 @@ def read(fill: Callable[[memoryview], None], size: int) -> dict[str, torch.Tenso
 
     Raises ValueError, KeyError or TypeError where the bytes are not those of such a file.
     """
+    tensors = {}
+    for each in read_header(fill, size):
+        stored = torch.empty(each.shape, dtype=each.dtype)
+        fill(memory(stored))
+        tensors[each.name] = torch.view_as_complex(stored) if each.pairs else stored
+    return tensors
+
+
+def read_header(fill: Callable[[memoryview], None], size: int) -> list[Entry]:
+    """The tensors that are in a file of so many bytes, in the order of their bytes, by its beginning.
+
+    Raises ValueError, KeyError or TypeError where the bytes are not those of such a file.
+    """
     length = int.from_bytes(_next(fill, _LENGTH_BYTES, size), "little")
     if length > _LONGEST_HEADER:
         raise ValueError(f"its header would have {length} bytes; the format allows {_LONGEST_HEADER}")
     header = _parsed(_next(fill, length, size - _LENGTH_BYTES))
-    tensors = {}
-    for name, dtype, shape in _entries(header, size - _LENGTH_BYTES - length):
-        tensors[name] = torch.empty(shape, dtype=dtype)
-        fill(memory(tensors[name]))
+    entries = {each.name: each for each in _entries(header, _LENGTH_BYTES + length, size)}
     for name in _parsed(header.get(_METADATA, {}).get(_COMPLEX, "[]")):
-        if tensors[name].shape[-1:] != (2,) or tensors[name].dtype not in _PAIRS:
+        if entries[name].shape[-1:] != (2,) or entries[name].dtype not in _PAIRS:
             raise ValueError(f"{name!r} has no pairs of numbers")
-        tensors[name] = torch.view_as_complex(tensors[name])
-    return tensors
+        entries[name] = entries[name]._replace(pairs=True)
+    return list(entries.values())
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """What the format calls a type of number."""
+    return _codes()[dtype]
+
+
+def dtype_of(code: str) -> torch.dtype:
+    return next(dtype for dtype, each in _codes().items() if each == code)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -80,18 +127,22 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+def _needs_pairs(tensor: torch.Tensor) -> bool:
+    return tensor.is_complex() and tensor.dtype not in _codes()
+
+
+def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     told: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        told[name] = {"dtype": _codes()[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for each in entries:
+        begin, end = end, end + each.nbytes
+        told[each.name] = {"dtype": _codes()[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
     text = json.dumps(told, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _entries(header: dict[str, Any], size: int) -> Iterator[_Entry]:
+def _entries(header: dict[str, Any], start: int, size: int) -> list[Entry]:
     """The tensors of a header in the order of their bytes, once it is known that these fill the file."""
     dtypes = {code: dtype for dtype, code in _codes().items()}  # a code that is not among them is a KeyError
     entries, position = [], 0
@@ -99,7 +150,7 @@ def _entries(header: dict[str, Any], size: int) -> Iterator[_Entry]:
     for name, entry in sorted(told.items(), key=lambda each: each[1]["data_offsets"]):
         dtype, shape, (begin, end) = (
             dtypes[entry["dtype"]],
-            list(entry["shape"]),
+            tuple(entry["shape"]),
             entry["data_offsets"],
         )
         if (
@@ -109,11 +160,11 @@ def _entries(header: dict[str, Any], size: int) -> Iterator[_Entry]:
             raise ValueError(f"the shape or the place of {name!r} cannot be")
         if begin != position or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"the place of {name!r} in the file does not fit its shape")
-        entries.append(_Entry(name, dtype, shape))
+        entries.append(Entry(name, dtype, shape, start + begin))
         position = end
-    if position != size:
-        raise ValueError(f"its tensors have {position} bytes, and the file has room for {size}")
-    yield from entries
+    if start + position != size:
+        raise ValueError(f"its tensors have {position} bytes, and the file has room for {size - start}")
+    return entries
 
 
 def _parsed(text: bytearray | str) -> Any:

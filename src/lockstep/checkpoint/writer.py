@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,23 +11,19 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import codec, tensor_file
+from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.retention import to_delete
 from lockstep.checkpoint.snapshot import Snapshot, now, versions, write
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.config.schema import Checkpoint
+from lockstep.config.schema import Checkpoint, Keep
 from lockstep.distributed.activity import Activity
 from lockstep.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# What a rank gets beyond its own limit, so that it is the one to say what held it up.
-_TELL_SECONDS = 30.0
-# How long a rank that failed waits for the write under way: less than its launcher gives it to end by itself.
-_GIVE_UP_SECONDS = 3.0
-
 
 class CheckpointWriter:
-    """Writes checkpoints of one run, at most one at a time. Only rank 0 (or an owner of shards) has one."""
+    """Writes checkpoints of one run, at most one at a time: by rank 0, which has whole tensors."""
 
     def __init__(
         self,
@@ -42,10 +35,8 @@ class CheckpointWriter:
         """`to_host` fetches tensors that cannot be copied from where they are, all at once; others it leaves alone."""
         self._to_host = to_host
         self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
-        self._limit = settings.timeout  # the longest that a save may hold up the next one, or the end of the run
-        self._activity = activity or Activity()
+        self._background = Background(store.folder, settings.timeout, activity or Activity())
         self._buffers: dict[str, torch.Tensor] = {}
-        self._writing: concurrent.futures.Future[None] | None = None
         self._before_the_first: Callable[[], Any] | None = None
         self.last_step: int | None = None
 
@@ -56,47 +47,32 @@ class CheckpointWriter:
     def save(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> None:
         """Take the snapshot now; write it here, or in the background where saving is asynchronous."""
         self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
-        with self._writing_within_limit():
+        with self._background.within_limit():
             snapshot = self._take(step, model, state, about)
             self.last_step = step
             if self._asynchronous:
-                self._writing = self._write_in_background(snapshot)
+                self._background.start(lambda: self._write(snapshot))
             else:
                 self._write(snapshot)
 
     def check(self) -> None:
         """Raise what a background write raised, as soon as it is known."""
-        if self._writing is not None and self._writing.done():
-            self.finish()
+        self._background.check()
 
     def finish(self) -> None:
         """Wait for the write under way; raises what it raised."""
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return
-        try:
-            with self._writing_within_limit():
-                writing.result(timeout=self._limit)
-        except concurrent.futures.TimeoutError:
-            raise CheckpointError(
-                f"{self.store.folder}: writing a checkpoint has taken more than {self._limit:g} s; "
-                "the disk or the network file system does not answer. checkpoint.timeout sets the limit"
-            ) from None
+        self._background.finish()
 
     def give_up(self) -> None:
         """Let a write under way come to its end, in a run that failed: within seconds, and whatever becomes of it."""
-        if self._writing is not None:
-            concurrent.futures.wait([self._writing], timeout=min(self._limit, _GIVE_UP_SECONDS))
-
-    def _writing_within_limit(self) -> contextlib.AbstractContextManager[None]:
-        return self._activity.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS)
+        self._background.give_up()
 
     def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Snapshot:
         model, tree, tensors = self.fetch(model, state)
-        _check("model", model)
-        _check("state", tensors)
+        check_types("model", model)
+        check_types("state", tensors)
         shared = codec.shared_names(model)
-        copy = _copier(self._buffers)
+        copy = copier(self._buffers)
         snapshot = Snapshot(
             step=step,
             model={name: copy(f"model/{name}", each) for name, each in model.items() if name not in shared},
@@ -115,42 +91,32 @@ class CheckpointWriter:
         fetched = iter(self._to_host([*model.values(), *tensors.values()]))
         return {name: next(fetched) for name in model}, tree, {name: next(fetched) for name in tensors}
 
-    def _write_in_background(self, snapshot: Snapshot) -> concurrent.futures.Future[None]:
-        """In a thread that does not hold up the end of the process, for a disk may never answer."""
-        writing: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def write() -> None:
-            try:
-                self._write(snapshot)
-            except BaseException as error:
-                writing.set_exception(error)
-            else:
-                writing.set_result(None)
-
-        threading.Thread(target=write, name="lockstep-checkpoint", daemon=True).start()
-        return writing
-
     def _write(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
         if self._before_the_first is not None:
             self._before_the_first()
             self._before_the_first = None
         path = write(self.store, snapshot)
-        # Whatever is newer was put there by somebody else: it is not weighed, or it would cost what was just saved.
-        ours = [each for each in self.store.saved() if each.step <= snapshot.step]
-        for step in to_delete(ours, self._keep.last, self._keep.best, self._keep.mode):
-            self.store.delete(step)
+        delete_old(self.store, snapshot.step, self._keep)
         logger.info("saved %s (%.1f MB in %.2f s)", path.name, snapshot.bytes / 1e6, time.monotonic() - began)
 
 
-def _check(part: str, tensors: Mapping[str, torch.Tensor]) -> None:
+def delete_old(store: CheckpointStorage, step: int, keep: Keep) -> None:
+    """Delete what need not be kept now that a step is saved."""
+    # Whatever is newer was put there by somebody else: it is not weighed, or it would cost what was just saved.
+    ours = [each for each in store.saved() if each.step <= step]
+    for old in to_delete(ours, keep.last, keep.best, keep.mode):
+        store.delete(old)
+
+
+def check_types(part: str, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         problem = tensor_file.unsupported(tensor)
         if problem is not None:
             raise CheckpointError(f"{part}: {name!r} cannot be saved: {problem}")
 
 
-def _copier(buffers: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def copier(buffers: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Copies tensors to host buffers that are kept from save to save: fresh memory costs more than the copy."""
 
     def copy(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.doctor import doctor
 from lockstep.cli.init import init
 from lockstep.cli.messages import say
@@ -85,5 +86,5 @@ def main() -> None:
     """Train PyTorch models with every device in step."""
 
 
-for command in (train, resume, run, pod, sweep, profile, init, doctor, verify, schema):
+for command in (train, resume, run, checkpoint, pod, sweep, profile, init, doctor, verify, schema):
     main.add_command(command)

@@ -166,6 +166,31 @@ class Group:
         left = self._store.read(key) if self._store is not None else None
         return None if left is None else bytes(left).decode()
 
+    # For threads beside the training one, which must not take part in what ranks exchange in step.
+
+    def leave_word(self, key: str, text: str) -> None:
+        """Put something into the store, for whoever looks for it."""
+        self._store.set(key, text)
+
+    def words(self, keys: Sequence[str]) -> list[str | None]:
+        """What was left under each of these keys, as far as it is there yet. Never waits."""
+        return [None if each is None else each.decode() for each in self._store.read_all(list(keys))]
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Remove what was left in the store."""
+        for key in keys:
+            self._store.delete(key)
+
+    # From one rank to another, in host memory, where both know that it is their turn.
+
+    def send(self, tensor: torch.Tensor, to: int, name: str) -> None:
+        with self._waiting(name, [self.rank, to]):
+            dist.send(tensor, dst=to, group=self._control)
+
+    def receive(self, tensor: torch.Tensor, sender: int, name: str) -> None:
+        with self._waiting(name, [self.rank, sender]):
+            dist.recv(tensor, src=sender, group=self._control)
+
     def leave(self) -> None:
         """Close all connections; the last thing a rank does."""
         if (self.world_size > 1 or self._joined_alone) and dist.is_initialized():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import manifest
-from lockstep.checkpoint.manifest import FILES, MANIFEST_FILE, STEP_PREFIX, Damaged, step_name
+from lockstep.checkpoint.manifest import MANIFEST_FILE, STEP_PREFIX, Damaged, step_name
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.sync import CHECKPOINTS
@@ -121,7 +121,7 @@ class Bucket:
     def publish(self, folder: Path, path: str) -> None:
         self.delete(f"{path}/{MANIFEST_FILE}")  # of the same step as it was saved before
         told = manifest.read(folder)
-        for name in FILES:
+        for name in manifest.files(told):
             self.send(folder / name, f"{path}/{name}")
         _check_sizes(self._listed(path), path, told)
         self.send(folder / MANIFEST_FILE, f"{path}/{MANIFEST_FILE}")
@@ -253,7 +253,7 @@ def _path(step: int) -> str:
 
 
 def _check_sizes(there: Mapping[str, int], path: str, told: Mapping[str, Any]) -> None:
-    for name in FILES:
+    for name in manifest.files(told):
         size, expected = there.get(f"{path}/{name}"), told["files"][name]["bytes"]
         if size is None:
             raise Damaged(f"{name} is missing")

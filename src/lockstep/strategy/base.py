@@ -31,7 +31,7 @@ class Strategy(abc.ABC):
     reduces_in_step: ClassVar[bool] = False
     # Whether reading the state off the devices takes all ranks: where tensors are spread over hosts.
     gathers_state: ClassVar[bool] = False
-    # Whether a rank has parts of tensors, and saves and restores those alone.
+    # Whether state dicts have DTensors, of which every rank saves and reads its own parts (slices.py).
     keeps_slices: ClassVar[bool] = False
 
     def __init__(self, runtime: Runtime, world_size: int = 1) -> None:
@@ -163,17 +163,20 @@ class Strategy(abc.ABC):
     # State
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """A module's state as it is saved: whole tensors, under names that do not depend on the strategy."""
+        """A module's state as it is saved, under names that do not depend on the strategy: whole tensors, or DTensors
+        where the strategy keeps slices."""
         return module.state_dict()
 
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Raises RuntimeError where the state does not fit."""
+        """Raises RuntimeError where the state does not fit. Tensors are whole, or Stored where the strategy keeps
+        slices (loading.py reads those); other values are what modules keep beside tensors."""
         module.load_state_dict(state)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """What optimizer_state_dict gave; with Stored for its tensors where the strategy keeps slices."""
         optimizer.load_state_dict(dict(state))
 
     def fetch(self, tensors: list[Tensor]) -> list[Tensor]:

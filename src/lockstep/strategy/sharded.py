@@ -34,6 +34,7 @@ from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, 
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
+from lockstep.strategy.loading import load_module, load_optimizer
 from lockstep.strategy.slices import slice_of
 
 logger = logging.getLogger(__name__)
@@ -281,6 +282,15 @@ class ShardedStrategy(Strategy):
         for (dtype, device), parts in kinds.items():
             torch._foreach_mul_(parts, factor.to(device, dtype))
 
+    # State: each rank reads its own parts
+
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        load_module(module, state)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        load_optimizer(optimizer, state)
+        self._prefer_foreach(optimizer)
+
     # Comparing
 
     @property
@@ -357,7 +367,12 @@ def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """What a split layer gives is a view of a DTensor, and torch loses its hook where a view is changed in place."""
-    return map_tensors(lambda each: _NoView.apply(each) if each._is_view() else each, output)
+    return map_tensors(lambda each: _own(each) if each._is_view() else each, output)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    own: Tensor = _NoView.apply(tensor)  # type: ignore[no-untyped-call]
+    return own
 
 
 class _NoView(torch.autograd.Function):
@@ -365,7 +380,7 @@ class _NoView(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(0).set_(tensor)
+        return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload, no-any-return]
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Tensor:

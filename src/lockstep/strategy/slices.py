@@ -1,18 +1,25 @@
-"""What a rank has of a tensor that is spread over ranks, and what was saved of one."""
+"""What a rank has of a tensor that is spread over ranks, and what was saved of one.
+
+Torch's part for spread tensors takes a while to import, and runs without any need none of it: whoever makes one has
+imported it.
+"""
 
 from __future__ import annotations
 
 import abc
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,15 @@ class Slice:
     holders: tuple[int, ...]  # all ranks that have this very part, ascending
 
 
+def is_spread(value: Any) -> TypeGuard[DTensor]:
+    """Whether something is a tensor that is spread over ranks."""
+    imported = sys.modules.get("torch.distributed.tensor")
+    return imported is not None and isinstance(value, imported.DTensor)
+
+
 def slice_of(tensor: Tensor) -> Slice | None:
     """This rank's part of a DTensor; None for any other tensor, which is whole on every rank that has it."""
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return None
     shape, placements = tuple(tensor.shape), tuple(tensor.placements)
     size, offset, holders = _place(shape, tensor.device_mesh, placements)
@@ -61,6 +74,9 @@ def _place(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Size, offset and holders of this rank's part; the same for a parameter and all of its optimizer's state."""
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"a DTensor of shape {shape} is on a mesh that this rank is not part of: {mesh}")
@@ -72,13 +88,15 @@ def _place(
 
 def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: Sequence[int]) -> tuple[int, ...]:
     """A mesh that is part of a larger one leaves axes of that out: what is not split over them is alike along them."""
-    root = _root_of(mesh)
-    split = {
+    from torch.distributed.tensor import Replicate
+
+    root, names = (_root_of(mesh), mesh.mesh_dim_names) if mesh.mesh_dim_names else (mesh, tuple(range(mesh.ndim)))
+    split: dict[str | int, int] = {
         name: position
-        for name, placement, position in zip(mesh.mesh_dim_names or (), placements, coordinate, strict=True)
+        for name, placement, position in zip(names, placements, coordinate, strict=True)
         if not isinstance(placement, Replicate)
     }
-    ranks = root.mesh[tuple(split.get(name, slice(None)) for name in root.mesh_dim_names or ())]
+    ranks = root.mesh[tuple(split.get(name, slice(None)) for name in root.mesh_dim_names or names)]
     return tuple(sorted(ranks.flatten().tolist()))
 
 

@@ -33,7 +33,10 @@ def _generators(checkpoint: Path) -> Any:
 def _tensors(checkpoint: Path) -> list[str]:
     from safetensors import safe_open
 
-    from lockstep.checkpoint.manifest import MODEL_FILE
+    from lockstep.checkpoint import manifest
 
-    with safe_open(checkpoint / MODEL_FILE, framework="numpy") as file:
-        return list(file.keys())
+    names = []
+    for file in manifest.tensor_files(manifest.read(checkpoint), "model"):
+        with safe_open(checkpoint / file, framework="numpy") as opened:
+            names += list(opened.keys())
+    return names

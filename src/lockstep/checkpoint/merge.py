@@ -1,0 +1,94 @@
+"""All weights of a checkpoint in one safetensors file: bytes from file to file, without ever holding a tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint import manifest, ranges
+from lockstep.checkpoint.ranges import Range
+from lockstep.checkpoint.storage import sync_folder
+
+_LENGTH_BYTES, _ALIGNMENT = 8, 8
+_METADATA, _COMPLEX = "__metadata__", "complex"
+
+
+class Weight(NamedTuple):
+    """A tensor in a file of a checkpoint."""
+
+    name: str
+    dtype: str  # as the format calls it
+    shape: list[int]
+    file: Path
+    begin: int
+    nbytes: int
+
+    @property
+    def width(self) -> int:
+        """Of one of its numbers, in bytes."""
+        return self.nbytes // max(math.prod(self.shape), 1)
+
+
+def weights(folder: Path, told: Mapping[str, Any], kind: str = "model") -> tuple[list[Weight], dict[str, str]]:
+    """The tensors of a checkpoint that is whole, and what its files say beside them."""
+    found: list[Weight] = []
+    metadata: dict[str, str] = {}
+    pairs: set[str] = set()
+    for name in manifest.tensor_files(told, kind):
+        header, start = _header(folder / name)
+        beside = header.pop(_METADATA, {})
+        pairs |= set(json.loads(beside.pop(_COMPLEX, "[]")))
+        metadata |= beside
+        for tensor, entry in header.items():
+            begin, end = entry["data_offsets"]
+            found.append(Weight(tensor, entry["dtype"], entry["shape"], folder / name, start + begin, end - begin))
+    return found, metadata | ({_COMPLEX: json.dumps(sorted(pairs))} if pairs else {})
+
+
+def merge(folder: Path, told: Mapping[str, Any], out: Path) -> int:
+    """Write one file with all weights of a checkpoint that is whole; how many they are."""
+    found, metadata = weights(folder, told)
+    found.sort(key=lambda each: (-each.width, each.name))  # every tensor then begins where its type may
+    header: dict[str, Any] = {_METADATA: metadata} if metadata else {}
+    end = 0
+    for each in found:
+        begin, end = end, end + each.nbytes
+        header[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    temporary = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        with temporary.open("xb") as target:
+            target.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+            for each in found:
+                _copy(each, target.write)
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.rename(out)
+        sync_folder(out.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(found)
+
+
+def _copy(weight: Weight, write: Any) -> None:
+    if not weight.nbytes:
+        return
+    descriptor = os.open(weight.file, os.O_RDONLY)
+    piece = memoryview(bytearray(min(ranges.PIECE_BYTES, weight.nbytes)))
+    try:
+        for each in ranges.chopped([Range(weight.begin, weight.nbytes, weight.nbytes, 1)]):
+            ranges.fill(descriptor, [each], piece[: each.bytes])
+            write(piece[: each.bytes])
+    finally:
+        os.close(descriptor)
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        return json.loads(stream.read(length)), _LENGTH_BYTES + length

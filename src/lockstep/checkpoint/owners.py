@@ -1,0 +1,342 @@
+"""Checkpoints that all ranks write at the same time: each the blocks of tensors that it has, into files of rank 0's.
+
+The files hold whole tensors, so that nobody who reads them has to know who wrote what. Training waits while every rank
+copies the blocks that it is going to write to its host's memory, and for nothing else. The rest is done by a thread of
+each rank. These talk by way of the store, since the training threads need the ranks' groups for themselves:
+
+    rank 0: makes the folder and the files, says "ready"      others: wait for it
+    all: write their blocks, digest them on the way, and leave word of the digests, or of what went wrong
+    rank 0: waits for all of them, writes the manifest, renames the folder, says "done", or why not
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import codec, manifest, parts, ranges, tensor_file
+from lockstep.checkpoint import layout as layouts
+from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.layout import Block, File, Item, Layout
+from lockstep.checkpoint.manifest import INDEX_FILE, PARTS_FILE, TREE_FILE
+from lockstep.checkpoint.snapshot import NewFile, now, versions
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.words import LONGER_SECONDS, Words
+from lockstep.checkpoint.writer import check_types, copier, delete_old
+from lockstep.config.plain import finite
+from lockstep.config.schema import Checkpoint
+from lockstep.distributed.group import Group
+from lockstep.errors import CheckpointError
+from lockstep.strategy.slices import slice_of
+
+logger = logging.getLogger(__name__)
+
+# How long rank 0 waits for others to have heard how it ended, before it may leave with the store.
+_HEARD_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank has of a tensor, in the form in which a file has it."""
+
+    item: Item
+    tensor: Tensor
+    block: Block
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One checkpoint on its way to the disk: what this rank knows of it."""
+
+    step: int
+    layout: Layout
+    copies: Mapping[str, Tensor]  # the blocks that this rank writes, by the key of their tensor
+    tree: Any  # for rank 0: what is not tensors
+    shared: Mapping[str, str]
+    about: Mapping[str, Any]
+    words: Words
+
+
+class OwnersWriter:
+    """One rank's part in writing the checkpoints of a run, at most one at a time."""
+
+    def __init__(self, store: CheckpointStorage, settings: Checkpoint, group: Group) -> None:
+        self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
+        self._group, self._limit = group, settings.timeout
+        self._background = Background(store.folder, settings.timeout + 2 * LONGER_SECONDS, group.activity)
+        self._buffers: dict[str, Tensor] = {}
+        self._before_the_first: Callable[[], Any] | None = None
+        self._saves = 0
+        self._agreed: tuple[list[str], Layout, dict[str, str]] | None = None
+        self._sees: list[bool] = []
+
+    def go_on_from(self, step: int | None) -> None:
+        """The run was restored from this step, or begins anew: its first save sets aside what is newer than that."""
+        self._before_the_first = functools.partial(self.store.set_aside_after, step)
+
+    def save(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> None:
+        """Copy what this rank writes; write it here, or in the background where saving is asynchronous. All ranks."""
+        self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
+        if not self._sees:
+            self._sees = self.store.who_sees(self._group)
+        with self._background.within_limit():
+            saving = self._take(step, model, state, about)
+            # Ranks that do not see the folder send their blocks to rank 0 by way of the group: training waits for that.
+            if self._asynchronous and all(self._sees):
+                self._background.start(lambda: self._write(saving))
+            else:
+                self._write(saving)
+
+    def check(self) -> None:
+        """Raise what a background write raised, as soon as it is known."""
+        self._background.check()
+
+    def finish(self) -> None:
+        """Wait for the write under way; raises what it raised, on all ranks the same."""
+        self._background.finish()
+
+    def give_up(self) -> None:
+        """Let a write under way come to its end, in a run that failed: within seconds, and whatever becomes of it."""
+        self._background.give_up()
+
+    # In the training thread
+
+    def _take(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> _Save:
+        tree, tensors = codec.pack(state)
+        held = {**_held(layouts.MODEL, model), **_held(layouts.STATE, tensors)}
+        layout, shared = self._agree(held, model)
+        copy, mine = copier(self._buffers), {}
+        for file in layout.files:
+            for item in file.items:
+                if self._group.rank in layout.blocks[item.key]:
+                    mine[item.key] = copy(item.key, held[item.key].tensor)
+        for name in set(self._buffers) - set(mine):
+            del self._buffers[name]
+        if any(each.tensor.is_cuda for each in held.values()):
+            torch.cuda.synchronize()  # the copies were queued; training must not overwrite what they still read
+        self._saves += 1
+        words = Words(self._group, f"checkpoint/{self._saves}", self._limit)
+        told = {**about, "created": now(), "versions": versions()}
+        return _Save(step, layout, mine, tree, shared, told, words)
+
+    def _agree(self, held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> tuple[Layout, dict[str, str]]:
+        """The layout that all ranks come to; made anew where anything about it has changed on any of them."""
+        spread = {key: each for key, each in held.items() if each.item.spread}
+        mine = held if self._group.rank == 0 else spread
+        told = json.dumps([[each.item.plain(), each.block] for each in mine.values()])
+        digests = self._group.gather(hashlib.sha256(told.encode()).hexdigest(), "the tensors to save")
+        if self._agreed is not None and self._agreed[0] == digests:
+            return self._agreed[1], self._agreed[2]
+        message = self._group.agree(lambda: _described(held, model), "the layout of the checkpoint")
+        items = [Item.from_plain(each) for each in message["items"]]
+        problem, blocks = _compared(items, spread, message["shared"])
+        answers: list[Any] = self._group.gather(
+            {"problem": problem, "blocks": blocks}, "what each rank has of the tensors to save"
+        )
+        problems = {rank: each["problem"] for rank, each in enumerate(answers) if each["problem"]}
+        if problems:
+            rank, text = next(iter(problems.items()))
+            raise CheckpointError(f"{self.store.folder}: no checkpoint can be written: on rank {rank} {text}")
+        had = [[Block(tuple(offset), tuple(size)) for offset, size in each["blocks"]] for each in answers]
+        self._agreed = (digests, layouts.make(items, had), message["shared"])
+        return self._agreed[1], self._agreed[2]
+
+    # In the background, or in the training thread where that waits
+
+    def _write(self, saving: _Save) -> None:
+        if self._group.rank == 0:
+            self._lead(saving)
+        else:
+            self._follow(saving)
+
+    def _lead(self, saving: _Save) -> None:
+        began, words = time.monotonic(), saving.words
+        try:
+            if self._before_the_first is not None:
+                self._before_the_first()
+                self._before_the_first = None
+            path = self.store.create(saving.step, saving.layout.bytes, lambda folder: self._fill(folder, saving))
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a store that is gone must not hide what went wrong before
+                words.conclude(str(error) or type(error).__name__)
+            raise
+        words.conclude("")
+        delete_old(self.store, saving.step, self._keep)
+        logger.info("saved %s (%.1f MB by %d ranks in %.2f s)", path.name, saving.layout.bytes / 1e6,
+                    self._group.world_size, time.monotonic() - began)  # fmt: skip
+        words.wait_until_heard(_HEARD_SECONDS)
+
+    def _fill(self, folder: Path, saving: _Save) -> None:
+        """For rank 0: all files of a checkpoint, once those of all ranks are on the disk."""
+        for file in saving.layout.files:
+            _make(folder / file.name, file)
+        saving.words.ready(folder.name)
+        reports = {0: self._write_blocks(folder, saving)}
+        for rank, sees in enumerate(self._sees):
+            if not sees:
+                self._receive(folder, saving, rank)
+        reports |= saving.words.reports(self.store.path(saving.step))
+        written = saving.layout.parts(self._group.world_size)
+        described = _write_small(folder, PARTS_FILE, parts.text(written))
+        described |= _write_small(folder, INDEX_FILE, json.dumps(saving.layout.index(), indent=2) + "\n")
+        described |= _write_small(folder, TREE_FILE, json.dumps({"shared": saving.shared, "state": saving.tree}))
+        for file in saving.layout.files:
+            digests = {rank: reports[int(rank)][file.name] for rank in written[file.name]}
+            described[file.name] = {"bytes": file.size, "sha256": digests}
+        about = {"format": manifest.BY_OWNERS, "step": saving.step, **saving.about, "files": described}
+        manifest.write(folder, finite(about))
+
+    def _follow(self, saving: _Save) -> None:
+        words, rank = saving.words, self._group.rank
+        name = words.wait_for_ready()
+        if name is not None:
+            try:
+                if self._sees[rank]:
+                    words.report(self._write_blocks(self.store.folder / name, saving))
+                else:
+                    words.report(self._send(saving))
+            except OSError as error:
+                words.report_error(error)
+            except BaseException as error:
+                words.report_error(OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+        problem = words.wait_for_conclusion()
+        if problem:
+            raise CheckpointError(problem)
+
+    def _write_blocks(self, folder: Path, saving: _Save) -> dict[str, str]:
+        """This rank's blocks, to the disk; the digests of its parts of the files. It begins with a file of its own."""
+        rank, files = self._group.rank, saving.layout.files
+        digests: dict[str, str] = {}
+        first = rank * len(files) // self._group.world_size
+        for file in [*files[first:], *files[:first]]:
+            mine = saving.layout.written_by(rank, file)
+            if not mine and rank != 0:
+                continue
+            if saving.words.concluded():  # it failed elsewhere
+                return digests
+            found = hashlib.sha256(file.header if rank == 0 else b"")
+            descriptor = os.open(folder / file.name, os.O_WRONLY)
+            try:
+                for item, there in mine:
+                    ranges.put(descriptor, there, tensor_file.memory(saving.copies[item.key]), found.update)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            digests[file.name] = found.hexdigest()
+        return digests
+
+    # Ranks whose host does not see the folder
+
+    def _send(self, saving: _Save) -> dict[str, str]:
+        """This rank's blocks to rank 0, when it is its turn; the digests of its parts of the files."""
+        digests = {}
+        saving.words.wait_for_turn()
+        for file in saving.layout.files:
+            mine = saving.layout.written_by(self._group.rank, file)
+            found = hashlib.sha256()
+            for item, there in mine:
+                rest = saving.copies[item.key].reshape(-1).view(torch.uint8)
+                for each in ranges.chopped(there):
+                    piece, rest = rest[: each.bytes], rest[each.bytes :]
+                    found.update(tensor_file.memory(piece))
+                    self._group.send(piece, 0, _sent(saving.step, self._group.rank))
+            if mine:
+                digests[file.name] = found.hexdigest()
+        return digests
+
+    def _receive(self, folder: Path, saving: _Save, rank: int) -> None:
+        """What another rank sends, to the disk; to its end also where the disk is full, since it goes on sending."""
+        saving.words.give_turn(rank)
+        problem: OSError | None = None
+        buffer = torch.empty(ranges.PIECE_BYTES, dtype=torch.uint8)
+        for file in saving.layout.files:
+            descriptor = os.open(folder / file.name, os.O_WRONLY)
+            try:
+                for _, there in saving.layout.written_by(rank, file):
+                    for each in ranges.chopped(there):
+                        piece = buffer[: each.bytes]
+                        self._group.receive(piece, rank, _sent(saving.step, rank))
+                        try:
+                            if problem is None:
+                                ranges.put(descriptor, [each], tensor_file.memory(piece), lambda _: None)
+                        except OSError as error:
+                            problem = error
+                if problem is None:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        if problem is not None:
+            raise problem
+
+
+def _sent(step: int, rank: int) -> str:
+    return f"the checkpoint of step {step}, as rank {rank} sends it"
+
+
+def _held(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
+    held = {}
+    for name, tensor in tensors.items():
+        found = slice_of(tensor)
+        local = tensor if found is None else found.tensor
+        check_types(kind, {name: local})
+        entry = tensor_file.entry_of(name, local, None if found is None else found.shape)
+        stored = tensor_file.stored_form(local)
+        offset = (0,) * stored.dim() if found is None else (*found.offset, *((0,) if entry.pairs else ()))
+        item = Item(kind, entry, found is not None)
+        held[item.key] = _Held(item, stored, Block(offset, tuple(stored.shape)))
+    return held
+
+
+def _described(held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What rank 0 tells the others of the tensors to save: tied weights are saved once."""
+    shared = codec.shared_names({name: held[f"{layouts.MODEL}/{name}"].tensor for name in model})
+    tied = {f"{layouts.MODEL}/{name}" for name in shared}
+    items = [each.item for key, each in held.items() if key not in tied]
+    return {"items": [each.plain() for each in items], "shared": shared}
+
+
+def _compared(
+    items: Sequence[Item], spread: Mapping[str, _Held], shared: Mapping[str, str]
+) -> tuple[str | None, list[Block]]:
+    """What this rank has of the tensors that are spread; or why that does not fit what rank 0 has."""
+    wanted = {item.key: item for item in items if item.spread}
+    tied = {f"{layouts.MODEL}/{name}" for name in shared}
+    more = [key for key in spread if key not in wanted and key not in tied]
+    fewer = [key for key in wanted if key not in spread]
+    if more or fewer:
+        what = f"has {more[0]!r}, which rank 0 has not" if more else f"lacks {fewer[0]!r}, which rank 0 has"
+        return f"the state {what}: it must have the same tensors on all ranks", []
+    for key, item in wanted.items():
+        if spread[key].item != item:
+            return f"{key!r} is {spread[key].item.plain()[2:]}, and on rank 0 {item.plain()[2:]}", []
+    return None, [spread[key].block for key in wanted]
+
+
+def _make(path: Path, file: File) -> None:
+    """A file in its full size, with its header: what is still to be filled in has its place."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        os.truncate(descriptor, file.size)
+        header = memoryview(file.header)
+        ranges.put(descriptor, [ranges.Range(0, len(header), len(header), 1)], header, lambda _: None)
+    finally:
+        os.close(descriptor)
+
+
+def _write_small(folder: Path, name: str, text: str) -> dict[str, Any]:
+    with NewFile(folder / name) as file:
+        file.write(memoryview(text.encode()))
+    return {name: file.described()}

@@ -1,0 +1,101 @@
+"""The tensors of a checkpoint that is open: read where and when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import manifest, ranges, tensor_file
+from lockstep.checkpoint.manifest import Damaged, not_read
+from lockstep.checkpoint.tensor_file import Entry
+from lockstep.distributed.activity import Activity
+from lockstep.errors import CheckpointError
+from lockstep.strategy.slices import Stored
+
+
+class StoredTensor(Stored):
+    """A tensor in a file of either format, which holds it whole."""
+
+    def __init__(self, entry: Entry, descriptor: int, file: Path, activity: Activity) -> None:
+        self._entry, self._descriptor, self._file, self._activity = entry, descriptor, file, activity
+        self.name = entry.name
+        self.shape = entry.shape[:-1] if entry.pairs else entry.shape
+        self.dtype = _complex(entry.dtype) if entry.pairs else entry.dtype
+
+    def part(self, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        entry = self._entry
+        if entry.pairs:
+            offset, size = (*offset, 0), (*size, 2)
+        found = torch.empty(size, dtype=entry.dtype)
+        wanted = ranges.of_block(entry.shape, offset, size, entry.dtype.itemsize, entry.begin)
+        with self._activity.within(f"reading {self._file.name}", limit=self._activity.patience):
+            try:
+                ranges.fill(self._descriptor, wanted, tensor_file.memory(found))
+            except (OSError, EOFError) as error:
+                raise CheckpointError(
+                    f"{self._file}: {entry.name!r} cannot be read, and a moment ago it could be: {error}. Make sure "
+                    "that nobody changes the checkpoint, and that its disk works; then resume"
+                ) from None
+        return torch.view_as_complex(found) if entry.pairs else found
+
+
+class OpenFiles:
+    """The files of tensors of a checkpoint, open until it has been loaded, whatever becomes of their names."""
+
+    def __init__(self, folder: Path, told: Mapping[str, Any], activity: Activity) -> None:
+        self._folder, self._told, self._activity = folder, told, activity
+        self._open: list[int] = []
+
+    def tensors(self, kind: str) -> dict[str, Stored]:
+        """Those of the model, or of the state, by name; raises Damaged or Unreadable."""
+        return {
+            entry.name: StoredTensor(entry, descriptor, self._folder / name, self._activity)
+            for name in manifest.tensor_files(self._told, kind)
+            for descriptor in [self._opened(name)]
+            for entry in self._entries(descriptor, name)
+        }
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _opened(self, name: str) -> int:
+        try:
+            self._open.append(os.open(self._folder / name, os.O_RDONLY))
+        except OSError as error:
+            raise not_read(name, error) from None
+        return self._open[-1]
+
+    def _entries(self, descriptor: int, name: str) -> list[Entry]:
+        position = 0
+
+        def fill(memory: memoryview) -> None:
+            nonlocal position
+            count = len(memory)
+            ranges.fill(descriptor, [ranges.Range(position, count, count, 1)] if count else [], memory)
+            position += count
+
+        try:
+            return tensor_file.read_header(fill, self._told["files"][name]["bytes"])
+        except OSError as error:
+            raise not_read(name, error) from None
+        except (EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{name} cannot be read: {error}") from None
+
+
+def _complex(dtype: torch.dtype) -> torch.dtype:
+    return torch.view_as_complex(torch.empty(0, 2, dtype=dtype)).dtype

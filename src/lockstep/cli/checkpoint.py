@@ -1,0 +1,179 @@
+"""`lockstep checkpoint`: what a run has saved, whether it is whole, and its weights in one file. Needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.cli import options
+from lockstep.cli.messages import say
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.mirror.url import Url
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import CheckpointStorage
+
+RUN_DIR = click.argument("run_dir", type=options.run_dir)
+STEP = click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step; else the newest.")
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at the checkpoints of a run."""
+
+
+@checkpoint.command("list")
+@RUN_DIR
+def list_(run_dir: Path | Url) -> None:
+    """All checkpoints of the run in RUN_DIR, oldest first. By their manifests: verify reads them to their end."""
+    storage = _storage(run_dir)
+    rows: list[tuple[str, ...]] = [("step", "epoch", "saved", "ranks", "format", "size", "value", "")]
+    rows += [_row(storage, step) for step in storage.steps()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for name in storage.all_set_aside():
+        click.echo(f"set aside: {name}")
+
+
+@checkpoint.command()
+@RUN_DIR
+@STEP
+def show(run_dir: Path | Url, step: int | None) -> None:
+    """What a checkpoint of the run in RUN_DIR holds: where it is from, its files, its weights."""
+    from lockstep.checkpoint import manifest, merge
+
+    storage = _storage(run_dir)
+    folder = storage.path(_chosen(storage, step))
+    told = _manifest(storage, folder)
+    found, _ = merge.weights(folder, told)
+    state, _ = merge.weights(folder, told, "state")
+    versions = told.get("versions") or {}
+    click.echo(f"{folder}")
+    click.echo(f"step {told['step']}, epoch {told.get('epoch')}, saved {told.get('created')} by "
+               f"{_ranks(told)}, Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}")  # fmt: skip
+    for name, value in (told.get("metrics") or {}).items():
+        click.echo(f"{name} {value}")
+    click.echo("")
+    for name in manifest.files(told):
+        click.echo(f"{_size(told['files'][name]['bytes']):>10}  {name}")
+    click.echo("")
+    for weight in found:
+        click.echo(f"{weight.dtype:>5}  {weight.name} {weight.shape}")
+    total = sum(each.nbytes for each in found)
+    beside = sum(each.nbytes for each in state)
+    click.echo(f"\n{len(found)} weights, {_size(total)}; beside them {len(state)} tensors, {_size(beside)}")
+
+
+@checkpoint.command()
+@RUN_DIR
+@click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step alone.")
+def verify(run_dir: Path | Url, step: int | None) -> None:
+    """Read all checkpoints of the run in RUN_DIR to their end, and compare every digest; exit code 5 where one is not
+    what was written."""
+    storage = _storage(run_dir)
+    if step is not None:
+        storage.require(step)
+    damaged = 0
+    for each in storage.steps() if step is None else [step]:
+        name = storage.path(each).name
+        problem = storage.problem(each)
+        damaged += problem is not None
+        click.echo(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}")
+    if damaged:
+        sys.exit(CheckpointError.exit_code)
+
+
+@checkpoint.command()
+@RUN_DIR
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
+@STEP
+def merge(run_dir: Path | Url, out: Path, step: int | None) -> None:
+    """All weights of a checkpoint of the run in RUN_DIR in one safetensors file, once they match their digests."""
+    from lockstep.checkpoint.merge import merge
+
+    if out.exists():
+        raise ConfigError(f"--out {out}: is there already: name a file that is not, or move it away")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it, or name another one")
+    storage = _storage(run_dir)
+    chosen = _chosen(storage, step)
+    problem = storage.problem(chosen)
+    if problem is not None:
+        raise CheckpointError(f"{storage.path(chosen)} is damaged: {problem}. Name another step with --step")
+    folder = storage.path(chosen)
+    count = merge(folder, _manifest(storage, folder), out)
+    say(f"{out}: {count} weights of step {chosen}, {_size(out.stat().st_size)}")
+
+
+def _storage(run_dir: Path | Url) -> CheckpointStorage:
+    from lockstep.checkpoint.storage import CheckpointStorage
+
+    if isinstance(run_dir, Url):
+        raise ConfigError(
+            f"RUN_DIR {run_dir}: checkpoints are looked at on a disk: copy the run's folder here first, with the tools "
+            "of that storage"
+        )
+    storage = CheckpointStorage(run_dir / "checkpoints")
+    if not run_dir.is_dir():
+        raise ConfigError(f"RUN_DIR {run_dir}: there is no such folder")
+    if not storage.steps():
+        aside = storage.all_set_aside()
+        hint = f"; set aside: {', '.join(aside)}" if aside else ""
+        raise ConfigError(f"RUN_DIR {run_dir}: there is no checkpoint in {storage.folder}{hint}")
+    return storage
+
+
+def _chosen(storage: CheckpointStorage, step: int | None) -> int:
+    if step is not None:
+        storage.require(step)
+        return step
+    return storage.steps()[-1]
+
+
+def _manifest(storage: CheckpointStorage, folder: Path) -> dict[str, Any]:
+    from lockstep.checkpoint import manifest
+
+    try:
+        told = manifest.read(folder)
+        manifest.check_sizes(folder, told)
+    except (manifest.Damaged, manifest.Unreadable) as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return told
+
+
+def _row(storage: CheckpointStorage, step: int) -> tuple[str, ...]:
+    folder = storage.path(step)
+    try:
+        told = _manifest(storage, folder)
+    except CheckpointError as error:
+        return (str(step), "", "", "", "", "", "", str(error).removeprefix(f"{folder}: "))
+    size = sum(each["bytes"] for each in told["files"].values())
+    value = told.get("value")
+    return (
+        str(step),
+        str(told.get("epoch", "")),
+        str(told.get("created", "")),
+        str(told.get("world_size", "")),
+        str(told["format"]),
+        _size(size),
+        "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value),
+        "",
+    )
+
+
+def _ranks(told: dict[str, Any]) -> str:
+    count = told.get("world_size")
+    return "one rank" if told["format"] == 1 else f"{count} ranks"
+
+
+def _size(count: int) -> str:
+    number, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if number < 1000:
+            break
+        number, unit = number / 1000, larger
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -1,0 +1,248 @@
+"""Checkpoints by owners: every rank writes its own parts, and reads those that it needs, whoever wrote them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sliced_bodies as bodies
+import torch
+from safetensors.torch import load_file
+
+import lockstep
+from lockstep.checkpoint import manifest
+from lockstep.checkpoint.storage import CheckpointStorage
+
+launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})
+
+MESHES: dict[str, tuple[int, dict[str, int] | None]] = {
+    "fsdp 2": (2, {"data": 2}),
+    "fsdp 3": (3, {"data": 3}),
+    "fsdp 4": (4, {"data": 4}),
+    "hsdp 2x2": (4, {"replica": 2, "data": 2}),
+    "data x model 2x2": (4, {"data": 2, "model": 2}),
+    "fsdp 1": (1, {"data": 1}),
+    "whole 1": (1, None),
+    "whole 2": (2, None),
+}
+
+
+def run_on(body: Any, mesh: str, folder: Path, **settings: Any) -> list[Any]:
+    processes, shape = MESHES[mesh]
+    return launch(partial(body, mesh=shape, **settings), processes=processes, folder=folder)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 2", "fsdp 4", "hsdp 2x2", "data x model 2x2"])
+def test_what_a_rank_has_of_a_tensor(tmp_path: Path, mesh: str) -> None:
+    ranks = run_on(bodies.slices, mesh, tmp_path / "run")
+    for name, first in ranks[0].items():
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for rank, found in enumerate(ranks):
+            parts.setdefault(tuple(found[name]["numbers"]), []).append(rank)
+        numbers = sorted(number for part in parts for number in part)
+        assert numbers == list(range(first["count"])), "the parts make up the tensor, each once"
+        for part, holders in parts.items():
+            for rank in holders if part else []:
+                told = ranks[rank][name]["holders"]
+                assert rank in told and set(told) <= set(holders), name
+    assert any(not found["norm.weight"]["numbers"] for found in ranks) == (mesh == "fsdp 4"), "a rank without a row"
+
+
+def test_what_has_no_value_or_was_made_by_hand_is_refused(tmp_path: Path) -> None:
+    for partial_sum, odd in launch(bodies.bad_slices, processes=2, folder=tmp_path / "run"):
+        assert "is not reduced yet" in partial_sum
+        assert odd == "" or "it was made from parts of other sizes" in odd
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each mesh, with the same values."""
+    folders = {}
+    for mesh in SAVED:
+        folders[mesh] = tmp_path_factory.mktemp(mesh.replace(" ", "-")) / "run"
+        found = run_on(bodies.saves, mesh, folders[mesh], steps=2, **{"async": mesh != "fsdp 3"})
+        for rank in found:
+            assert rank["held"] <= rank["mine"] + 100, "no rank holds more than a copy of what it has"
+    return folders
+
+
+def checkpoint(run: Path, step: int = 2) -> Path:
+    return CheckpointStorage(run / "run" / "checkpoints").path(step)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2"])
+def test_files_open_with_plain_safetensors_and_have_an_index(saved: dict[str, Path], mesh: str) -> None:
+    folder = checkpoint(saved[mesh])
+    assert manifest.problem(folder) is None
+    told = manifest.read(folder)
+    assert told["format"] == 2 and told["world_size"] == MESHES[mesh][0]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(set(index["weight_map"].values())):
+        found = load_file(folder / file)
+        assert all(index["weight_map"][name] == file for name in found)
+        weights |= found
+    assert set(weights) == set(index["weight_map"]) and "head.weight" not in weights
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in weights.values())
+    for name, tensor in weights.items():
+        if name == "angles":
+            tensor = torch.view_as_complex(tensor)
+        assert torch.equal(tensor, bodies.value(name, tuple(tensor.shape), tensor.dtype)), name
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*manifest.files(told), "manifest.json"])
+    assert not list(folder.parent.glob(".partial-*"))
+
+
+SAVED = ("fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1")
+# All others run with --long.
+PAIRS = [
+    ("fsdp 2", "fsdp 2"), ("fsdp 2", "fsdp 3"), ("fsdp 3", "data x model 2x2"), ("data x model 2x2", "fsdp 2"),
+    ("data x model 2x2", "whole 2"), ("whole 2", "fsdp 3"), ("fsdp 2", "whole 1"), ("fsdp 1", "fsdp 2"),
+    ("hsdp 2x2", "fsdp 4"), ("fsdp 3", "fsdp 1"), ("whole 2", "hsdp 2x2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "to"),
+    [pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.long) for pair in itertools.product(SAVED, MESHES)],
+)
+def test_from_any_mesh_to_any_other_to_the_last_bit(saved: dict[str, Path], mesh: str, to: str) -> None:
+    ranks = run_on(bodies.restores, to, saved[mesh])
+    for found in ranks:
+        assert found["wrong"] == [] and found["step"] == 2
+        assert found["array"] == [0, 1, 2] and found["open"] == 0
+
+
+def test_a_rank_reads_what_it_needs_and_every_byte_is_checked_once(saved: dict[str, Path]) -> None:
+    """Three ranks: all of them together read all for the digests, and each again what it keeps."""
+    folder = checkpoint(saved["fsdp 2"])
+    told = manifest.read(folder)
+    tensors = sum(told["files"][name]["bytes"] for name in manifest.shards(told))
+    ranks = run_on(bodies.restores, "fsdp 3", saved["fsdp 2"])
+    read = sum(found["read"] for found in ranks)
+    assert 1.9 * tensors < read < 2.4 * tensors, "headers and what is not spread are read by all of them"
+    assert max(found["read"] for found in ranks) < 1.2 * tensors
+
+
+def test_a_model_of_another_shape_is_refused_by_name(saved: dict[str, Path]) -> None:
+    for text in run_on(bodies.refuses, "fsdp 3", saved["fsdp 2"]):
+        assert "the saved weights do not fit this model" in text
+        assert "size mismatch for odd.weight: copying a param with shape torch.Size([33, 65]) from checkpoint" in text
+        assert "the shape in current model is torch.Size([34, 65])" in text
+
+
+def flip_a_bit(file: Path, at: int = -5) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["part", "missing", "header", "parts.json", "index", "shorter"])
+def test_what_is_damaged_is_named_and_passed_over(tmp_path: Path, damage: str) -> None:
+    run = tmp_path / "run"
+    run_on(bodies.saves, "fsdp 2", run, steps=2)
+    newest = checkpoint(run)
+    file = {"parts.json": "parts.json", "index": "model.safetensors.index.json"}.get(
+        damage, "model-00002-of-00002.safetensors"
+    )
+    if damage == "missing":
+        (newest / file).unlink()
+    elif damage == "shorter":
+        (newest / file).write_bytes((newest / file).read_bytes()[:-1])
+    else:
+        flip_a_bit(newest / file, 100 if damage == "header" else -5)
+    expected = {
+        "part": f"{file} does not match its digest in the manifest: the part that rank 1 wrote",
+        "missing": f"{file} is missing",
+        "header": f"{file} does not match its digest in the manifest: the part that rank 0 wrote",
+        "parts.json": "parts.json does not match its digest in the manifest",
+        "index": "model.safetensors.index.json does not match its digest in the manifest",
+        "shorter": f"{file} has ",
+    }[damage]
+    assert (manifest.problem(newest) or "").startswith(expected)
+    for mesh in ("fsdp 3", "whole 2") if damage in ("part", "header") else ("fsdp 2",):
+        ranks = run_on(bodies.restores, mesh, run)
+        assert [(found["wrong"], found["step"]) for found in ranks] == [([], 1)] * len(ranks)
+        (warning,) = ranks[0]["warnings"]
+        assert "checkpoint step-00000002 is damaged and is passed over: " in warning and expected in warning
+        assert all(not found["warnings"] for found in ranks[1:])
+
+
+@pytest.mark.parametrize(("rank", "at"), [(1, "writing"), (0, "writing"), (0, "renaming")])
+def test_a_rank_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path, rank: int, at: str) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(lockstep.WorkerFailed, match=f"rank {rank}"):
+        run_on(bodies.ends_while_saving, "fsdp 3", run, rank=rank, at=at)
+    storage = CheckpointStorage(run / "run" / "checkpoints")
+    assert storage.steps() == [1]
+    assert len(list(storage.folder.glob(".partial-step-00000002-*"))) == 1, "where it was at work"
+    ranks = run_on(bodies.restores, "fsdp 2", run)
+    assert [(found["wrong"], found["step"], found["warnings"]) for found in ranks] == [([], 1, [])] * 2
+    assert [path.name for path in storage.folder.iterdir()] == ["step-00000001"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_the_next_save_works(
+    tmp_path: Path, small_disk: Path, rank: int
+) -> None:
+    ranks = run_on(bodies.fills_the_disk, "fsdp 2", tmp_path / "run", disk=small_disk, rank=rank)
+    for found in ranks:
+        assert "step-00000002: the checkpoint could not be written: " in found["told"]
+        assert "No space left on device" in found["told"] and "make room" in found["told"]
+        assert found["left"] == ["step-00000001"]
+    storage = CheckpointStorage(small_disk / "run" / "checkpoints")
+    assert storage.steps() == [1, 3] and [storage.problem(step) for step in (1, 3)] == [None, None]
+
+
+def test_a_rank_that_does_not_write_is_named_within_the_limit(tmp_path: Path) -> None:
+    ranks = run_on(bodies.writes_for_ever, "fsdp 3", tmp_path / "run")
+    for found in (ranks[0], ranks[2]):
+        assert "the checkpoint was not written: rank 1 did not write the parts within 1.5 s" in found["told"]
+        assert found["left"] == []
+
+
+def test_ranks_whose_state_differs_are_named(tmp_path: Path) -> None:
+    for shape, more in run_on(bodies.saves_what_differs, "fsdp 2", tmp_path / "run"):
+        assert "no checkpoint can be written: on rank 1 'model/odd.weight' is" in shape
+        assert "[34, 65]" in shape and "[33, 65]" in shape
+        assert "on rank 1 the state has 'state/attached.average.weights.extra', which rank 0 has not" in more
+
+
+@pytest.mark.parametrize(("mesh", "blind"), [("fsdp 3", [1]), ("data x model 2x2", [2, 3])])
+def test_hosts_with_disks_of_their_own_save_to_rank_0_and_restore_from_it(
+    tmp_path: Path, mesh: str, blind: list[int]
+) -> None:
+    run = tmp_path / "run"
+    for rank, found in enumerate(run_on(bodies.apart, mesh, run, blind=blind, saving=True)):
+        assert found["left"] == ([] if rank in blind else ["step-00000001", "step-00000002"])
+    storage = CheckpointStorage(run / "a" / "checkpoints")
+    assert [storage.problem(step) for step in (1, 2)] == [None, None]
+    flip_a_bit(
+        storage.path(2) / "state-00001-of-00003.safetensors" if mesh == "fsdp 3" else storage.path(2) / "state.json"
+    )
+    for rank, found in enumerate(run_on(bodies.apart, mesh, run, blind=blind, saving=False)):
+        assert found["wrong"] == [] and found["step"] == 1
+        assert found["left"] == ([] if rank in blind else ["step-00000001", "step-00000002"])
