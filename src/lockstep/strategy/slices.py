@@ -90,8 +90,9 @@ def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: Se
     """A mesh that is part of a larger one leaves axes of that out: what is not split over them is alike along them."""
     from torch.distributed.tensor import Replicate
 
-    root, names = (_root_of(mesh), mesh.mesh_dim_names) if mesh.mesh_dim_names else (mesh, tuple(range(mesh.ndim)))
-    split: dict[str | int, int] = {
+    names: tuple[str | int, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    root = _root_of(mesh) if mesh.mesh_dim_names else mesh
+    split = {
         name: position
         for name, placement, position in zip(names, placements, coordinate, strict=True)
         if not isinstance(placement, Replicate)

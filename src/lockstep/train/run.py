@@ -263,8 +263,8 @@ class Run:
         Called once for every model that is trained; with several, each has a `name`. With `on_nan="skip"`, a step whose
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
         `strategy.shard` in the config, which comes before it. `compile` (also "blocks") and `recompute` are as in the
-        config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was made on
-        the meta device; without it, the module's own `reset_parameters` does.
+        config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was made
+        on the meta device; without it, the module's own `reset_parameters` does.
         """
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
