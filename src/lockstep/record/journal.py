@@ -48,8 +48,15 @@ class Journal:
     """One rank's notes. Bringing them together is a gathering, so all ranks do it at the same steps."""
 
     def __init__(
-        self, group: Group, recorder: Recorder | None, every: Interval, runtime: Runtime | None = None
+        self,
+        group: Group,
+        recorder: Recorder | None,
+        every: Interval,
+        runtime: Runtime | None = None,
+        speaks: bool = True,
     ) -> None:
+        """A rank that works on the same share of a batch as another, which `speaks` for both, adds nothing to sums."""
+        self._speaks = speaks
         self._group, self._recorder, self._runtime = group, recorder, runtime  # only rank 0 has a recorder
         self._due = Due(every)
         self._meter = Meter(runtime)
@@ -207,7 +214,7 @@ class Journal:
             found = reading.read()
             apart = [[each.step, each.epoch, each.meter.read().sums] for each in self._apart]
         self._apart = []
-        message: Any = {"sums": found.sums, "bad": found.bad, "busy": busy, "apart": apart}
+        message: Any = {"sums": found.sums if self._speaks else {}, "bad": found.bad, "busy": busy, "apart": apart}
         messages = self._group.gather(message, f"metrics of step {step}")
         bad = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
         if bad:

@@ -81,7 +81,7 @@ class Run:
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
         recorder = Recorder(folder, settings.log, display) if group.rank == 0 else None
-        self.journal = Journal(group, recorder, settings.log.every, runtime)
+        self.journal = Journal(group, recorder, settings.log.every, runtime, self._strategy.speaks)
         self.checkpointer = Checkpointer(
             group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
         )
