@@ -130,7 +130,10 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("train: {precision: fp16}", "train.precision: must be one of float32 or bf16; did you mean bf16?, got 'fp16'"),
         ("train: {compile: 1}", "train.compile: must be true, false or blocks, got 1"),
         ("train: {compile: block}", "train.compile: must be true, false or blocks, got 'block'"),
-        ("train: {recompute: true}", "train.recompute: must be blocks, or a pattern over the names of modules, or null"),
+        (
+            "train: {recompute: true}",
+            "train.recompute: must be blocks, or a pattern over the names of modules, or null",
+        ),
         ("strategy: {blocks: ''}", "strategy.blocks: string should have at least 1 character, got ''"),
         ("train: {epochs: 1, steps: 2}", "train: give epochs or steps, not both (epochs: 1, steps: 2)"),
         ("seed: -1", "seed: input should be greater than or equal to 0, got -1"),

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch._dynamo  # torch's first optimizer imports it, and it sets an environment variable
 import torch.nn.functional as F
+from stacks import DATA, Runs, Stack, fresh, train
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from stacks import DATA, Runs, Stack, fresh, train
 from tasks import Block
+
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
