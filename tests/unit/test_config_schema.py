@@ -154,7 +154,9 @@ configs = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "processes": st.just("auto") | st.integers(1, 64),
         "strategy": st.sampled_from(["auto", "single", "ddp"]) | optional(bucket_mb=counts, output_device=counts),
-        "train": optional(batch_size=counts, accumulate=counts, clip_norm=positive, compile=st.booleans() | st.just("blocks")),
+        "train": optional(
+            batch_size=counts, accumulate=counts, clip_norm=positive, compile=st.sampled_from([False, True, "blocks"])
+        ),
         "optimizer": st.just("torch.optim.SGD") | positive.map(lambda lr: {"type": "torch.optim.SGD", "lr": lr}),
         "scheduler": intervals.map(lambda every: {"type": "pkg.mod:Scheduler", "every": every, "gamma": 0.5}),
         "data": optional(workers=st.integers(0, 4), shuffle=st.booleans(), split=fractions),

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 def compile_whole(model: nn.Module, recomputed: bool) -> None:
     if recomputed:
         _dont_cut_for_ddp()
-    model.compile()
+    # The function: of an nn.Sequential, Module.compile() would compile nothing, and not say so.
+    wrap_forward([model], torch.compile)
 
 
 def compile_blocks(model: nn.Module, pattern: str | None) -> None:
@@ -29,12 +30,12 @@ def compile_blocks(model: nn.Module, pattern: str | None) -> None:
     blocks = find_blocks(model, pattern)
     if not blocks:
         logger.info("compile: %s has no stack of blocks that are alike: compiled as a whole", type(model).__name__)
-        model.compile()
+        wrap_forward([model], torch.compile)
         return
     # Torch's limit is meant for one function that is compiled again and again. Blocks that are not quite alike (every
     # other one with another attention) have one forward function, and may need a program each, twice with evaluation.
     settings.recompile_limit = max(settings.recompile_limit, 2 * len(blocks) + 8)
-    # The function, not the module's call: the hooks by which DDP and FSDP exchange parameters and gradients stay outside.
+    # The function, not the module's call: hooks by which parameters and gradients are exchanged stay outside.
     wrap_forward(blocks.values(), torch.compile)
     _dont_cut_for_ddp()
     logger.info("compiled block by block: %d blocks, from %s on", len(blocks), next(iter(blocks)))

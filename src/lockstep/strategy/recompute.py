@@ -19,11 +19,11 @@ from lockstep.strategy.forward import Forward, wrap_forward
 logger = logging.getLogger(__name__)
 
 
-def recompute(model: nn.Module, which: str, blocks: str | None, runtime: Runtime) -> None:
+def recompute(model: nn.Module, which: str, blocks: str | None, runtime: Runtime, to_be_compiled: bool = False) -> None:
     """Let the blocks of a model (or the modules of a pattern) keep no more than their inputs for the backward pass.
 
     Every number stays the same, bit for bit: dropout draws what it drew, and running statistics move once. `blocks` is
-    the pattern of strategy.blocks.
+    the pattern of strategy.blocks. With `to_be_compiled`, torch.compile is to be put around it.
     """
     found = find_blocks(model, blocks) if which == BLOCKS else find_blocks(model, which, "train.recompute")
     if not found:
@@ -35,7 +35,7 @@ def recompute(model: nn.Module, which: str, blocks: str | None, runtime: Runtime
         return
     for with_buffers, recomputed in ((True, _recomputed_with_buffers), (False, _recomputed)):
         modules = [each for each in found.values() if _has_buffers(each) is with_buffers]
-        wrap_forward(modules, functools.partial(recomputed, runtime))
+        wrap_forward(modules, functools.partial(recomputed, runtime, to_be_compiled))
     logger.info("recomputed in the backward pass: %d modules, from %s on", len(found), next(iter(found)))
 
 
@@ -43,25 +43,31 @@ def _has_buffers(module: nn.Module) -> bool:
     return next(module.buffers(), None) is not None
 
 
-def _recomputed(runtime: Runtime, forward: Forward) -> Forward:
+def _recomputed(runtime: Runtime, to_be_compiled: bool, forward: Forward) -> Forward:
+    # Compiled from outside, the passes become one program each, and the second leaves out what nobody needs. Where that
+    # program cannot be made (a graph break), torch runs all that it recomputes as it is, unless it is compiled itself.
+    inside = torch.compile(forward) if to_be_compiled else forward
+
     @functools.wraps(forward)
     def again(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(module, *inputs, **keywords)
-        return runtime.recomputed(_called, forward, module, inputs, keywords)
+        return runtime.recomputed(_called, inside, module, inputs, keywords)
 
     return again
 
 
-def _recomputed_with_buffers(runtime: Runtime, forward: Forward) -> Forward:
-    # Not compiled itself, where the model is: what it does with buffers is for Python alone. What it calls is compiled.
-    @torch.compiler.disable(recursive=False)
+def _recomputed_with_buffers(runtime: Runtime, to_be_compiled: bool, forward: Forward) -> Forward:
+    inside = torch.compile(forward) if to_be_compiled else forward
+
     @functools.wraps(forward)
     def again(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(module, *inputs, **keywords)
-        return runtime.recomputed(_Pass(forward, module), inputs, keywords)
+            return inside(module, *inputs, **keywords)
+        return runtime.recomputed(_Pass(inside, module), inputs, keywords)
 
+    if to_be_compiled:  # what is done with buffers is for Python alone
+        again = torch.compiler.disable(again, recursive=False)  # type: ignore[no-untyped-call]
     return again
 
 

@@ -295,7 +295,8 @@ class Run:
             raise ConfigError(f"run.setup: compile must be True, False or {BLOCKS!r}, got {compile!r}")
         pattern = self.settings.strategy.blocks
         if recompute is not None:
-            recompute_modules(model, recompute, pattern, self.runtime)
+            by_torch = bool(compile) and not self.runtime.compiles_everything
+            recompute_modules(model, recompute, pattern, self.runtime, by_torch)
         if compile and self.runtime.compiles_everything:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile:

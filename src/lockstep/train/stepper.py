@@ -129,8 +129,8 @@ class Stepper:
 def _computed_otherwise(error: CheckpointError) -> ConfigError:
     """A block that is recomputed must find everything as it was the first time."""
     return ConfigError(
-        "train.recompute: a module computed something else when it was run again in the backward pass. Modules that are "
-        "recomputed must not keep anything from one call to the next: switch off a cache of keys and values "
+        "train.recompute: a module computed something else when it was run again in the backward pass. Modules that "
+        "are recomputed must not keep anything from one call to the next: switch off a cache of keys and values "
         f"(use_cache=False), or leave such modules out by a pattern. {str(error).strip().splitlines()[0]}"
     )
 
