@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -14,11 +16,18 @@ from typing import Any
 import pytest
 import sliced_bodies as bodies
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import lockstep
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.cli import main
+from lockstep.mirror.bucket import Bucket
+from lockstep.mirror.sync import FolderSync
+from lockstep.mirror.url import parse
+from lockstep.start import checkpoint as start
+from lockstep.verify.byproduct import batch_statistics
 
 launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})
 
@@ -246,3 +255,71 @@ def test_hosts_with_disks_of_their_own_save_to_rank_0_and_restore_from_it(
     for rank, found in enumerate(run_on(bodies.apart, mesh, run, blind=blind, saving=False)):
         assert found["wrong"] == [] and found["step"] == 1
         assert found["left"] == ([] if rank in blind else ["step-00000001", "step-00000002"])
+
+
+# What else reads checkpoints
+
+
+def test_commands_know_what_several_ranks_wrote(saved: dict[str, Path], tmp_path: Path) -> None:
+    def lockstep_checkpoint(*arguments: object) -> Result:
+        return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+
+    run = tmp_path / "run"
+    shutil.copytree(saved["data x model 2x2"] / "run", run)
+    listed = lockstep_checkpoint("list", run).stdout.splitlines()
+    assert [line.split()[:1] for line in listed[1:]] == [["1"], ["2"]] and listed[1].split()[3:5] == ["4", "2"]
+    shown = lockstep_checkpoint("show", run).stdout
+    assert "by 4 ranks" in shown and "BF16  noted.short [6, 2]" in shown and "F32  odd.weight [33, 65]" in shown
+    assert lockstep_checkpoint("verify", run).exit_code == 0
+    merged = lockstep_checkpoint("merge", run, "--out", tmp_path / "model.safetensors")
+    assert merged.exit_code == 0, merged.output
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["angles"] = torch.view_as_complex(weights["angles"])
+    index = json.loads((CheckpointStorage(run / "checkpoints").path(2) / "model.safetensors.index.json").read_text())
+    assert set(weights) == set(index["weight_map"])
+    assert all(torch.equal(each, bodies.value(name, tuple(each.shape), each.dtype)) for name, each in weights.items())
+    flip_a_bit(CheckpointStorage(run / "checkpoints").path(1) / "state-00003-of-00004.safetensors")
+    verified = lockstep_checkpoint("verify", run)
+    assert verified.exit_code == 5 and "step-00000002 is whole" in verified.stdout
+    assert re.search(
+        r"step-00000001 is damaged: state-00003-of-00004.safetensors .* the part that rank \d wrote", verified.stdout
+    )
+    assert batch_statistics(run) == ["norm"]
+
+
+def test_a_bucket_keeps_all_files_and_gives_them_back(saved: dict[str, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved["fsdp 3"] / "run", run)
+    bucket = Bucket(parse(f"file://{tmp_path}/bucket/run", "--out"))
+    FolderSync(bucket, run, list).push()
+    assert bucket.steps() == [1, 2] and all(bucket.saved(step).whole for step in (1, 2))
+    kept = tmp_path / "bucket" / "run" / "checkpoints"
+    flip_a_bit(kept / "step-00000002" / "state-00001-of-00003.safetensors")
+    back = FolderSync(bucket, tmp_path / "back", list)
+    assert back.pull_checkpoint() == 1
+    assert CheckpointStorage(tmp_path / "back" / "checkpoints").problem(1) is None
+    (kept / "step-00000001" / "parts.json").unlink()
+    assert not bucket.saved(1).whole
+
+
+def test_going_back_and_deleting_old_ones(saved: dict[str, Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved["fsdp 2"] / "run", run)
+    assert start.go_back(run, start.Wanted(step=1), "min") == 1
+    assert sorted(path.name for path in (run / "checkpoints").glob("*step*")) == [
+        "aside-step-00000002",
+        "step-00000001",
+    ]
+    once = tmp_path / "few"
+    run_on(bodies.saves, "fsdp 2", once, steps=3, keep={"last": 1, "best": 0})
+    assert CheckpointStorage(once / "run" / "checkpoints").steps() == [3]
+
+
+def test_transformers_opens_it(saved: dict[str, Path]) -> None:
+    """Where it is installed: by its own reader of indexed files."""
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    folder = checkpoint(saved["fsdp 3"])
+    model = torch.nn.Module()
+    model.odd = torch.nn.Linear(65, 33)
+    modeling.load_sharded_checkpoint(model, str(folder), strict=False)
+    assert torch.equal(model.odd.weight, bodies.value("odd.weight", (33, 65), torch.float32))
