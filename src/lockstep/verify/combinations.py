@@ -16,11 +16,12 @@ class Combination:
 
     name: str
     overrides: tuple[str, ...]  # of the config, as for --set
-    shares: int = 1  # parts that a batch is divided into
+    shares: int = 1  # parts that a batch is divided into; on hosts, as many as there are
     packages: tuple[str, ...] = ()  # that have to be installed
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
     env: Mapping[str, str] = field(default_factory=dict)
+    hosts: bool = False  # on those that the config names, by SSH
 
 
 def _torchrun(processes: int) -> tuple[str, ...]:
@@ -28,17 +29,17 @@ def _torchrun(processes: int) -> tuple[str, ...]:
 
 
 # What a config may say that belongs to one way of running alone.
-_PLAIN = (
-    "launch.type=local",
-    "devices=auto",
-    "xla.chips=null",
-    *("strategy.mesh=null", "strategy.meshes={}", "strategy.shard={}", "strategy.preset=null"),
-)
+_HERE = ("launch.type=local", "launch.hosts=[]", "launch.hosts_file=null", "launch.nodes=null", "launch.network=null")
+_UNSHARDED = ("strategy.mesh=null", "strategy.meshes={}", "strategy.shard={}", "strategy.preset=null")
+_ANY_DEVICES = ("devices=auto", "xla.chips=null")
+_PLAIN = (*_HERE, *_ANY_DEVICES, *_UNSHARDED)
 _CPU, _CUDA = ("runtime=cpu", *_PLAIN), ("runtime=cuda", *_PLAIN)
+# As many ranks as hosts: one on each.
+_HOSTS = ("runtime=cpu", "launch.type=ssh", "processes=auto", *_ANY_DEVICES, *_UNSHARDED)
 _XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
 _RAY = ("runtime=cpu", *_PLAIN, "launch.type=ray")
 # A config's rules for sharding stay; both meshes have the axes that rules name, data and model.
-_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", "launch.type=local", "devices=4", "strategy.type=spmd")
+_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", *_HERE, "devices=4", "strategy.type=spmd")
 _SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy.type=threads"
 _ONE, _TWO, _FOUR = "processes=1", "processes=2", "processes=4"
 _MESH_4, _MESH_2X2 = "strategy.mesh={data: 4, model: 1}", "strategy.mesh={data: 2, model: 2}"
@@ -54,6 +55,7 @@ COMBINATIONS = (
     Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP), shares=4),
     Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), shares=2, command=_torchrun(2)),
     Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), shares=2, packages=("ray",)),
+    Combination("cpu-hosts", (*_HOSTS, _DDP), hosts=True),
     Combination("xla-single", (*_XLA, _ONE, _SINGLE), packages=_TORCH_XLA),
     Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA),
     Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
