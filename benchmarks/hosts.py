@@ -55,6 +55,7 @@ class Bench:
         self._numbers = itertools.count()
         folders = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
         self._env = {**os.environ, **folders, "OMP_NUM_THREADS": "1"}
+        self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has its bytecode, on the hosts and here
 
     def fresh(self) -> Path:
         made = self.folder / f"case-{next(self._numbers)}"

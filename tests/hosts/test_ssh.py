@@ -157,6 +157,18 @@ def test_a_spare_takes_the_place_of_a_host_that_dies(laptop: Laptop, one_machine
     assert [each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]][-1] == "dora"
 
 
+def test_a_host_that_is_killed_is_noticed_by_its_closed_connections(laptop: Laptop) -> None:
+    started = laptop.start("train", laptop.config("closed", task={"type": "tasks.py:Tiny", "sleep": 0.3}))
+    under_way(laptop, "closed", started)
+    laptop.network.hosts["carl"].die()
+    began = time.monotonic()
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 5, out
+    assert time.monotonic() - began < 8  # two cores that others use too; 10 s of silence were needed before
+    assert "host carl (rank 3) is gone: its connection was closed, and did not come back within 1" in out
+    assert "lockstep pod resume closed" in out and "Traceback" not in out
+
+
 def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
     config = laptop.config("cut", task={"type": "tasks.py:Tiny", "sleep": 0.3})
     started = laptop.start("train", config)
@@ -349,3 +361,47 @@ def test_a_new_head_goes_on_from_the_bucket(laptop: Laptop, one_machine: Path) -
     (run,) = bucket.glob("stored-*")
     assert f"run folder: file://{run}" in resumed.text
     assert not differences(run, one_machine)
+
+
+def test_a_shell_that_talks_at_its_start_is_not_taken_for_an_answer(laptop: Laptop, one_machine: Path) -> None:
+    """On the host that leads: its answers are parsed, its console followed, its archive fetched."""
+    chatty = laptop.folder / "bashrc"
+    chatty.write_text("echo 'Welcome to anna'\necho '{\"error\": \"not ours\"}'\nprintf 'no line end here'\n")
+    anna = laptop.network.hosts["anna"]
+    bashrc = str(Path.home() / ".bashrc")
+    anna.run("sh", "-c", f'test -e "{bashrc}" || touch "{bashrc}"')
+    anna.run("mount", "--bind", str(chatty), bashrc)
+    try:
+        told = laptop.network.client.run("ssh", "anna", "true")
+        assert told.endswith("no line end here"), "this shell reads no start-up file"
+        finished = laptop.run("train", laptop.config("chatty"))
+        assert finished.code == 0, finished.text
+        assert "completed" in finished.text and "Welcome" not in finished.text
+        assert "; 0 of them were new" in laptop.run("pod", "push", "chatty").text
+        assert "has ended: completed" in laptop.run("pod", "ps", "chatty").out
+        logs = laptop.run("pod", "logs", "chatty", "--worker", "0")
+        assert "completed" in logs.text and "Welcome" not in logs.text
+        pulled = laptop.run("pod", "pull", "chatty")
+        assert pulled.code == 0, pulled.text
+    finally:
+        anna.run("umount", bashrc)
+    (here,) = (laptop.folder / "runs").glob("chatty-*")
+    assert not differences(here, one_machine)
+
+
+def test_hosts_that_do_not_see_a_folder_that_was_named_as_shared_are_named(laptop: Laptop) -> None:
+    """The same path is there on all hosts, and another disk behind it: the run is the first host's alone."""
+    out = laptop.network.disk / "not-shared"
+    short = {"train": {"steps": 4, "batch_size": 12}}
+    finished = laptop.run("train", laptop.config("apart", **short), "--out", out)
+    assert finished.code == 0, finished.text
+    assert f"bert, carl does not see {out}" in finished.text or (
+        f"bert does not see {out}" in finished.text and f"carl does not see {out}" in finished.text
+    )
+    assert "lost with it" in finished.text and "completed" in finished.text
+    (run,) = (laptop.network.hosts["anna"].disk / "not-shared").glob("apart-*")
+    assert steps_saved(run) and not list(run.glob(".seen-by-all-*"))
+    shared = laptop.network.folder / "seen"
+    shared.mkdir(exist_ok=True)
+    finished = laptop.run("train", laptop.config("together", **short), "--out", shared)
+    assert finished.code == 0 and "does not see" not in finished.text, finished.text

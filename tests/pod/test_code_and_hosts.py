@@ -13,6 +13,7 @@ import pytest
 from lockstep.config.load import load_python
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.pod import archive, hosts
+from lockstep.pod.digests import digests
 from lockstep.pod.folder import Job, PodFolder
 from lockstep.pod.order import Host, Order, shares
 
@@ -32,18 +33,18 @@ def test_only_what_changed_travels_and_what_is_gone_goes(tmp_path: Path) -> None
     (here / ".env").write_text("SECRET=1")
     (here / "runs").mkdir()
     (here / "runs" / "large").write_text("3")
-    wanted = archive.digests(here)
+    wanted = digests(here)
     assert set(wanted) == {"task.py", "part/a b.py"}
     assert archive.write(packed, here, wanted, {}, "an order") == ["part/a b.py", "task.py"]
     assert packed.stat().st_mode & 0o077 == 0
     assert archive.unpack(packed, there) == "an order"
-    assert archive.digests(there, only_travelling=False) == wanted
+    assert digests(there, only_travelling=False) == wanted
     (here / "task.py").write_text("changed")
     (here / "part" / "a b.py").unlink()
-    wanted = archive.digests(here)
-    assert archive.write(packed, here, wanted, archive.digests(there, only_travelling=False)) == ["task.py"]
+    wanted = digests(here)
+    assert archive.write(packed, here, wanted, digests(there, only_travelling=False)) == ["task.py"]
     archive.unpack(packed, there)
-    assert archive.digests(there, only_travelling=False) == wanted
+    assert digests(there, only_travelling=False) == wanted
 
 
 @pytest.mark.parametrize("name", ["code/../../escaped", "code//absolute", "code/.."])
@@ -62,7 +63,7 @@ def test_an_archive_that_arrived_in_part_is_not_taken_for_the_code(tmp_path: Pat
     here, packed = tmp_path / "here", tmp_path / "push.tar"
     here.mkdir()
     (here / "task.py").write_text("1")
-    archive.write(packed, here, {**archive.digests(here), "lost.py": "0" * 64}, {"lost.py": "0" * 64})
+    archive.write(packed, here, {**digests(here), "lost.py": "0" * 64}, {"lost.py": "0" * 64})
     with pytest.raises(LaunchError, match=r"1 files are not what was pushed \(lost.py\)"):
         archive.unpack(packed, tmp_path / "there")
 

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from lockstep.cli.commands import main
 from lockstep.config.load import load
 from lockstep.pod import record as records
+from lockstep.pod.transport import Command
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTS = ["anna", "bert", "me@carl"]
@@ -136,3 +137,21 @@ def test_a_line_that_is_pasted_brings_every_argument_as_it_is(desk: Desk) -> Non
     options = [value for flag, value in itertools.pairwise(arguments) if flag == "-o"]
     assert {"StrictHostKeyChecking=yes", "BatchMode=yes", "ForwardAgent=no"} <= set(options)
     assert not (desk.folder / "pwned").exists() and not (desk.folder / "file").exists()
+
+
+def test_what_a_terminal_would_obey_is_shown_and_pasted_exactly() -> None:
+    """Control characters, what is invisible, and bytes that are no text: by the shell that it is pasted into."""
+    obeyed = [
+        "\x1b[2J",
+        "it's\x07",
+        "back\\slash\r\n",
+        "\u200bhidden",
+        "tab\tand\x7f",
+        os.fsdecode(b"\xff\x1b"),
+        "7\x016",
+    ]
+    code = "import os, sys; sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))"
+    shown = Command((sys.executable, "-c", code, *obeyed, *AWKWARD)).render()
+    assert not set(shown) & {"\x1b", "\x07", "\r", "\u200b", "\x7f", "\x01"}
+    pasted = subprocess.run(["bash", "-c", shown], capture_output=True, check=True)
+    assert pasted.stdout.split(b"\0") == [os.fsencode(each) for each in (*obeyed, *AWKWARD)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import TASK_FILE, losses, steps_saved, summary, wait_until
+from lockstep.doctor import bucket
+from lockstep.doctor.ask import Question
 from s3_server import KEY, SECRET, Stored
 
 TINY = f"{TASK_FILE}:Tiny"
@@ -193,3 +196,25 @@ def test_a_bucket_that_cannot_be_used_is_refused_at_once(
 def test_a_url_that_is_no_run(stored: Stored) -> None:
     refused = stored.run("resume", "s3://bucket/runs/nothing")
     assert refused.code == 2 and "is not the folder of a run: there is no config.yaml in it" in refused.err
+
+
+def test_doctor_says_of_a_bucket_whether_it_can_be_written(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in stored.environment().items():
+        monkeypatch.setenv(name, value)
+    with Question("bucket", stored.out, limit=60) as question:
+        well = bucket.judge(question.answer())
+    assert well.verdict == "ok" and f"{stored.out} can be written, listed, read and deleted from" in well.found
+    assert not list((stored.server.disk / "bucket").rglob(".lockstep-probe*"))
+    with Question("bucket", "s3://nobody/runs", limit=60) as question:
+        ill = bucket.judge(question.answer())
+    assert ill.verdict == "fail" and "Create the bucket s3://nobody" in ill.found
+    refused = stored.run("doctor", "--out", "ftp://bucket/runs")
+    assert refused.code == 2 and "s3://, gs://, file:// work" in refused.text
+
+
+@pytest.mark.long
+def test_doctor_looks_at_a_bucket_in_the_place_of_a_disk(stored: Stored) -> None:
+    ill = stored.run("doctor", "--out", "s3://nobody/runs", "--json")
+    assert ill.code == 1, ill.text
+    checks = {each["name"]: each for each in json.loads(ill.out)["checks"]}
+    assert checks["bucket"]["verdict"] == "fail" and "disk" not in checks

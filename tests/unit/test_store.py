@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.distributed import rendezvous
 from lockstep.distributed.activity import Beat
 from lockstep.distributed.rollcall.report import Evidence, Report, decoded
 from lockstep.distributed.store import private, secret, server, table
 from lockstep.distributed.store.client import Client, NotLetIn, StoreLost, connect_tcp, connect_unix
 from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
 from lockstep.distributed.store.wire import MAX_FRAME_BYTES, Malformed, Seal, frame, take_frame, unpack
+from lockstep.distributed.topology import Place, Topology
 from lockstep.errors import LaunchError, RollCallError
 
 SECRET = "a secret of sixteen or more"
@@ -169,6 +171,17 @@ def test_a_store_that_is_gone_is_noticed_at_once_also_with_a_forked_process(path
             os.waitpid(child, 0)
 
 
+def test_a_last_word_is_set_when_its_connection_is_closed(path: str) -> None:
+    left, stays = connect_unix(path, 5), connect_unix(path, 5)
+    left.under("a").leave_last_word("gone", "1")
+    assert stays.read("a/gone") is None
+    left.close()
+    assert stays.wait(["a/gone"], 5)
+    assert stays.read("a/gone") == b"1"
+    with pytest.raises(StoreLost):
+        stays.leave_last_word("gone", "x" * 2000)
+
+
 def test_frames_that_do_not_add_up() -> None:
     for body in (b"", b"\0\0\0", b"\0\0\0\5abc"):
         with pytest.raises(Malformed):
@@ -182,6 +195,17 @@ def test_frames_that_do_not_add_up() -> None:
         with pytest.raises(Malformed, match="seal"):
             take_frame(changed, Seal(b"k"))
     assert take_frame(bytearray(whole), Seal(b"k")) == [b"a", b""]
+
+
+def test_a_name_that_leads_every_host_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian has a host's own name in /etc/hosts, and srun gives it as the address to meet at."""
+    monkeypatch.setenv(secret.VARIABLE, SECRET)
+    place = Place(rank=0, local_rank=0, host_index=0, host="node07")
+    several = Topology(place, 2, 1, "127.0.1.1", 29500, secret=SECRET)
+    with pytest.raises(
+        RollCallError, match=r"rank 0 on node07: .*127\.0\.1\.1 here: no other host gets there.*MASTER_ADDR"
+    ):
+        rendezvous.meet(several, 5.0)
 
 
 def test_tcp_is_never_served_without_a_secret() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from lockstep.config.load import load
-from lockstep.config.schema import Train
 from lockstep.errors import ConfigError
 from lockstep.verify import byproduct, report
 from lockstep.verify.available import missing
@@ -83,6 +82,7 @@ def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
 
 # The short forms, a limit in epochs, and settings that must not disturb the comparison.
 ORDINARY = "strategy: ddp\nlaunch: local\n"
+ON_HOSTS = "processes: 6\nlaunch: {type: ssh, hosts: [a, b, c], nodes: 2, network: 10.0.0.0/24}\n"
 # Made for one way of running, by which none of the others is to stumble.
 SHARDED = (
     "runtime: xla\ndevices: 8\nxla: {chips: [0]}\n"
@@ -90,7 +90,7 @@ SHARDED = (
 )
 
 
-@pytest.mark.parametrize("written", [ORDINARY, SHARDED], ids=["ordinary", "sharded"])
+@pytest.mark.parametrize("written", [ORDINARY, SHARDED, ON_HOSTS], ids=["ordinary", "sharded", "on hosts"])
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda each: each.name)
 def test_every_combination_is_a_valid_config(combination: Combination, written: str, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("class Mine: pass\n")
@@ -122,16 +122,18 @@ def test_names_may_be_patterns_and_mistakes_are_told() -> None:
 
 
 def test_what_cannot_run_here_says_why() -> None:
-    assert missing(REFERENCE, Train(batch_size=1)) is None
+    assert missing(REFERENCE) is None
     nowhere = replace(REFERENCE, packages=("no-such-package",))
-    assert missing(nowhere, Train()) == "no-such-package is not installed"
-    assert missing(replace(REFERENCE, shares=2), Train(batch_size=3)) is None
+    assert missing(nowhere) == "no-such-package is not installed"
+    on_hosts = next(each for each in COMBINATIONS if each.hosts)
+    assert missing(on_hosts) == "the config names no hosts (launch: ssh)"
+    assert missing(on_hosts, ["anna"]) is None
 
 
 def test_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert missing(replace(REFERENCE, gpus=1), Train()) == "needs a GPU, and torch sees none"
-    assert missing(replace(REFERENCE, gpus=2), Train()) == "needs 2 GPUs, and torch sees none"
+    assert missing(replace(REFERENCE, gpus=1)) == "needs a GPU, and torch sees none"
+    assert missing(replace(REFERENCE, gpus=2)) == "needs 2 GPUs, and torch sees none"
 
 
 # One run

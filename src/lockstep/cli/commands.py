@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lockstep.cli.checkpoint import checkpoint
-from lockstep.cli.doctor import doctor
-from lockstep.cli.init import init
 from lockstep.cli.messages import say
-from lockstep.cli.pod import pod
-from lockstep.cli.profile import profile
-from lockstep.cli.run import run
-from lockstep.cli.schema import schema
-from lockstep.cli.sweep import sweep
-from lockstep.cli.train import resume, train
-from lockstep.cli.verify import verify
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
 from lockstep.shown import shown
 from lockstep.terminal import make_safe
+
+# The module of every command, which is imported when it is asked for.
+_HOMES = {
+    "train": "train",
+    "resume": "train",
+    "run": "run",
+    "checkpoint": "checkpoint",
+    "pod": "pod",
+    "sweep": "sweep",
+    "profile": "profile",
+    "init": "init",
+    "doctor": "doctor",
+    "verify": "verify",
+    "schema": "schema",
+}
 
 
 class Commands(click.Group):
@@ -31,6 +37,15 @@ class Commands(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_safe()
         return super().main(*args, **kwargs)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(_HOMES)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _HOMES:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"lockstep.cli.{_HOMES[name]}"), name)
+        return command
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -84,7 +99,3 @@ def _of_the_system(error: OSError) -> str:
 @click.version_option(package_name="lockstep-train", prog_name="lockstep")
 def main() -> None:
     """Train PyTorch models with every device in step."""
-
-
-for command in (train, resume, run, checkpoint, pod, sweep, profile, init, doctor, verify, schema):
-    main.add_command(command)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.options import SET
+from lockstep.cli.options import OUT, SET
+from lockstep.mirror.url import Url
 
 _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
 
@@ -17,7 +18,7 @@ _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": 
     "--runtime", "runtimes", multiple=True, type=click.Choice(["cpu", "cuda", "gpu", "xla"]), help="Must work here."
 )
 @click.option("--processes", type=click.IntRange(min=1), default=None, help="Start so many and measure how they talk.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are to be made.")
+@OUT
 @click.option("--limit", type=click.FloatRange(min=1), default=60.0, help="Seconds that any one wait may take.")
 @click.option(
     "--hosts", metavar="CONFIG|A,B,C", help="Look at these hosts instead, by SSH: those of a config, or of a list."
@@ -29,7 +30,7 @@ def doctor(
     context: click.Context,
     runtimes: tuple[str, ...],
     processes: int | None,
-    out: Path,
+    out: Path | Url,
     limit: float,
     hosts: str | None,
     overrides: tuple[str, ...],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +31,8 @@ _EXEC_SECONDS = 24 * 3600.0
 @click.group()
 def pod() -> None:
     """Train on hosts that are reached by SSH, or on Cloud TPU pods by gcloud."""
+    # At the end, nothing of what was imported is looked through for garbage: that takes as long as to log in somewhere.
+    atexit.register(gc.freeze)
 
 
 def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tuple[Pod, Record]:
@@ -85,14 +89,18 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
 @DRY_RUN
 def push(name: str, config: Path | None, dry_run: bool) -> None:
     """Bring the task's folder to all hosts: only what changed travels."""
-    from lockstep.pod import record as records
-
-    made, record = _known(name, config)
     if dry_run:
+        made, _ = _known(name, config)
         made.pack_all()
         _print([*made.inspecting(make=True, devices=False), *made.copying(), *made.pushing()])
         return
-    files, changed = made.push()
+    from lockstep.pod import ahead
+
+    with ahead.asked(name) as asked:
+        made, record = _known(name, config)
+        files, changed = made.push(asked)
+    from lockstep.pod import record as records
+
     records.write(record)
     say(f"{files} files on {len(made.transport.workers)} hosts; {changed} of them were new or had changed")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import os
+import re
 from collections.abc import Iterator
-from pathlib import Path
 
 # In the language of .gitignore. What is big, what belongs to this machine, and what nobody else should read.
 EXCLUDED = (
@@ -28,18 +29,20 @@ EXCLUDED = (
 )
 
 
-def travelling(folder: Path) -> Iterator[Path]:
-    """The files below a folder that travel, in the order of their names."""
-    for entry in sorted(folder.iterdir()):
-        is_folder = entry.is_dir()  # asked once: a push looks at every file there is
-        excluded = any(
-            fnmatch.fnmatch(entry.name, pattern.removesuffix("/"))
-            for pattern in EXCLUDED
-            if is_folder or not pattern.endswith("/")
-        )
-        if excluded:
-            continue
-        if is_folder:
-            yield from travelling(entry) if not entry.is_symlink() else ()
-        elif entry.is_file():
-            yield entry
+_FOLDERS_EXCLUDED = re.compile("|".join(fnmatch.translate(each.removesuffix("/")) for each in EXCLUDED))
+_FILES_EXCLUDED = re.compile("|".join(fnmatch.translate(each) for each in EXCLUDED if not each.endswith("/")))
+
+
+def travelling(folder: str | os.PathLike[str], below: str = "") -> Iterator[str]:
+    """The files below a folder that travel, by their paths there, in the order of their names.
+
+    A push asks about every file there is, so this makes no Path of any.
+    """
+    with os.scandir(folder) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
+        if entry.is_dir():
+            if not entry.is_symlink() and not _FOLDERS_EXCLUDED.match(entry.name):
+                yield from travelling(entry.path, f"{below}{entry.name}/")
+        elif entry.is_file() and not _FILES_EXCLUDED.match(entry.name):
+            yield below + entry.name

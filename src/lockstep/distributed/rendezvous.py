@@ -182,6 +182,7 @@ def _in_a_folder(topology: Topology, limit: float) -> Callable[[], Client]:
 
 
 def _over_the_network(topology: Topology, secret: str, limit: float) -> Callable[[], Client]:
+    _refuse_own_name(topology)
     port = topology.port
     if topology.launcher_serves_store:  # torchrun has that port for a store of torch's: it tells where ours is
         notice = TCPStore(topology.address, port, is_master=False, wait_for_workers=False,
@@ -193,6 +194,25 @@ def _over_the_network(topology: Topology, secret: str, limit: float) -> Callable
     elif topology.place.rank == 0:
         _serve(topology, port, secret)
     return lambda: connect_tcp(topology.address, port, secret, limit)
+
+
+def _refuse_own_name(topology: Topology) -> None:
+    """Where several hosts are to meet at a name that leads every one of them, or the first, to itself."""
+    if topology.host_count == 1 or LISTEN_AT in os.environ:
+        return
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(topology.address, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return  # whoever goes there will say so
+    # 127.0.0.1 is what somebody has meant who plays several hosts on one.
+    if all(ipaddress.ip_address(each).is_loopback and each not in ("127.0.0.1", "::1") for each in found):
+        place = topology.place
+        raise RollCallError(
+            f"rank {place.rank} on {place.host}: the ranks of {topology.host_count} hosts are to meet at "
+            f"{topology.address}, which is {', '.join(sorted(found))} here: no other host gets there. Debian writes a "
+            "host's own name to /etc/hosts so. Set MASTER_ADDR on all hosts to an address of the first that the others "
+            "reach, and GLOO_SOCKET_IFNAME to the interface that has it; or take that line out of /etc/hosts"
+        )
 
 
 def _serve(topology: Topology, port: int, secret: str) -> int:

@@ -44,12 +44,13 @@ def main(topic: str, *arguments: str) -> None:
 
 
 def _look(topic: str, stage: Stage, *arguments: str) -> Any:
-    from lockstep.doctor import dependencies, disk, launched, network, step
+    from lockstep.doctor import bucket, dependencies, disk, launched, network, step
 
     topics: dict[str, Callable[..., Any]] = {
         "dependencies": dependencies.look,
         "hostname": network.look_up,
         "disk": disk.look,
+        "bucket": bucket.look,
         "runtime": step.look,
         "processes": launched.look,
     }

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from lockstep.doctor import clock, dependencies, disk, installed, machine, network, processes, runtimes
+from lockstep.doctor import bucket, clock, dependencies, disk, installed, machine, network, processes, runtimes
 from lockstep.doctor.ask import Question
 from lockstep.doctor.check import Check
+from lockstep.mirror.url import Url
 
 
-def examine(asked: Collection[str], count: int | None, out: Path, limit: float) -> Iterator[Check]:
+def examine(asked: Collection[str], count: int | None, out: Path | Url, limit: float) -> Iterator[Check]:
     """Every check as soon as it is known. `asked` are the runtimes that have to work; none means any that is here."""
     began = clock.offset()
     yield from installed.look(asked)
@@ -23,10 +24,11 @@ def examine(asked: Collection[str], count: int | None, out: Path, limit: float) 
     with ExitStack() as questions:
         host = socket.gethostname()
         address = questions.enter_context(Question("hostname", host, limit=limit))
-        room = questions.enter_context(Question("disk", out, limit=limit))
+        topic, judge = ("bucket", bucket.judge) if isinstance(out, Url) else ("disk", disk.judge)
+        room = questions.enter_context(Question(topic, out, limit=limit))
         yield network.look()
         yield network.hostname(host, address.answer())
-        yield disk.judge(room.answer())
+        yield judge(room.answer())
     if installed.version_of("torch") is None:
         yield from runtimes.not_tried(asked)
     else:

@@ -41,6 +41,7 @@ from lockstep.terminal import make_safe, tell
 
 _LOOK_SECONDS = 0.05
 _LOST_HEAD_EXIT_CODE = 4
+_MARK = ".seen-by-all-"
 
 
 class Agent:
@@ -57,7 +58,7 @@ class Agent:
     def run(self) -> int:
         warm_up(self._threads)
         with self._signals.listening(), self._led() as head:
-            line = Line(self._connect, self._order.index)
+            line = Line(self._connect, self._config.launch.join_timeout, self._order.index)
             line.say(attempt=-1)
             line.open()
             try:
@@ -96,7 +97,8 @@ class Agent:
         self._close_ranks()
         self._attempt = int(word["attempt"])
         world = [Share.model_validate(each) for each in word["shares"]]
-        line.say(attempt=self._attempt, ended=None)
+        sees = _shared_mark(self._order).exists() if self._order.shared else None
+        line.say(attempt=self._attempt, ended=None, sees_folder=sees)
         for slot, share in enumerate(world):
             if share.host == self._order.index:
                 try:
@@ -135,9 +137,8 @@ class Agent:
         self._job.has_ended(_LOST_HEAD_EXIT_CODE, "lost the head")
         return _LOST_HEAD_EXIT_CODE
 
-    def _connect(self) -> Client:
-        head = self._order.head
-        return connect_tcp(head.address, self._order.port, self._order.secret, self._config.launch.join_timeout)
+    def _connect(self, limit: float) -> Client:
+        return connect_tcp(self._order.head.address, self._order.port, self._order.secret, limit)
 
     @contextlib.contextmanager
     def _led(self) -> Iterator[_Leading | None]:
@@ -156,11 +157,12 @@ class Agent:
         if self._order.url is not None:
             staging.existing_or_new(parse(self._order.url, "--out"), "--out", folder)
         _make_run_folder(self._order)
-        with folder_lock.locked(folder), mirrored(folder, self._config, tell) as mirror:
+        with folder_lock.locked(folder), _marked(self._order), mirrored(folder, self._config, tell) as mirror:
             run_folder.has_begun(folder)
             limits = Limits.of(self._config.watch, str(self._config.runtime))
             self._job.has_begun(port)
-            yield _Leading(Head(self._order, self._connect(), limits, self._signals), self._order, self._job, mirror)
+            store = self._connect(self._config.launch.join_timeout)
+            yield _Leading(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
         server.close()
 
 
@@ -189,6 +191,27 @@ class _Leading:
         code, status = conclude(self._order, self._result, self._head.world_size, self._mirror)
         self._job.has_ended(code, status)
         return code
+
+
+def _shared_mark(order: Order) -> Path:
+    """What only those find in the run's folder who see that of the first host."""
+    return Path(order.folder) / f"{_MARK}{order.job}"
+
+
+@contextlib.contextmanager
+def _marked(order: Order) -> Iterator[None]:
+    """By the first host, before anybody is told to begin."""
+    if not order.shared:
+        yield
+        return
+    mark = _shared_mark(order)
+    for left in mark.parent.glob(f"{_MARK}*"):  # by a job that was killed
+        left.unlink(missing_ok=True)
+    mark.touch()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def _make_run_folder(order: Order) -> None:

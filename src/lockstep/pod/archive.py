@@ -3,47 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from lockstep.config.code_files import travelling
-from lockstep.errors import ConfigError, LaunchError
+from lockstep.errors import LaunchError
+from lockstep.pod.digests import Digests, digests
 
 _MANIFEST, _ORDER, _CODE = "manifest.json", "order.json", "code/"
-# Code is small; a dataset or a checkpoint in its folder is a mistake that would be pushed to every host.
-MOST_BYTES = 512 * 1024 * 1024
 _LONGEST_JSON = 64 * 1024 * 1024
-
-Digests = Mapping[str, str]
-
-
-def digests(folder: Path, only_travelling: bool = True) -> dict[str, str]:
-    """Every file of a folder by its path there, with its digest."""
-    found: dict[str, str] = {}
-    if not folder.is_dir():
-        return found
-    total = 0
-    files = travelling(folder) if only_travelling else _all_files(folder)
-    for file in files:
-        total += file.stat().st_size
-        if total > MOST_BYTES:
-            raise ConfigError(
-                f"{folder}: the task's folder has more than {MOST_BYTES >> 20} MB, and all of it would be copied to "
-                "every host. Put data elsewhere, or the task into a folder of its own"
-            )
-        with file.open("rb") as opened:
-            found[str(PurePosixPath(file.relative_to(folder)))] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return found
-
-
-def digest(files: Digests) -> str:
-    """Of all files together."""
-    return hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
 
 
 def write(archive: Path, folder: Path | None, wanted: Digests, there: Digests, order: str | None = None) -> list[str]:
@@ -118,8 +88,3 @@ def _remove_others(code: Path, wanted: Digests) -> None:
         name = str(PurePosixPath(file.relative_to(code)))
         if not file.is_dir() and name not in wanted and "__pycache__" not in file.parts:
             file.unlink(missing_ok=True)
-
-
-def _all_files(folder: Path) -> list[Path]:
-    """What is compiled on the host belongs to nobody's code."""
-    return [each for each in sorted(folder.rglob("*")) if each.is_file() and "__pycache__" not in each.parts]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lockstep.config.schema import RunConfig
-from lockstep.pod import archive
+from lockstep.pod.digests import digests
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Code:
         return cls(Path(module).parent, f"{Path(module).name}:{name}")
 
     def digests(self) -> dict[str, str]:
-        return archive.digests(self.folder) if self.folder is not None else {}
+        return digests(self.folder) if self.folder is not None else {}
 
     def task_there(self, path: str) -> str:
         return self.task if self.folder is None else str(PurePosixPath(path) / "code" / self.task)

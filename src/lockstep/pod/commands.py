@@ -8,10 +8,9 @@ from typing import Any
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.pod import accelerators, container, hosts, startup
+from lockstep.pod import hosts
 from lockstep.pod.code import Code
 from lockstep.pod.folder import checked_name
-from lockstep.pod.gcloud import Gcloud
 from lockstep.pod.record import Record, archive_of, plain, startup_of
 from lockstep.pod.ssh import Ssh, require_ssh
 from lockstep.pod.transport import Command, Transport
@@ -39,7 +38,11 @@ class PodCommands:
         settings = self.config.pod
         question = {"directory": settings.directory, "pod": self.name, **asked}
         argv = [_without_home(settings.python), "-P", "-m", "lockstep.pod.host", verb, json.dumps(question)]
-        return argv if settings.container is None else container.run(settings, argv, workdir="/", named=False)
+        if settings.container is None:
+            return argv
+        from lockstep.pod import container
+
+        return container.run(settings, argv, workdir="/", named=False)
 
     def asking(self, verb: str, worker: int | None = None, **asked: Any) -> list[Command]:
         """The same question to one worker or to each of them: whose answer it is has to be known."""
@@ -48,9 +51,13 @@ class PodCommands:
         return [command for each in chosen for command in self.transport.run(argv, each)]
 
     def inspecting(self, folder: str | None = None, make: bool = False, devices: bool = True) -> list[Command]:
+        return self.asking("inspect", **self.about(folder, make, devices))
+
+    def about(self, folder: str | None = None, make: bool = False, devices: bool = True) -> dict[str, Any]:
+        """What an inspection is about."""
         about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES}
         network = self.config.launch.network
-        return self.asking("inspect", config=about if devices else None, network=network, folder=folder, make=make)
+        return {"config": about if devices else None, "network": network, "folder": folder, "make": make}
 
     def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
@@ -63,6 +70,8 @@ class PodCommands:
         """What starts the agent of a job on a worker, one after the other; `path` is the pod's folder there."""
         if self.config.pod.container is None:
             return [self.asking("start", worker)]
+        from lockstep.pod import container
+
         argv = [_without_home(self.config.pod.python), "-P", "-m", "lockstep.pod.agent", f"{path}/jobs/{job}"]
         detached = container.run(self.config.pod, argv, workdir=f"{path}/code", detached=True)
         begun = self.asking("begun", worker, job=job)
@@ -74,6 +83,8 @@ class PodCommands:
     def stopping(self, worker: int | None, job: str | None, at_once: bool = False) -> list[Command]:
         if self.config.pod.container is None:
             return self.asking("stop", worker, job=job, at_once=at_once)
+        from lockstep.pod import container
+
         grace = 1.0 if at_once else self.config.launch.grace
         return self.transport.run(container.stop(self.config.pod, grace), worker)
 
@@ -85,6 +96,8 @@ class PodCommands:
         """What makes the hosts, and waits until they are ready for use."""
         commands = self.transport.create()
         if commands and self.on_cloud:
+            from lockstep.pod import startup
+
             archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             startup_of(self.name).write_text(startup.script(self.config.pod), encoding="utf-8")
             ready = startup.wait(READY_SECONDS)
@@ -124,6 +137,9 @@ def _without_home(path: str) -> str:
 
 def _transport(name: str, config: RunConfig) -> Transport:
     if config.pod.type == "gcloud":
+        from lockstep.pod import accelerators
+        from lockstep.pod.gcloud import Gcloud
+
         accelerators.check(config)
         return Gcloud(name, config.pod, startup_of(name))
     require_ssh()

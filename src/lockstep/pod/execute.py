@@ -32,18 +32,48 @@ def execute(commands: Sequence[Command], limit: float) -> list[Done]:
         return list(pool.map(lambda command: _run(command, limit), commands))
 
 
+class UnderWay:
+    """Commands that were started; their output is read once it is asked for."""
+
+    def __init__(self, commands: Sequence[Command]) -> None:
+        self.commands = commands
+        self._processes = [
+            subprocess.Popen(each.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for each in commands
+        ]
+
+    def done(self, limit: float) -> list[Done]:
+        with ThreadPoolExecutor(len(self.commands)) as pool:
+            return list(pool.map(lambda *each: _ended(*each, limit), self.commands, self._processes))
+
+    def end(self) -> None:
+        """What is still at work is not needed any more."""
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+                process.communicate()
+
+
 def _run(command: Command, limit: float) -> Done:
     with files(command) as (given, taken):
         try:
-            ended = subprocess.run(
-                command.argv, stdin=given, stdout=taken, stderr=subprocess.PIPE, timeout=limit, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Done(command, 124, "", f"no answer within {limit:g} s")
+            process = subprocess.Popen(command.argv, stdin=given, stdout=taken, stderr=subprocess.PIPE)
         except FileNotFoundError as error:
             return Done(command, 127, "", f"{error.filename}: not found on this machine")
-    out = ended.stdout.decode(errors="replace") if ended.stdout is not None else ""
-    return Done(command, ended.returncode, out, ended.stderr.decode(errors="replace"))
+        return _ended(command, process, limit)
+
+
+def _ended(command: Command, process: subprocess.Popen[bytes], limit: float) -> Done:
+    with process:
+        try:
+            out, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return Done(command, 124, "", f"no answer within {limit:g} s")
+        except BaseException:
+            process.kill()
+            raise
+    return Done(command, process.returncode, (out or b"").decode(errors="replace"), errors.decode(errors="replace"))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import IO
 
 from lockstep.errors import LockstepError
+from lockstep.pod.answer import ConsoleStart, decoded
 from lockstep.pod.transport import Command, Transport
 from lockstep.shown import visible
 
@@ -76,8 +77,9 @@ class Console:
             command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
         )
         assert self._process.stdout is not None and self._process.stderr is not None
-        pending = b""
-        while data := self._process.stdout.read1(_CHUNK):  # type: ignore[attr-defined]
+        pending, start = b"", ConsoleStart()
+        while received := self._process.stdout.read1(_CHUNK):  # type: ignore[attr-defined]
+            data = start.rest(received)
             self._offset += len(data)
             *lines, pending = (pending + data).split(b"\n")
             self._show(lines)
@@ -86,6 +88,8 @@ class Console:
         code = self._process.wait()
         if pending and code != 255:
             self._show([pending])
+        if code != 255 and (answer := decoded(start.instead.decode(errors="replace"))) is not None:
+            self._show([f"lockstep: {answer.get('error')}".encode()])
         return code, errors
 
     def _show(self, lines: list[bytes]) -> None:

@@ -20,7 +20,7 @@ from lockstep.distributed.watch.clock import RunningClock
 from lockstep.distributed.watch.stall import Limits
 from lockstep.distributed.watch.watcher import Watcher
 from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
-from lockstep.pod.line import GONE_SECONDS, HEAD_KEY, decoded, host_key
+from lockstep.pod.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
 from lockstep.pod.order import Order, Share, shares
 from lockstep.terminal import tell
 
@@ -51,8 +51,11 @@ class Head:
         self._word: dict[str, Any] = {"attempt": -1}
         self._said: dict[int, dict[str, Any]] = {}
         self._heard: dict[int, float] = {}
+        self._closed: dict[int, bytes | None] = {}  # the last connection of a host that was closed
+        self._closed_at: dict[int, float] = {}  # of those that have not come back
         self.lost: dict[int, str] = {}
         self._shares: list[Share] = []
+        self._blind: set[int] = set()  # hosts that do not see the run's folder, and were told of
 
     def run(self) -> Result:
         failure = self._gather()
@@ -122,6 +125,7 @@ class Head:
         stopped, failed_at, watched_at = None, None, 0.0
         while True:
             self._look()
+            self._tell_blind()
             now = self._clock.now()
             states = [self._ended(each) for each in self._shares]
             if all(state is not None and "returned" in state for state in states):
@@ -235,17 +239,31 @@ class Head:
         """Hear of every host, and let them hear that the head is there."""
         self._say()
         now = self._clock.now()
-        keys = [host_key(index) for index in range(len(self._order.hosts))]
-        for index, raw in enumerate(self._store.read_all(keys)):
-            said = decoded(raw)
+        everyone = range(len(self._order.hosts))
+        words = self._store.read_all([*map(host_key, everyone), *map(closed_key, everyone)])
+        for index in everyone:
+            said, closed = decoded(words[index]), words[len(everyone) + index]
             if said is not None and said.get("count") != self._said.get(index, {}).get("count"):
                 self._said[index], self._heard[index] = said, now
-            elif index in self._heard and index not in self.lost and now > self._heard[index] + GONE_SECONDS:
-                self.lost[index] = (
-                    f"nothing was heard of it for {GONE_SECONDS:g} s: it died, or the network to it is cut"
-                )
-            if said is not None and said.get("leaves") and index not in self.lost:
-                self.lost[index] = str(said["leaves"])
+                self._closed_at.pop(index, None)
+            if closed != self._closed.get(index):
+                self._closed[index], self._closed_at[index] = closed, now
+            if index in self._heard and index not in self.lost and (why := self._why_gone(index, now)) is not None:
+                self.lost[index] = why
+
+    def _why_gone(self, index: int, now: float) -> str | None:
+        said = self._said[index]
+        if said.get("leaves"):
+            return str(said["leaves"])
+        patience = closed_patience(said.get("exchange"))
+        if now > self._closed_at.get(index, now) + patience:
+            return (
+                f"its connection was closed, and did not come back within {patience:.1f} s: its agent was killed, or "
+                "the host was shut down"
+            )
+        if now > self._heard[index] + GONE_SECONDS:
+            return f"nothing was heard of it for {GONE_SECONDS:g} s: it died, or the network to it is cut"
+        return None
 
     def _say(self, **news: Any) -> None:
         self._count += 1
@@ -264,6 +282,19 @@ class Head:
 
     def _host_of(self, rank: int) -> str:
         return next((self._name(each.host) for each in self._shares if rank in each.ranks), self._name(0))
+
+    def _tell_blind(self) -> None:
+        """Of hosts that do not see a folder which was named as one that all of them share: it works, as without."""
+        new = [index for index, said in self._said.items() if said.get("sees_folder") is False]
+        new = [index for index in new if index not in self._blind]
+        if new:
+            self._blind.update(new)
+            names, head = ", ".join(map(self._name, new)), self._name(0)
+            tell(
+                f"lockstep: {names} does not see {self._order.folder} of {head}: the path is on a disk of its own "
+                f"there. The run and its checkpoints are on {head} alone, and lost with it. Mount the same disk on all "
+                "hosts, or use a bucket (--out s3://...); without --out it is the same, in the pod's folder"
+            )
 
     def _tell_restart(self, failure: Failure, attempt: int) -> None:
         before = {each.host for each in self._shares}

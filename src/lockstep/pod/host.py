@@ -1,6 +1,7 @@
 """What runs on a host of a pod for the length of one command: `python -P -m lockstep.pod.host VERB JSON`.
 
-It answers in JSON on standard output, or follows a console. It imports no torch.
+It answers in JSON on standard output, or follows a console. It imports no torch, and whatever else only some verbs need
+is imported by them: most of a short answer is the start of Python.
 """
 
 from __future__ import annotations
@@ -8,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError, LockstepError
-from lockstep.pod import archive, network
+from lockstep.pod import network
+from lockstep.pod.answer import CONSOLE, encoded
+from lockstep.pod.digests import digest, digests
 from lockstep.pod.folder import Job, PodFolder
-from lockstep.version import installed
+from lockstep.version import installed, version_of
 
 # How long an agent may take to say that it is at work: a bucket whose writer died is waited for, for a minute.
 _BEGIN_SECONDS = 150.0
@@ -44,16 +41,16 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "lockstep": installed(),
-        "torch": _version("torch"),
-        "host": socket.gethostname(),
+        "torch": version_of("torch"),
+        "host": os.uname().nodename,
         "address": address,
         "addresses": sorted(network.interfaces().values()),
         "port": network.free_port(address) if address else None,
         "time": time.time(),
-        "free_bytes": shutil.disk_usage(existing).free,
+        "free_bytes": _free_bytes(existing),
         "writable": os.access(existing, os.W_OK),
         "path": str(folder.path),
-        "code": archive.digests(folder.code, only_travelling=False),
+        "code": digests(folder.code, only_travelling=False),
         "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
         "newest_step": _newest_step(asked.get("folder")),
@@ -62,14 +59,17 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Take in what was copied here."""
+    from lockstep.pod import archive
+
     folder.make()
     archive.unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
-    return {"code": archive.digest(archive.digests(folder.code, only_travelling=False))}
+    return {"code": digest(digests(folder.code, only_travelling=False))}
 
 
 def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Take in what was copied here, and lay out the order that is in it."""
+    from lockstep.pod import archive
     from lockstep.pod.order import Order  # and with it all of the config, which other questions have no use for
 
     folder.make()
@@ -93,6 +93,8 @@ def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """The same, and start the agent of that order, detached from this login."""
+    import subprocess
+
     from lockstep.distributed.topology import without_place
 
     job = folder.job(prepare(folder, asked)["job"])
@@ -136,6 +138,7 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
     out = sys.stdout.buffer
     with contextlib.ExitStack() as stack:
         console = stack.enter_context(job.console.open("rb"))
+        out.write(CONSOLE)
         console.seek(int(asked.get("offset", 0)))
         while True:
             alive = job.is_alive  # before the last look: what it wrote in its last moment is seen
@@ -146,7 +149,7 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
             if ended is not None and not alive:
                 return int(ended["exit_code"])
             if not alive and job.agent() is not None:
-                out.write(f"lockstep: the agent on {socket.gethostname()} is gone, and did not say why: it was killed, "
+                out.write(f"lockstep: the agent on {os.uname().nodename} is gone, and did not say why: it was killed, "
                           "or the host was restarted\n".encode())  # fmt: skip
                 out.flush()
                 return 5
@@ -161,11 +164,13 @@ def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     if job is None:
         return {"job": None}
     ended = job.ended() or {}
-    return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": socket.gethostname()}
+    return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": os.uname().nodename}
 
 
 def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Ask the job to save and leave; twice: to end at once."""
+    import signal
+
     job = _job(folder, asked)
     pid = job.pid()
     if pid is not None:
@@ -176,6 +181,8 @@ def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Put what the hosts have of a run into one file, to be fetched; checkpoints of a rank's own host included."""
+    import tarfile
+
     run = Path(str(asked["run"]))
     packed = folder.path / "pull.tar"
     if not run.is_dir():
@@ -183,11 +190,13 @@ def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     descriptor = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as opened, tarfile.open(fileobj=opened, mode="w") as tar:
         tar.add(run, arcname=run.name, filter=lambda member: None if ".partial" in member.name else member)
-    return {"file": str(packed)}
+    return {"file": str(packed), "size": packed.stat().st_size}
 
 
 def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Remove all that is here of a pod."""
+    import shutil
+
     job = folder.newest_job()
     if job is not None and job.is_alive:
         raise LaunchError(f"job {job.name} is still at work here: `lockstep pod stop` it first")
@@ -208,11 +217,11 @@ def main(arguments: list[str]) -> int:
         folder = PodFolder(asked["directory"], asked["pod"])
         answer = VERBS[verb](folder, asked)
     except (LockstepError, OSError) as error:
-        print(json.dumps({"error": str(error)}))
+        print(encoded({"error": str(error)}))
         return 2
     if isinstance(answer, int):
         return answer
-    print(json.dumps(answer))
+    print(encoded(answer))
     return 0
 
 
@@ -223,11 +232,9 @@ def _job(folder: PodFolder, asked: dict[str, Any]) -> Job:
     return job
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _free_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
 
 
 def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ class Order(Section):
     secret: str = Field(repr=False)
     config: dict[str, Any]
     folder: str = Field(description="the run's, on every host")
+    shared: bool = Field(False, description="that folder was named as one that all hosts see")
     url: str | None = Field(None, description="of the run's folder in object storage, which that folder stands for")
     env: dict[str, str] = Field({}, repr=False)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import LaunchError
+from lockstep.pod.answer import decoded
 from lockstep.pod.execute import Done
 from lockstep.pod.transport import Transport
 from lockstep.shown import in_a_line
@@ -35,13 +35,10 @@ class Inspection:
 
 def answered(transport: Transport, done: Done) -> dict[str, Any]:
     """What a host answered to a command of ours; raises where it did not, with the reason."""
-    try:
-        answer = json.loads(done.out.splitlines()[-1]) if done.out.strip() else None
-    except ValueError:
-        answer = None
-    if isinstance(answer, dict) and "error" in answer:
+    answer = decoded(done.out)
+    if answer is not None and "error" in answer:
         raise LaunchError(str(answer["error"]))
-    if done.code == 0 and isinstance(answer, dict):
+    if done.code == 0 and answer is not None:
         return answer
     raise LaunchError(in_a_line(transport.explain(done.command, done.code, done.errors)))
 

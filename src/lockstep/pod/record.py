@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from lockstep.config.schema import RunConfig, Section
 from lockstep.errors import ConfigError
-from lockstep.pod.folder import checked_name
+from lockstep.pod.places import cache_of, record_of
 
 
 class Record(Section):
@@ -29,13 +29,9 @@ class Record(Section):
         return RunConfig.model_validate(self.config)
 
 
-def _folder(variable: str, usual: str) -> Path:
-    return Path(os.environ.get(variable) or Path.home() / usual) / "lockstep" / "pods"
-
-
 def archive_of(name: str) -> Path:
     """Where what is to be pushed is packed."""
-    return _folder("XDG_CACHE_HOME", ".cache") / checked_name(name) / "push.tar"
+    return cache_of(name) / "push.tar"
 
 
 def startup_of(name: str) -> Path:
@@ -43,12 +39,8 @@ def startup_of(name: str) -> Path:
     return archive_of(name).with_name("startup.sh")
 
 
-def _file(name: str) -> Path:
-    return _folder("XDG_STATE_HOME", ".local/state") / f"{checked_name(name)}.json"
-
-
 def write(record: Record) -> None:
-    file = _file(record.name)
+    file = record_of(record.name)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(record.model_dump_json(indent=1), encoding="utf-8")
@@ -57,7 +49,7 @@ def write(record: Record) -> None:
 
 
 def read(name: str) -> Record:
-    file = _file(name)
+    file = record_of(name)
     try:
         return Record.model_validate_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -71,12 +63,12 @@ def read(name: str) -> Record:
 
 
 def find(name: str) -> Record | None:
-    return read(name) if _file(name).exists() else None
+    return read(name) if record_of(name).exists() else None
 
 
 def forget(name: str) -> None:
-    _file(name).unlink(missing_ok=True)
-    archive_of(name).unlink(missing_ok=True)
+    record_of(name).unlink(missing_ok=True)
+    shutil.rmtree(cache_of(name), ignore_errors=True)
 
 
 def plain(config: RunConfig) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from lockstep.shown import visible
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,25 @@ class Command:
 
     def render(self) -> str:
         """Quoted, ready to paste."""
-        reads = f" < {shlex.quote(str(self.reads))}" if self.reads is not None else ""
-        writes = f" > {shlex.quote(str(self.writes))}" if self.writes is not None else ""
-        return shlex.join(self.argv) + reads + writes
+        reads = f" < {pasteable(str(self.reads))}" if self.reads is not None else ""
+        writes = f" > {pasteable(str(self.writes))}" if self.writes is not None else ""
+        return " ".join(map(pasteable, self.argv)) + reads + writes
+
+
+def pasteable(argument: str) -> str:
+    """An argument as a shell takes it: exact, and of characters alone that a terminal shows and does not obey."""
+    if visible(argument) == argument:
+        return shlex.quote(argument)
+    return f"$'{''.join(map(_escaped, argument))}'"
+
+
+def _escaped(character: str) -> str:
+    """In $'...', which bash, zsh and ksh know; octal, since that is three digits in all of them."""
+    if character in "\\'":
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
 class Transport(Protocol):

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.store.secret import fresh
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.mirror.url import Url
-from lockstep.pod import accelerators, archive, preflight, pulled
+from lockstep.pod import preflight
+from lockstep.pod.ahead import Ahead, remember
+from lockstep.pod.answer import CONSOLE, decoded
 from lockstep.pod.commands import READY_SECONDS, PodCommands
 from lockstep.pod.execute import Done, execute
-from lockstep.pod.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud, state
-from lockstep.pod.order import Host, Order
 from lockstep.pod.preflight import Inspection, answered
 from lockstep.pod.record import Record, archive_of, plain
 from lockstep.terminal import tell
 
+if TYPE_CHECKING:
+    from lockstep.pod.order import Order
+
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 240.0, 1800.0
-_FOLLOW_SECONDS = 365 * 24 * 3600.0
+_FOLLOW_SECONDS = 20 * 24 * 3600.0  # a wait of more than 24 days is none that the system takes
 _LOOK_AGAIN_SECONDS = 10.0  # at a pod that is not ready
 
 
@@ -35,20 +36,30 @@ class NotAll(LaunchError):
 class Pod(PodCommands):
     """What can be done with the hosts of a config."""
 
-    def inspect(self, folder: str | None = None, make: bool = False, devices: bool = True) -> list[Inspection]:
-        began = time.time()
-        dones = execute(self.inspecting(folder, make, devices), _ANSWER_SECONDS)
-        return preflight.judge(self.transport, dones, began, time.time())
+    def inspect(
+        self, folder: str | None = None, make: bool = False, devices: bool = True, ahead: Ahead | None = None
+    ) -> list[Inspection]:
+        """`ahead` is what was asked already, if it is this."""
+        commands, began = self.inspecting(folder, make, devices), time.time()
+        dones = ahead.answers(commands, _ANSWER_SECONDS) if ahead is not None else None
+        if ahead is not None and dones is not None:
+            began = ahead.began
+        return preflight.judge(self.transport, dones or execute(commands, _ANSWER_SECONDS), began, time.time())
 
-    def push(self) -> tuple[int, int]:
+    def push(self, ahead: Ahead | None = None) -> tuple[int, int]:
         """Bring code to every host; how many files there are, and how many of them travelled to some host."""
         with ThreadPoolExecutor(1) as meanwhile:
             digesting = meanwhile.submit(self.code.digests)
-            inspections = self._reachable(self.inspect(make=True, devices=False))
+            inspections = self._reachable(self.inspect(make=True, devices=False, ahead=ahead))
             wanted = digesting.result()
+        if not self.on_cloud:
+            question = self.host_command("inspect", **self.about(make=True, devices=False))
+            remember(self.name, self.transport.workers, question)
         lacking = [each for each in inspections if each.found["code"] != wanted]
         if not lacking:
             return len(wanted), 0
+        from lockstep.pod import archive
+
         changed = archive.write(archive_of(self.name), self.code.folder, wanted, _common(lacking))
         self._all_well(execute([c for each in lacking for c in self.copying(each.index)], _COPY_SECONDS))
         self._all_well(execute([c for each in lacking for c in self.asking("push", each.index)], _START_SECONDS))
@@ -56,6 +67,8 @@ class Pod(PodCommands):
 
     def start(self, out: Path | Url, record: Record | None = None) -> Record:
         """Bring code and an order to every host and start their agents; with a record, the run in it goes on."""
+        from lockstep.pod import archive
+
         folder = record.folder if record is not None else None
         inspections = self.inspect(folder, make=True)
         if record is None:
@@ -108,6 +121,11 @@ class Pod(PodCommands):
             raise NotAll("\n".join([*told, "nothing was started: what began on other hosts was ended"]))
 
     def _order(self, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
+        import secrets
+
+        from lockstep.distributed.store.secret import fresh
+        from lockstep.pod.order import Host, Order
+
         head = found[0].found
         if isinstance(out, Url):
             url = str(out / PurePosixPath(folder).name)
@@ -116,6 +134,8 @@ class Pod(PodCommands):
         config["runtime"] = head["devices"]["runtime"]
         per_host = {each.index: each.found["devices"]["processes"] for each in found}
         if self.on_cloud:  # where processes are those of every host
+            from lockstep.pod import accelerators
+
             per_host = dict.fromkeys(per_host, accelerators.ranks_per_host(self.config, self.config.pod.accelerator))
             config["processes"] = "auto"
         return Order(
@@ -130,6 +150,7 @@ class Pod(PodCommands):
             secret=fresh(),
             config=config,
             folder=folder,
+            shared=url is None and not folder.startswith(f"{head['path']}/"),
             url=url,
             env=self._env(),
         )
@@ -186,6 +207,8 @@ class Pod(PodCommands):
         """Make the hosts, where they are to be made."""
         commands = self.creating()
         if commands:
+            from lockstep.pod.gcloud import NEW_HOST_KEYS, require_gcloud
+
             require_gcloud()
             self._all_well(execute(commands[:1], _CREATE_SECONDS))
             self._all_well(execute(commands[1:], READY_SECONDS + _ANSWER_SECONDS))
@@ -193,6 +216,8 @@ class Pod(PodCommands):
 
     def make_ready(self) -> None:
         """Before a run goes on: hosts of the cloud that were taken away are made again, those that stopped started."""
+        from lockstep.pod.gcloud import Gcloud, next_step, require_gcloud, state
+
         if not isinstance(self.transport, Gcloud):
             return
         require_gcloud()
@@ -218,6 +243,8 @@ class Pod(PodCommands):
 
     def delete(self) -> None:
         if gone := self.transport.delete():
+            from lockstep.pod.gcloud import require_gcloud
+
             require_gcloud()
             self._all_well(execute(gone, _CREATE_SECONDS))
             return
@@ -226,6 +253,8 @@ class Pod(PodCommands):
 
     def pack_all(self) -> None:
         """All code, as for a host that has nothing yet."""
+        from lockstep.pod import archive
+
         archive.write(archive_of(self.name), self.code.folder, self.code.digests(), {})
 
     def states(self) -> list[str]:
@@ -245,7 +274,9 @@ class Pod(PodCommands):
             raise LaunchError(
                 f"{self.transport.workers[worker]}: {self.transport.explain(done.command, 255, done.errors)}"
             )
-        return done.out.splitlines()
+        if done.code and (answer := decoded(done.out)) is not None and "error" in answer:
+            raise LaunchError(f"{self.transport.workers[worker]}: {answer['error']}")
+        return done.out.partition(CONSOLE.decode())[2].splitlines()
 
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Ask the head to save and leave; where it is out of reach, every host."""
@@ -259,6 +290,8 @@ class Pod(PodCommands):
 
     def pull(self, record: Record, out: Path) -> list[Path]:
         """Bring the run's folder here: all of the head's, and the logs of the others."""
+        from lockstep.pod import pulled
+
         if record.folder is None:
             raise ConfigError(f"pod {self.name}: no run was started there yet")
         name = PurePosixPath(record.folder).name
@@ -266,14 +299,14 @@ class Pod(PodCommands):
         order = [head, *(each for each in range(len(self.transport.workers)) if each != head)]
         for worker in order:
             (done,) = execute(self.asking("pack", worker, run=record.folder), _COPY_SECONDS)
-            file = answered(self.transport, done)["file"]
-            if file is None:
+            answer = answered(self.transport, done)
+            if answer["file"] is None:
                 continue
             local = archive_of(self.name).with_name(f"pull-{worker}.tar")
             local.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                self._all_well(execute(self.transport.fetch(file, local, worker), _COPY_SECONDS))
-                brought += pulled.unpack(local, out, name, everything=worker == head)
+                self._all_well(execute(self.transport.fetch(answer["file"], local, worker), _COPY_SECONDS))
+                brought += pulled.unpack(local, out, name, everything=worker == head, size=answer["size"])
             finally:
                 local.unlink(missing_ok=True)
         return brought

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lockstep import runtime
-from lockstep.config.schema import Train
 from lockstep.doctor import versions
 from lockstep.doctor.installed import version_of
 from lockstep.verify.combinations import Combination
 
 
-def missing(combination: Combination, train: Train) -> str | None:
-    """What a combination lacks here, or with this config; None where it can run."""
+def missing(combination: Combination, hosts: Sequence[str] = ()) -> str | None:
+    """What a combination lacks here, or with a config that names these hosts; None where it can run."""
+    if combination.hosts and not hosts:
+        return "the config names no hosts (launch: ssh)"
     for package in combination.packages:
         if version_of(package) is None:
             return f"{package} is not installed"

@@ -16,11 +16,12 @@ class Combination:
 
     name: str
     overrides: tuple[str, ...]  # of the config, as for --set
-    shares: int = 1  # parts that a batch is divided into
+    shares: int = 1  # parts that a batch is divided into; on hosts, as many as there are
     packages: tuple[str, ...] = ()  # that have to be installed
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
     env: Mapping[str, str] = field(default_factory=dict)
+    hosts: bool = False  # on those that the config names, by SSH
 
 
 def _torchrun(processes: int) -> tuple[str, ...]:
@@ -28,31 +29,31 @@ def _torchrun(processes: int) -> tuple[str, ...]:
 
 
 # What a config may say that belongs to one way of running alone.
-_PLAIN = (
-    "launch.type=local",
-    "devices=auto",
-    "xla.chips=null",
-    *(
-        "strategy.mesh=null",
-        "strategy.meshes={}",
-        "strategy.shard={}",
-        "strategy.preset=null",
-        "strategy.offload=false",
-    ),
+_HERE = ("launch.type=local", "launch.hosts=[]", "launch.hosts_file=null", "launch.nodes=null", "launch.network=null")
+_UNSHARDED = (
+    "strategy.mesh=null",
+    "strategy.meshes={}",
+    "strategy.shard={}",
+    "strategy.preset=null",
+    "strategy.offload=false",
 )
+_ANY_DEVICES = ("devices=auto", "xla.chips=null")
+_PLAIN = (*_HERE, *_ANY_DEVICES, *_UNSHARDED)
 _CPU, _CUDA = ("runtime=cpu", *_PLAIN), ("runtime=cuda", *_PLAIN)
+# As many ranks as hosts: one on each.
+_HOSTS = ("runtime=cpu", "launch.type=ssh", "processes=auto", *_ANY_DEVICES, *_UNSHARDED)
 _XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
 _RAY = ("runtime=cpu", *_PLAIN, "launch.type=ray")
 # A config's rules for sharding stay; both meshes have the axes that rules name, data and model.
-_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", "launch.type=local", "devices=4", "strategy.type=spmd")
+_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", *_HERE, "devices=4", "strategy.type=spmd")
 _SHARED, _NO_PRESET = "launch.share_devices=true", "strategy.preset=null"
 _SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy.type=threads"
 _ONE, _TWO, _THREE, _FOUR = "processes=1", "processes=2", "processes=3", "processes=4"
 _MESH_4, _MESH_2X2 = "strategy.mesh={data: 4, model: 1}", "strategy.mesh={data: 2, model: 2}"
 _FSDP, _HSDP = "strategy.preset=fsdp", "strategy.preset=hsdp"
 # The same words on a mesh of processes.
-_OVER_CPUS = ("runtime=cpu", "devices=auto", "xla.chips=null", "launch.type=local", "strategy.type=spmd")
-_OVER_GPUS = ("runtime=cuda", "devices=auto", "xla.chips=null", "launch.type=local", "strategy.type=spmd")
+_OVER_CPUS = ("runtime=cpu", *_ANY_DEVICES, *_HERE, "strategy.type=spmd")
+_OVER_GPUS = ("runtime=cuda", *_ANY_DEVICES, *_HERE, "strategy.type=spmd")
 _TORCH_XLA = ("torch_xla",)
 # TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
 # order of the same one.
@@ -83,6 +84,7 @@ COMBINATIONS = (
         packages=("ray",),
     ),
     Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), shares=2, packages=("ray",)),
+    Combination("cpu-hosts", (*_HOSTS, _DDP), hosts=True),
     Combination("xla-single", (*_XLA, _ONE, _SINGLE), packages=_TORCH_XLA),
     Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA),
     Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),

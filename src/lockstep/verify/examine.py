@@ -10,8 +10,9 @@ from pathlib import Path
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError
+from lockstep.pod import hosts
 from lockstep.record.run_folder import CONFIG_FILE
-from lockstep.verify import byproduct, trial
+from lockstep.verify import byproduct, over_hosts, trial
 from lockstep.verify.available import missing
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
 from lockstep.verify.findings import Asked, Judged, Report, Row
@@ -26,7 +27,7 @@ def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
     wanted = named(asked.only or ("*",), "--only") | required | {REFERENCE.name}
     config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps), *REFERENCE.overrides))
     allowed = tolerance(config.train.precision, asked.steps) if asked.tolerance is None else asked.tolerance
-    runs = _Runs(asked, config, allowed, work, say)
+    runs = _Runs(asked, config, _hosts(asked), allowed, work, say)
 
     rows = [Row(REFERENCE, runs.reference(), required=REFERENCE.name in required)]
     report = Report(asked, config.train.precision, allowed, rows)
@@ -51,6 +52,7 @@ class _Runs:
 
     asked: Asked
     config: RunConfig
+    hosts: list[str]
     allowed: float
     work: Path
     say: Callable[[str], None]
@@ -64,7 +66,7 @@ class _Runs:
         return Judged("failed", run, reason=run.failure) if run.failure else Judged("reference", run)
 
     def from_the_start(self, combination: Combination, reference: Trial) -> Judged:
-        lacking = missing(combination, self.config.train)
+        lacking = missing(combination, self.hosts)
         if lacking is not None:
             return Judged("not here", reason=lacking)
         return self._judge(self._train(combination), reference.losses, reference.metrics)
@@ -79,7 +81,10 @@ class _Runs:
         return None if run.failure else compare(reference.losses, run.losses, self.allowed)
 
     def ring(self, rows: list[Row], reference: Trial) -> list[Row]:
-        """Hand every good run's half-way checkpoint to the next good combination, and the last one's to the first."""
+        """Hand every good run's half-way checkpoint to the next good combination, and the last one's to the first.
+
+        Hosts give theirs, and take none: a run is brought from there, and none is brought there.
+        """
         half = halfway(self.asked.steps)
         rest = {step: loss for step, loss in reference.losses.items() if step > half}
         good = [row for row in rows if row.good]
@@ -87,6 +92,8 @@ class _Runs:
             return rows  # nobody to hand anything to
         resumed: dict[str, Judged] = {}
         for giver, taker in zip([good[-1], *good[:-1]], good, strict=True):
+            if taker.combination.hosts:
+                continue
             name, before = taker.combination.name, giver.combination.name
             self.say(f"{name}: from the checkpoint of {before} at step {half}")
             run = _handed_over(giver.fresh.trial, taker.fresh.trial, half, self.work / f"{name}-resumed")
@@ -97,7 +104,8 @@ class _Runs:
     def _train(self, combination: Combination) -> Trial:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
-        return trial.train(combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
+        train = over_hosts.train if combination.hosts else trial.train
+        return train(combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
 
     def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:
@@ -107,6 +115,12 @@ class _Runs:
         apart = {name: (run.metrics.get(name), metrics.get(name)) for name in names}
         verdict: Verdict = "agrees" if comparison.agrees and not apart else "differs"
         return Judged(verdict, run, comparison, metrics_apart=apart)
+
+
+def _hosts(asked: Asked) -> list[str]:
+    """Those that train, by the config as it stands."""
+    config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps)))
+    return hosts.named(config)[: config.launch.nodes] if config.launch.type == "ssh" else []
 
 
 def _unjudged(report: Report, config: RunConfig) -> Report:

@@ -41,9 +41,13 @@ class Trial:
 
 def train(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
     """A new run of the config, in a folder below `out`."""
-    settings = [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
     out.mkdir(parents=True)
+    settings = settings_of(combination, overrides)
     return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit)
+
+
+def settings_of(combination: Combination, overrides: Sequence[str]) -> list[str]:
+    return [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
 
 
 def resume(combination: Combination, run: Path, limit: float) -> Trial:
@@ -52,12 +56,19 @@ def resume(combination: Combination, run: Path, limit: float) -> Trial:
 
 
 def _run(combination: Combination, arguments: list[str], out: Path, limit: float) -> Trial:
-    command = [sys.executable, "-P", *combination.command, *arguments]
-    log = out / "output.log"
+    command = command_of(combination, arguments)
     began = time.monotonic()
-    code = execute(command, {**environment(), **combination.env}, log, limit)
-    seconds = time.monotonic() - began
-    folder = next(iter((out / "runs").glob("*/")), None)
+    code = execute(command, {**environment(), **combination.env}, out / "output.log", limit)
+    return concluded(command, out, code, time.monotonic() - began, limit)
+
+
+def command_of(combination: Combination, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-P", *combination.command, *arguments]
+
+
+def concluded(command: Sequence[str], out: Path, code: int | None, seconds: float, limit: float) -> Trial:
+    """What a run came to whose folder is below `out`, where its log is too."""
+    log, folder = out / "output.log", next(iter((out / "runs").glob("*/")), None)
     if code == 0:
         return Trial(shlex.join(command), log, folder, seconds, _losses(folder), metrics=_metrics(folder))
     text = log.read_text(encoding="utf-8", errors="replace")

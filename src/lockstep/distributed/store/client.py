@@ -121,6 +121,10 @@ class Client:
     def append(self, key: str, more: str | bytes) -> None:
         self._connection.ask(b"append", self._key(key), _bytes(more))
 
+    def leave_last_word(self, key: str, value: str | bytes) -> None:
+        """What the store is to set once this connection is closed: by its process, or by the system when that dies."""
+        self._connection.ask(b"last word", self._key(key), _bytes(value))
+
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all keys are there within so many seconds. Other threads get their turn every second."""
         deadline, names = time.monotonic() + seconds, [self._key(key) for key in keys]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lockstep.distributed.store import secret as secrets
 from lockstep.distributed.store.table import Refused, Table
-from lockstep.distributed.store.wire import Malformed, Seal, frame, take_frame
+from lockstep.distributed.store.wire import MAX_KEY_BYTES, Malformed, Seal, frame, take_frame
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class _Guest:
     shaken: secrets.Handshake | None = None
     theirs: Seal = field(default_factory=lambda: Seal(None))
     ours: Seal = field(default_factory=lambda: Seal(None))
+    last_word: list[bytes] | None = None  # a key and a value to set once the connection is closed
 
 
 @dataclass(order=True)
@@ -207,14 +208,28 @@ class Server:
             if request[0] == b"wait":
                 self._have_wait(guest, request[1:])
                 return
-            try:
-                reply = [b"ok", *self._table.answer(request)]
-            except Refused as refusal:
-                reply = [b"no", str(refusal).encode()]
+            if request[0] == b"last word":
+                reply = self._take_last_word(guest, request[1:])
+            else:
+                reply = self._reply(request)
             guest.outgoing += frame(reply, guest.ours)
-            if len(request) > 1 and (waiting := self._waiting.pop(request[1], None)) is not None:
-                for each in waiting:
-                    self._wait_on(each)
+
+    def _reply(self, request: list[bytes]) -> list[bytes]:
+        """What the table says; whoever waits for the key that it is about looks again."""
+        try:
+            reply = [b"ok", *self._table.answer(request)]
+        except Refused as refusal:
+            reply = [b"no", str(refusal).encode()]
+        if len(request) > 1 and (waiting := self._waiting.pop(request[1], None)) is not None:
+            for each in waiting:
+                self._wait_on(each)
+        return reply
+
+    def _take_last_word(self, guest: _Guest, word: list[bytes]) -> list[bytes]:
+        if len(word) != 2 or max(map(len, word)) > MAX_KEY_BYTES:
+            raise Malformed("a last word is a key and a short value")
+        guest.last_word = word
+        return [b"ok"]
 
     def _have_wait(self, guest: _Guest, arguments: list[bytes]) -> None:
         """Answer when all of these keys are there, or the time is over; this guest asks nothing else until then."""
@@ -274,6 +289,8 @@ class Server:
             self._strangers.pop(number, None)
             self._selector.unregister(guest.socket)
             guest.socket.close()
+            if guest.last_word is not None:
+                self._reply([b"set", *guest.last_word])
 
     def _tell(self, who: str, why: str) -> None:
         """Once a minute for every address, however often it knocks."""
