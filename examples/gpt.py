@@ -162,8 +162,8 @@ class TextModel(lockstep.Task):
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=torch.cuda.is_available())
 
     def shard_rules(self) -> dict[str, Any]:
-        """Over an axis `model`, where the mesh has one. Between the two layers of a block's network nothing looks across
-        features, so that they stay split; attention's heads come as one matrix, and are put together."""
+        """Over an axis `model`, where the mesh has one. Between the two layers of a block's network nothing looks
+        across features, so that they stay split; attention's heads come as one matrix, and are put together."""
         return {
             "tokens.weight": ["model", None],
             "blocks.*.query_key_value.weight": ["model", None],

@@ -44,7 +44,9 @@ class UnderWay:
 
     def done(self, limit: float) -> list[Done]:
         with ThreadPoolExecutor(len(self.commands)) as pool:
-            return list(pool.map(lambda *each: _ended(*each, limit), self.commands, self._processes))
+            return list(
+                pool.map(lambda command, process: _ended(command, process, limit), self.commands, self._processes)
+            )
 
     def end(self) -> None:
         """What is still at work is not needed any more."""
