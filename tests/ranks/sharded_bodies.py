@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.strategy.slices import slice_of
 
 WIDTH, WORDS = 12, 10
 
@@ -63,9 +65,19 @@ def token_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def whole(tensor: Tensor) -> list[float]:
-    found = tensor.detach()
-    found = found.full_tensor() if isinstance(found, DTensor) else found
-    return [float(each) for each in found.flatten()]
+    return [float(each) for each in put_together(tensor).flatten()]
+
+
+def put_together(tensor: Tensor) -> Tensor:
+    """What a DTensor is a part of; its own full_tensor() is wrong up to torch 2.9 where a part of a part is short."""
+    part = slice_of(tensor.detach())
+    if part is None:
+        return tensor.detach()
+    found = torch.zeros(part.shape, dtype=part.tensor.dtype)
+    if dist.get_rank() == part.holders[0]:
+        found[tuple(slice(at, at + n) for at, n in zip(part.offset, part.tensor.shape, strict=True))] = part.tensor
+    dist.all_reduce(found)
+    return found
 
 
 def trained(run: lockstep.Run, precision: str = "float32") -> dict[str, Any]:

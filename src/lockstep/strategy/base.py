@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.config.schema import ShardRule
 from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.initial import Initialise, initialise
 
@@ -36,6 +37,8 @@ class Strategy(abc.ABC):
 
     def __init__(self, runtime: Runtime, world_size: int = 1) -> None:
         self.runtime, self.world_size = runtime, world_size
+        # Parameters that others have taken the place of, both kept: an optimizer may have the ones before.
+        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     # Where things are
 
@@ -83,18 +86,28 @@ class Strategy(abc.ABC):
 
     def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
         """Give values to a model that was made without memory, before it is placed."""
-        initialise(model, seed, init_weights)
+        self._replaced += initialise(model, seed, init_weights)
 
     @abc.abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
         """The module to train with; its parameters are on the device and equal on all ranks."""
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring state that an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
+        """Bring what an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
+        self._give_new_parameters(optimizer)
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.device != parameter.device:
+                    require_memory(optimizer, value)
                     state[name] = value.to(parameter.device)
+
+    def _give_new_parameters(self, optimizer: Optimizer) -> None:
+        """An optimizer gets what took the place of its parameters."""
+        now = {id(before): after for before, after in self._replaced}
+        for group in optimizer.param_groups:
+            group["params"] = [now.get(id(each), each) for each in group["params"]]
+        for before in [each for each in optimizer.state if id(each) in now]:
+            optimizer.state[now[id(before)]] = optimizer.state.pop(before)
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
         """Every replica that this process has of a model that was placed."""
@@ -204,6 +217,15 @@ class Strategy(abc.ABC):
 
     def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
         """Give every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
+
+
+def require_memory(optimizer: Optimizer, state: Tensor) -> None:
+    """State that an optimizer made of parameters without memory has no values to be brought anywhere."""
+    if state.is_meta:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} makes its state of the parameters it is given, and those of a model "
+            "on the meta device have no values yet: use one that makes it in its first step (AdamW, Adam, SGD, RMSprop)"
+        )
 
 
 def share_of(strategy: Strategy, group: Group) -> int:

@@ -24,27 +24,34 @@ def has_no_memory(model: nn.Module) -> bool:
     return any(each.is_meta for each in model.parameters())
 
 
-def initialise(model: nn.Module, seed: int, by: Initialise | None = None) -> None:
-    """Give values to every parameter and buffer that has none, on the host."""
+def initialise(model: nn.Module, seed: int, by: Initialise | None = None) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Give values to every parameter and buffer that has none, on the host; what took the place of which parameter."""
+    replaced = []
     for name, module in model.named_modules():
-        initialise_module(model, name, module, seed, by)
+        replaced += initialise_module(model, name, module, seed, by)
+    return replaced
 
 
-def initialise_module(model: nn.Module, name: str, module: nn.Module, seed: int, by: Initialise | None = None) -> None:
+def initialise_module(
+    model: nn.Module, name: str, module: nn.Module, seed: int, by: Initialise | None = None
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Give values to what this module itself has; what others have as well (tied weights) is given to them, too."""
     own = [(key, each) for key, each in module.named_parameters(recurse=False) if each.is_meta]
+    replaced = []
     for _, parameter in own:
         fresh = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
         _replace(model.modules(), parameter, fresh)
+        replaced.append((parameter, fresh))
     hollow = [key for key, each in module.named_buffers(recurse=False) if each.is_meta]
     for key in hollow:
         module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu").fill_(_UNSET)  # type: ignore[arg-type]
     if not own and not hollow:
-        return
+        return replaced
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed_of(name, seed))
         with torch.no_grad():
             _fill(name, module, [key for key, _ in own] + hollow, by)
+    return replaced
 
 
 # What a buffer holds until something sets it: any number would do that nobody takes for a result.

@@ -19,18 +19,19 @@ def load_module(module: nn.Module, stored: Mapping[str, Any]) -> None:
     """
     own = module.state_dict()
     spread = {
-        name: part
+        name
         for name, value in stored.items()
         if isinstance(value, (Tensor, Stored))
         and is_spread(mine := own.get(name))
-        and (part := slice_of(mine)) is not None
-        and tuple(value.shape) == part.shape
+        and tuple(value.shape) == tuple(mine.shape)
     }
     module.load_state_dict(
         {name: own[name] if name in spread else _told(value, own.get(name)) for name, value in stored.items()}
     )
+    # Asked for again: after loading, torch may have given a part that it pads other memory.
+    parts = {name: part for name, each in module.state_dict().items() if name in spread and (part := slice_of(each))}
     filled: set[tuple[int, torch.Size]] = set()
-    for name, part in spread.items():
+    for name, part in parts.items():
         place = (part.tensor.data_ptr(), part.tensor.shape)
         if part.tensor.numel() and place not in filled:  # tied weights are read once
             filled.add(place)

@@ -30,7 +30,7 @@ from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy import placing, tensor_parallel
-from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters
+from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, require_memory
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
@@ -58,7 +58,6 @@ class ShardedStrategy(Strategy):
         self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=(*BATCH_AXES, _WHOLE))
         axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.preset or "", (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
-        self._moved: dict[int, nn.Parameter] = {}  # by the identity of the parameter that it takes the place of
         self._models: list[FSDPModule] = []
         self._syncs = True
         self._seed = 0
@@ -144,7 +143,7 @@ class ShardedStrategy(Strategy):
                     unit.register_forward_hook(_without_views)  # before torch's own, which must not be given one
                 self._split(unit)
                 self._group.activity.progress()
-        self._moved.update({key: each.now for key, each in owned.items()})
+        self._replaced += [(each.before, each.now) for each in owned.values()]
         self._watch(model, units)
         model.register_forward_hook(_taken_apart)
         _let_methods_compute(model)
@@ -175,16 +174,13 @@ class ShardedStrategy(Strategy):
         """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
         if isinstance(optimizer, (LBFGS, SparseAdam)):
             raise _does_not_fit(optimizer, "it needs whole parameters")
-        states = list(optimizer.state.items())
-        for group in optimizer.param_groups:
-            group["params"] = [self._moved.get(id(each), each) for each in group["params"]]
+        self._give_new_parameters(optimizer)
         filling = placing.Filling(nn.Module(), self._group, self.runtime.device)
-        for before, state in states:
-            now = self._moved.get(id(before))
-            if now is None:
-                continue
-            del optimizer.state[before]
-            optimizer.state[now] = {key: self._like(now, value, filling) for key, value in state.items()}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if self._group.rank == 0 and isinstance(value, Tensor):
+                    require_memory(optimizer, value)
+                state[key] = self._like(parameter, value, filling)
         self._prefer_foreach(optimizer)
 
     def _like(self, parameter: Tensor, value: Any, filling: placing.Filling) -> Any:

@@ -75,15 +75,24 @@ def _place(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Size, offset and holders of this rank's part; the same for a parameter and all of its optimizer's state."""
     from torch.distributed.tensor import Partial
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"a DTensor of shape {shape} is on a mesh that this rank is not part of: {mesh}")
     if any(isinstance(each, Partial) for each in placements):
         raise ValueError(f"a DTensor of shape {shape} is not reduced yet ({placements}): it has no value to be saved")
-    size, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
-    return tuple(size), tuple(offset), _holders(mesh, placements, coordinate)
+    sizes, offset = list(shape), [0] * len(shape)
+    # A strided part is one of a part: fully_shard divides what tensor parallelism has left to a rank. Torch has a
+    # function for this, which up to 2.9 is wrong where such a part does not divide evenly.
+    order = sorted(range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor"))
+    for axis in order:
+        dimension = getattr(placements[axis], "dim", None)
+        if dimension is not None:
+            length = -(-sizes[dimension] // mesh.size(axis))  # as torch.chunk has it: the last ones may get less
+            begin = min(coordinate[axis] * length, sizes[dimension])
+            offset[dimension] += begin
+            sizes[dimension] = min(length, sizes[dimension] - begin)
+    return tuple(sizes), tuple(offset), _holders(mesh, placements, coordinate)
 
 
 def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: Sequence[int]) -> tuple[int, ...]:
