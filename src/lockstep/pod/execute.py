@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,9 +45,7 @@ class UnderWay:
 
     def done(self, limit: float) -> list[Done]:
         with ThreadPoolExecutor(len(self.commands)) as pool:
-            return list(
-                pool.map(lambda command, process: _ended(command, process, limit), self.commands, self._processes)
-            )
+            return list(pool.map(_ended, self.commands, self._processes, itertools.repeat(limit)))
 
     def end(self) -> None:
         """What is still at work is not needed any more."""
