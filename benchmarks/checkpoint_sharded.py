@@ -37,7 +37,7 @@ Four ranks with a quarter of the state each, on the two cores of one machine. Bl
 from going on. On disk: from the call until all of it has reached the disk (both sync their files) and, for Lockstep,
 every part has its digest and the folder its final name. Digests: how long it takes four ranks at once to make the
 SHA-256 of a quarter of the state each, which Lockstep does beyond the others, when it saves and when it restores.
-Restores are of the same ranks, from the page cache. Medians; the first save of a process is shown apart."""
+Restores are of as many ranks in new processes, from the page cache. Medians; the first save is shown apart."""
 
 
 def table(found: dict[str, list[list[dict[str, float]]]], mib: int) -> str:
@@ -63,8 +63,8 @@ def table(found: dict[str, list[list[dict[str, float]]]], mib: int) -> str:
 # On the ranks
 
 
-def sharded(mib: int) -> tuple[Any, Any]:
-    """A model over all ranks and its optimizer, that together hold so many MiB."""
+def sharded(mib: int, trained: bool = True) -> tuple[Any, Any]:
+    """A model over all ranks and its optimizer, that together hold so many MiB once a step is done."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -82,10 +82,11 @@ def sharded(mib: int) -> tuple[Any, Any]:
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -1, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    if trained:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
     return model, optimizer
 
 
@@ -130,18 +131,21 @@ def save_by_owners(run: Any, mib: int, asynchronous: bool) -> list[dict[str, flo
     for step in range(1, SAVES + 1):
         position = {"progress": {"epoch": 0, "step": step}, "cursors": {}}
         run.barrier("a save")
-        began = time.perf_counter()
+        began, began_clock = time.perf_counter(), time.time()
         saving.save(step, position, {}, {"epoch": 0, "world_size": run.world_size})
         blocked = time.perf_counter() - began
         saving.finish()
-        found.append({"blocked": blocked, "on disk": time.perf_counter() - began})
+        renamed = saving.storage.path(step).stat().st_ctime  # deleting the one before it comes after that
+        found.append({"blocked": blocked, "on disk": renamed - began_clock})
     return found
 
 
 def restore_by_owners(run: Any, mib: int) -> list[dict[str, float]]:
-    model, optimizer = sharded(mib)
+    there = (run.folder / "saved").exists()
+    run.barrier("whether there is anything")
+    model, optimizer = sharded(mib, trained=not there)
     saving = checkpointer(run, model, optimizer, True, run.folder / "saved")
-    if saving.storage.steps():
+    if there:
         run.barrier("a restore")
         began = time.perf_counter()
         saving.restore()
@@ -187,9 +191,11 @@ def load_by_dcp(run: Any, mib: int) -> list[dict[str, float]]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    model, optimizer = sharded(mib)
     target = run.folder / "save"
-    if not target.exists():
+    there = target.exists()
+    run.barrier("whether there is anything")
+    model, optimizer = sharded(mib, trained=not there)
+    if not there:
         run.barrier("a save")
         dcp.save(state_of(model, optimizer), checkpoint_id=str(target))
         return []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -216,6 +217,39 @@ def test_any_manifest(changes: dict[str, Any], inside: dict[str, Any]) -> None:
         storage = CheckpointStorage(path.parent)
         assert [each.step for each in storage.saved()] == [3]
         storage.to_try(best=True)
+
+
+SHARD = manifest.shard_name("model", 1, 1)
+BY_OWNERS = {
+    "format": 2, "step": 3, "value": 0.5,
+    "files": {
+        manifest.TREE_FILE: {"bytes": 4, "sha256": "x"},
+        manifest.PARTS_FILE: {"bytes": 4, "sha256": "x"},
+        manifest.INDEX_FILE: {"bytes": 4, "sha256": "x"},
+        SHARD: {"bytes": 4, "sha256": {"0": "x", "1": "y"}},
+    },
+}  # fmt: skip
+
+
+@fuzz
+@given(
+    changes=st.dictionaries(st.sampled_from([*BY_OWNERS, "digest", "more"]), values),
+    inside=st.dictionaries(st.sampled_from(["bytes", "sha256"]), values),
+    which=st.sampled_from([SHARD, manifest.PARTS_FILE, "../model-00001-of-00001.safetensors"]),
+    parts=values | st.lists(st.lists(st.integers(-1, 5), max_size=5)).map(lambda each: {SHARD: {"0": each, "1": each}}),
+)
+def test_any_manifest_of_several_ranks(changes: dict[str, Any], inside: dict[str, Any], which: str, parts: Any) -> None:
+    data = json.dumps(parts).encode()
+    digest = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files: dict[str, Any] = {**BY_OWNERS["files"], manifest.PARTS_FILE: digest}  # type: ignore[dict-item]
+    told: dict[str, Any] = {**BY_OWNERS, "files": {**files, which: {**files.get(which, {}), **inside}}, **changes}
+    told["digest"] = changes.get("digest", manifest._digest(told))
+    with file(json.dumps(told), manifest.MANIFEST_FILE) as path:
+        for name in (manifest.TREE_FILE, manifest.INDEX_FILE, SHARD):
+            (path.parent / name).write_bytes(b"abcd")
+        (path.parent / manifest.PARTS_FILE).write_bytes(data)
+        only(lambda: manifest.read(path.parent), Damaged)
+        assert isinstance(manifest.problem(path.parent), str)
 
 
 @fuzz

@@ -367,9 +367,10 @@ def ends_while_saving(run: lockstep.Run, mesh: Mesh, rank: int, at: str) -> None
     setup.checkpointer.finish()
 
 
-def fills_the_disk(run: lockstep.Run, mesh: Mesh, disk: Path, rank: int) -> dict[str, Any]:
-    """Somebody takes the room that was there when rank 0 looked. Then there is room again."""
-    setup = Setup(run, disk / "run", mesh, timeout=20)
+def fills_the_disk(run: lockstep.Run, mesh: Mesh, disk: Path, rank: int, blind: bool = False) -> dict[str, Any]:
+    """Somebody takes the room that was there when rank 0 looked. Then there is room again. Where rank 1 is `blind`, it
+    is on another host."""
+    setup = Setup(run, run.folder / "other" if blind and run.rank == 1 else disk / "run", mesh, timeout=20)
     setup.checkpointer.restore()
     setup.fill()
     setup.save(1)

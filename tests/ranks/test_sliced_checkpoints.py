@@ -213,11 +213,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "blind"), [(0, False), (1, False), (0, True)])
 def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_the_next_save_works(
-    tmp_path: Path, small_disk: Path, rank: int
+    tmp_path: Path, small_disk: Path, rank: int, blind: bool
 ) -> None:
-    ranks = run_on(bodies.fills_the_disk, "fsdp 2", tmp_path / "run", disk=small_disk, rank=rank)
+    ranks = run_on(bodies.fills_the_disk, "fsdp 2", tmp_path / "run", disk=small_disk, rank=rank, blind=blind)
     for found in ranks:
         assert "step-00000002: the checkpoint could not be written: " in found["told"]
         assert "No space left on device" in found["told"] and "make room" in found["told"]

@@ -242,8 +242,9 @@ class OwnersWriter:
 
     def _send(self, saving: _Save) -> dict[str, str]:
         """This rank's blocks to rank 0, when it is its turn; the digests of its parts of the files."""
-        digests = {}
-        saving.words.wait_for_turn()
+        digests: dict[str, str] = {}
+        if not saving.words.wait_for_turn():
+            return digests
         for file in saving.layout.files:
             mine = saving.layout.written_by(self._group.rank, file)
             found = hashlib.sha256()

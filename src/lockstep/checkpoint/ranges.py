@@ -13,6 +13,8 @@ from typing import NamedTuple
 PIECE_BYTES = 4 * 1024 * 1024
 # Shorter rows are read together with what is between them: a call for each would cost more.
 _SHORT_ROW = 16 * 1024
+# What is digested at once when it was not written just now: so much stays near the processor.
+_DIGEST_BYTES = 1024 * 1024
 
 
 class Range(NamedTuple):
@@ -95,8 +97,8 @@ def put(descriptor: int, ranges: Iterable[Range], memory: memoryview, seen: Call
 
 def digest(descriptor: int, ranges: Iterable[Range], progress: Callable[[], object] = lambda: None) -> str:
     """SHA-256 of these bytes of a file, in this order. Raises EOFError where the file is too short."""
-    found, piece = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
-    for each in chopped(ranges):
+    found, piece = hashlib.sha256(), memoryview(bytearray(_DIGEST_BYTES))
+    for each in chopped(ranges, _DIGEST_BYTES):
         fill(descriptor, [each], piece[: each.bytes])
         found.update(piece[: each.bytes])
         progress()

@@ -29,11 +29,21 @@ class StoredTensor(Stored):
         self.dtype = _complex(entry.dtype) if entry.pairs else entry.dtype
 
     def part(self, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        entry = self._entry
-        if entry.pairs:
+        if self._entry.pairs:
             offset, size = (*offset, 0), (*size, 2)
-        found = torch.empty(size, dtype=entry.dtype)
-        wanted = ranges.of_block(entry.shape, offset, size, entry.dtype.itemsize, entry.begin)
+        found = torch.empty(size, dtype=self._entry.dtype)
+        self._read(found, offset)
+        return torch.view_as_complex(found) if self._entry.pairs else found
+
+    def fill(self, tensor: Tensor, offset: tuple[int, ...]) -> None:
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == self._entry.dtype:
+            self._read(tensor, offset)  # straight into place
+        else:
+            super().fill(tensor, offset)
+
+    def _read(self, found: Tensor, offset: tuple[int, ...]) -> None:
+        entry = self._entry
+        wanted = ranges.of_block(entry.shape, offset, tuple(found.shape), entry.dtype.itemsize, entry.begin)
         with self._activity.within(f"reading {self._file.name}", limit=self._activity.patience):
             try:
                 ranges.fill(self._descriptor, wanted, tensor_file.memory(found))
@@ -42,7 +52,6 @@ class StoredTensor(Stored):
                     f"{self._file}: {entry.name!r} cannot be read, and a moment ago it could be: {error}. Make sure "
                     "that nobody changes the checkpoint, and that its disk works; then resume"
                 ) from None
-        return torch.view_as_complex(found) if entry.pairs else found
 
 
 class OpenFiles:

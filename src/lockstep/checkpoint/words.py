@@ -80,10 +80,13 @@ class Words:
             raise CheckpointError(self._silent("made the files to write to"))
         return found[1] if found[0] == "ready" else None
 
-    def wait_for_turn(self) -> None:
+    def wait_for_turn(self) -> bool:
+        """Whether rank 0 is there to receive what this rank has; not where it has failed before."""
         key = f"turn/{self._group.rank}"
-        if self._until(lambda: self._first(key, "done"), self._deadline + LONGER_SECONDS) is None:
+        found = self._until(lambda: self._first(key, "done"), self._deadline + LONGER_SECONDS)
+        if found is None:
             raise CheckpointError(self._silent("asked for what this rank has"))
+        return found[0] == key
 
     def report(self, digests: Mapping[str, str]) -> None:
         """This rank's part is on the disk."""

@@ -124,6 +124,6 @@ def copier(buffers: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], to
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             buffers[name] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
+        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
     return copy

@@ -35,8 +35,12 @@ def load_module(module: nn.Module, stored: Mapping[str, Any]) -> None:
         place = (part.tensor.data_ptr(), part.tensor.shape)
         if part.tensor.numel() and place not in filled:  # tied weights are read once
             filled.add(place)
-            with torch.no_grad():
-                part.tensor.copy_(_read(stored[name], part))
+            value = stored[name]
+            if isinstance(value, Stored):
+                value.fill(part.tensor, part.offset)
+            else:
+                with torch.no_grad():
+                    part.tensor.copy_(_read(value, part))
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

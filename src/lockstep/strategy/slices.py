@@ -65,6 +65,11 @@ class Stored(abc.ABC):
     def part(self, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """The block of this size that begins there, in host memory of its own."""
 
+    def fill(self, tensor: Tensor, offset: tuple[int, ...]) -> None:
+        """Give a tensor the values of the block of its size that begins there."""
+        with torch.no_grad():
+            tensor.copy_(self.part(offset, tuple(tensor.shape)))
+
     def whole(self) -> Tensor:
         return self.part((0,) * len(self.shape), self.shape)
 
