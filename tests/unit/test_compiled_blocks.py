@@ -12,10 +12,17 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
+import torch.distributed as dist
 from stacks import DATA, Runs, Stack, fresh, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from lockstep.runtime.cpu import CpuRuntime
+from lockstep.strategy.blocks import find_blocks
+from lockstep.strategy.compiled import compile_blocks
+from lockstep.strategy.recompute import recompute
 from tasks import Block
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
