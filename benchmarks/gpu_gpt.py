@@ -54,8 +54,8 @@ CASES = [
 ]
 
 NOTES = """\
-bf16, fused AdamW, gradients clipped to a norm of 1; {small} x 1024 tokens per step for the small model, {large} x 1024 for
-the large one. `compile: blocks`, `recompute: blocks`; by hand the same by torch's own means (checkpoint_wrapper,
+bf16, fused AdamW, gradients clipped to a norm of 1; {small} x 1024 tokens per step for the small model, {large} x 1024
+for the large one. `compile: blocks`, `recompute: blocks`; by hand the same by torch's own means (checkpoint_wrapper,
 torch.compile and fully_shard per block, weights gathered in bf16). The median over blocks of 30 steps (small) and 10
 (large) after the first, with the device waited for at each end; first step: seconds from the model to its end, with all
 compiling. Peak memory is that of torch's allocator while training."""

@@ -28,8 +28,9 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "655
 NOTES = """\
 {parameters:.0f} million parameters in {layers} blocks, float32: 16 bytes each with gradient and Adam's two,
 {state:.2f} GiB. The ideal is that divided by the ranks, plus one block that is whole (its weights and gradients,
-{block:.0f} MiB). Peak is the largest of all ranks while training{how}. By hand: fully_shard per block and on the root, made on the meta
-device, AdamW. Set-up: while the model is made and divided; rank 0 alone ever has all of the weights."""
+{block:.0f} MiB). Peak is the largest of all ranks while training{how}.
+By hand: fully_shard per block and on the root, made on the meta device, AdamW. Set-up: while the model is made and
+divided; rank 0 alone ever has all of the weights."""
 
 
 def main() -> None:

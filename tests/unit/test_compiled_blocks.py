@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,17 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
+import torch.distributed as dist
 from stacks import DATA, Runs, Stack, fresh, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from lockstep.runtime.cpu import CpuRuntime
+from lockstep.strategy.blocks import find_blocks
+from lockstep.strategy.compiled import compile_blocks
+from lockstep.strategy.recompute import recompute
 from tasks import Block
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
@@ -148,6 +156,42 @@ def test_a_deep_copy_of_compiled_blocks_computes_with_its_own_weights(new_run: R
             parameter.zero_()
     assert not twin(DATA.tensors[0]).any()
     assert torch.equal(run.module(DATA.tensors[0]), before)
+
+
+@pytest.fixture
+def mesh_of_one() -> Iterator[DeviceMesh]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_torchs_own_sharding_goes_around_them(mesh_of_one: DeviceMesh, compiled: Compiled, batch_norm: bool) -> None:
+    """Its hooks gather a block's weights before the forward pass, and again before what is recomputed."""
+
+    def losses(sharded: bool) -> list[float]:
+        model = fresh(dropout=0.0, batch_norm=batch_norm, spectral=False)
+        if sharded:
+            recompute(model, "blocks", None, CpuRuntime(), to_be_compiled=True)
+            compile_blocks(model, None)
+            for block in find_blocks(model, None).values():
+                fully_shard(block, mesh=mesh_of_one)
+            fully_shard(model, mesh=mesh_of_one)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            loss = model(DATA.tensors[0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return [*found, *(float(each.sum()) for each in model.buffers())]
+
+    assert losses(sharded=True) == pytest.approx(losses(sharded=False), rel=1e-4, abs=1e-5)
+    assert compiled() == 2, "the first block has an input that needs no gradient"
 
 
 def test_a_model_without_blocks_is_compiled_as_a_whole(new_run: Runs, compiled: Compiled) -> None:
