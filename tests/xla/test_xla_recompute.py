@@ -52,8 +52,9 @@ def test_a_run_is_the_same_with_it_and_without(project: Project, way: str, preci
 def test_the_program_computes_it_twice() -> None:
     """Without a barrier XLA would see that the same is computed twice, and keep it instead."""
     body, tests = Path(__file__).with_name("xla_bodies.py"), str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     finished = subprocess.run(
-        [sys.executable, body, "recomputed_program"], env={**os.environ, "PYTHONPATH": tests}, capture_output=True,
+        [sys.executable, body, "recomputed_program"], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
         text=True, timeout=180,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr

@@ -29,6 +29,8 @@ class XlaRuntime(Runtime):
     def __init__(self, local_rank: int, local_world_size: int, settings: RunSettings) -> None:
         self.family = pjrt.device_family(settings, os.environ)
         self.spmd = settings.strategy.type == "spmd"
+        self._seeds: dict[str, int] = {}  # of the program under way, by device
+        self._drawn_again: set[str] = set()  # devices that have drawn numbers a second time since it began
         with _logging_left_alone():
             _load(settings, local_rank, local_world_size, self.family, self.spmd)
             import torch_xla
@@ -72,6 +74,7 @@ class XlaRuntime(Runtime):
         super().seed(seed)
         for device in self.addressable_devices:
             self._xla.manual_seed(seed, device)
+            self._seeds[str(device)] = seed
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         import torch_xla.core.xla_model as xm
@@ -83,11 +86,13 @@ class XlaRuntime(Runtime):
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
         super().set_rng_state(state)
         if "xla" in state:  # absent where the checkpoint was written on another device family
-            self._xla.manual_seed(int(state["xla"].view(torch.int64)[0]) % 2**64, self.device)
+            seed = int(state["xla"].view(torch.int64)[0]) % 2**64
+            self._xla.manual_seed(seed, self.device)
+            self._seeds[str(self.device)] = seed
 
     def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         # Without an argument of its own: torch would ask a tensor's device for a generator, and finds none here.
-        return super().recomputed(_Repeatable(function, inputs))
+        return super().recomputed(_Repeatable(function, inputs, self._drawn_again))
 
     def synchronize(self) -> None:
         import torch_xla.core.xla_model as xm
@@ -96,7 +101,16 @@ class XlaRuntime(Runtime):
         xm.wait_device_ops()
 
     def end_of_program(self, device: torch.device | None = None) -> None:
-        self._xla._XLAC._xla_step_marker(str(device or self.device), [], wait=False)
+        import torch_xla.core.xla_model as xm
+
+        name = str(device or self.device)
+        # The seed of the next program is made of this one's. Where something was recomputed, the generator was set to
+        # other places meanwhile: the next program would draw other numbers than without it.
+        if name in self._drawn_again:
+            self._drawn_again.remove(name)
+            xm.set_rng_state(self._seeds[name], name)
+        self._xla._XLAC._xla_step_marker(name, [], wait=False)
+        self._seeds[name] = int(xm.get_rng_state(name))
 
     def compilations(self) -> int | None:
         import torch_xla.debug.metrics as metrics
@@ -173,8 +187,9 @@ class _Repeatable:
     torch_xla's own checkpoint sets neither back.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        self._function, self._inputs = function, inputs
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], drawn_again: set[str]) -> None:
+        """`drawn_again` is told on which device that was."""
+        self._function, self._inputs, self._drawn_again = function, inputs, drawn_again
         self._tensors = [each for _, each in tensors_of(inputs) if each.device.type == "xla"]
         self._device = str(self._tensors[0].device) if self._tensors else None
         self._first: tuple[Any, bool, torch.dtype] | None = None  # the generator and the precision of the first time
@@ -190,6 +205,7 @@ class _Repeatable:
         # Else XLA sees that the same is computed twice, computes it once, and keeps it.
         xm.optimization_barrier_(self._tensors)
         xm.set_rng_state(first, self._device)
+        self._drawn_again.add(str(self._device))
         try:
             with torch.autocast("xla", dtype=dtype, enabled=enabled):
                 return self._function(*self._inputs)

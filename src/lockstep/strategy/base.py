@@ -223,8 +223,8 @@ def require_memory(optimizer: Optimizer, state: Tensor) -> None:
     """State that an optimizer made of parameters without memory has no values to be brought anywhere."""
     if state.is_meta:
         raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} makes its state of the parameters it is given, and those of a model "
-            "on the meta device have no values yet: use one that makes it in its first step (AdamW, Adam, SGD, RMSprop)"
+            f"optimizer: {type(optimizer).__name__} makes its state of the parameters it is given, and those of a "
+            "model on the meta device have no values yet: use one that makes it in its first step (AdamW, Adam, SGD)"
         )
 
 
