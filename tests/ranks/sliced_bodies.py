@@ -297,8 +297,17 @@ def saves(run: lockstep.Run, mesh: Mesh | None, steps: int = 1, **settings: Any)
 
 @group_of_one()
 def restores(run: lockstep.Run, mesh: Mesh | None) -> dict[str, Any]:
+    return restored(run, mesh, run.folder / "run")
+
+
+@group_of_one()
+def restores_each(run: lockstep.Run, mesh: Mesh | None, folders: list[Path]) -> list[dict[str, Any]]:
+    return [restored(run, mesh, folder) for folder in folders]
+
+
+def restored(run: lockstep.Run, mesh: Mesh | None, folder: Path) -> dict[str, Any]:
     """What is not as it was saved, and how many bytes of tensor files this rank read."""
-    setup = Setup(run, run.folder / "run", mesh)
+    setup = Setup(run, folder, mesh)
     warnings = logging.handlers.MemoryHandler(1000)
     logging.getLogger("lockstep.checkpoint").addHandler(warnings)
     read = [0]

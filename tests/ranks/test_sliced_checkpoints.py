@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -28,6 +27,8 @@ from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse
 from lockstep.start import checkpoint as start
 from lockstep.verify.byproduct import batch_statistics
+
+pytestmark = pytest.mark.xdist_group("sliced checkpoints")  # which are saved once for all of them
 
 launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})
 
@@ -109,23 +110,15 @@ def test_files_open_with_plain_safetensors_and_have_an_index(saved: dict[str, Pa
 
 
 SAVED = ("fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1")
-# All others run with --long.
-PAIRS = [
-    ("fsdp 2", "fsdp 2"), ("fsdp 2", "fsdp 3"), ("fsdp 3", "data x model 2x2"), ("data x model 2x2", "fsdp 2"),
-    ("data x model 2x2", "whole 2"), ("whole 2", "fsdp 3"), ("fsdp 2", "whole 1"), ("fsdp 1", "fsdp 2"),
-    ("hsdp 2x2", "fsdp 4"), ("fsdp 3", "fsdp 1"), ("whole 2", "hsdp 2x2"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mesh", "to"),
-    [pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.long) for pair in itertools.product(SAVED, MESHES)],
-)
-def test_from_any_mesh_to_any_other_to_the_last_bit(saved: dict[str, Path], mesh: str, to: str) -> None:
-    ranks = run_on(bodies.restores, to, saved[mesh])
+@pytest.mark.parametrize("to", list(MESHES))
+def test_from_any_mesh_to_any_other_to_the_last_bit(saved: dict[str, Path], tmp_path: Path, to: str) -> None:
+    ranks = run_on(bodies.restores_each, to, tmp_path / "run", folders=[saved[mesh] / "run" for mesh in SAVED])
     for found in ranks:
-        assert found["wrong"] == [] and found["step"] == 2
-        assert found["array"] == [0, 1, 2] and found["open"] == 0
+        for mesh, each in zip(SAVED, found, strict=True):
+            assert each["wrong"] == [] and each["step"] == 2, mesh
+            assert each["array"] == [0, 1, 2] and each["open"] == 0
 
 
 def test_a_rank_reads_what_it_needs_and_every_byte_is_checked_once(saved: dict[str, Path]) -> None:
@@ -152,35 +145,41 @@ def flip_a_bit(file: Path, at: int = -5) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["part", "missing", "header", "parts.json", "index", "shorter"])
-def test_what_is_damaged_is_named_and_passed_over(tmp_path: Path, damage: str) -> None:
-    run = tmp_path / "run"
-    run_on(bodies.saves, "fsdp 2", run, steps=2)
-    newest = checkpoint(run)
-    file = {"parts.json": "parts.json", "index": "model.safetensors.index.json"}.get(
-        damage, "model-00002-of-00002.safetensors"
-    )
-    if damage == "missing":
-        (newest / file).unlink()
-    elif damage == "shorter":
-        (newest / file).write_bytes((newest / file).read_bytes()[:-1])
+SHARD = "model-00002-of-00002.safetensors"
+DAMAGES = {
+    "part": f"{SHARD} does not match its digest in the manifest: the part that rank 1 wrote",
+    "header": f"{SHARD} does not match its digest in the manifest: the part that rank 0 wrote",
+    "missing": f"{SHARD} is missing",
+    "shorter": f"{SHARD} has ",
+    "parts.json": "parts.json does not match its digest in the manifest",
+    "index": "model.safetensors.index.json does not match its digest in the manifest",
+}
+
+
+def damage(checkpoint: Path, kind: str) -> None:
+    file = checkpoint / {"parts.json": "parts.json", "index": "model.safetensors.index.json"}.get(kind, SHARD)
+    if kind == "missing":
+        file.unlink()
+    elif kind == "shorter":
+        file.write_bytes(file.read_bytes()[:-1])
     else:
-        flip_a_bit(newest / file, 100 if damage == "header" else -5)
-    expected = {
-        "part": f"{file} does not match its digest in the manifest: the part that rank 1 wrote",
-        "missing": f"{file} is missing",
-        "header": f"{file} does not match its digest in the manifest: the part that rank 0 wrote",
-        "parts.json": "parts.json does not match its digest in the manifest",
-        "index": "model.safetensors.index.json does not match its digest in the manifest",
-        "shorter": f"{file} has ",
-    }[damage]
-    assert (manifest.problem(newest) or "").startswith(expected)
-    for mesh in ("fsdp 3", "whole 2") if damage in ("part", "header") else ("fsdp 2",):
-        ranks = run_on(bodies.restores, mesh, run)
-        assert [(found["wrong"], found["step"]) for found in ranks] == [([], 1)] * len(ranks)
-        (warning,) = ranks[0]["warnings"]
-        assert "checkpoint step-00000002 is damaged and is passed over: " in warning and expected in warning
-        assert all(not found["warnings"] for found in ranks[1:])
+        flip_a_bit(file, 100 if kind == "header" else -5)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 2", "fsdp 3", "whole 2"])
+def test_what_is_damaged_is_named_and_passed_over(saved: dict[str, Path], tmp_path: Path, mesh: str) -> None:
+    for kind, told in DAMAGES.items():
+        shutil.copytree(saved["fsdp 2"] / "run", tmp_path / kind)
+        newest = CheckpointStorage(tmp_path / kind / "checkpoints").path(2)
+        damage(newest, kind)
+        assert (manifest.problem(newest) or "").startswith(told)
+    ranks = run_on(bodies.restores_each, mesh, tmp_path / "run", folders=[tmp_path / kind for kind in DAMAGES])
+    for number, (kind, told) in enumerate(DAMAGES.items()):
+        for rank, found in enumerate(each[number] for each in ranks):
+            assert (found["wrong"], found["step"]) == ([], 1), kind
+            assert len(found["warnings"]) == (rank == 0)
+        (warning,) = ranks[0][number]["warnings"]
+        assert "checkpoint step-00000002 is damaged and is passed over: " in warning and told in warning
 
 
 @pytest.mark.parametrize(("rank", "at"), [(1, "writing"), (0, "writing"), (0, "renaming")])
@@ -191,6 +190,9 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_p
     storage = CheckpointStorage(run / "run" / "checkpoints")
     assert storage.steps() == [1]
     assert len(list(storage.folder.glob(".partial-step-00000002-*"))) == 1, "where it was at work"
+    assert storage.problem(1) is None
+    if at == "writing":
+        return
     ranks = run_on(bodies.restores, "fsdp 2", run)
     assert [(found["wrong"], found["step"], found["warnings"]) for found in ranks] == [([], 1, [])] * 2
     assert [path.name for path in storage.folder.iterdir()] == ["step-00000001"]
