@@ -195,6 +195,14 @@ def steps_saved(run: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
+def last_weights(run: Path) -> dict[str, Any]:
+    """The model in the newest checkpoint, in however many files it is."""
+    from safetensors.torch import load_file
+
+    newest = max((run / "checkpoints").glob("step-*"))
+    return {name: each for file in sorted(newest.glob("model*.safetensors")) for name, each in load_file(file).items()}
+
+
 def wait_until(condition: Callable[[], Any], limit: float = 60.0, what: str = "a condition") -> Any:
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:

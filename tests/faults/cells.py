@@ -9,10 +9,14 @@ from sabotage import (
     ACTS,
     BEFORE_JOINING,
     CONFIG,
+    DDP,
     DECIDING,
     EXCEPTION,
     EXIT,
     FIRST_STEP,
+    FSDP,
+    FULL_DISK,
+    HSDP,
     IDENTITIES,
     LAST,
     LOOP,
@@ -21,11 +25,14 @@ from sabotage import (
     NAN,
     PERTURB,
     PERTURBED,
+    RENAMING,
     ROLL_CALL,
     SAME_DEVICE,
     SAME_RANK,
     SAVING,
     SERVER,
+    SHARDED_ACTS,
+    SHARDED_MOMENTS,
     SIGKILL,
     SIGSTOP,
     SIGTERM,
@@ -36,9 +43,13 @@ from sabotage import (
     SYS_EXIT,
     VALIDATION,
     WORLD_SIZE,
+    WRITING,
+    WRITING_ELSEWHERE,
+    WRITING_MOMENTS,
 )
 
 WORLD_SIZES = (2, 4)
+WAYS = {DDP: WORLD_SIZES, FSDP: (2,), HSDP: (4,)}
 
 # The limits that the ranks of the matrix run under, in seconds, and the interval of checkpoints, in steps.
 STALL_AFTER, FIRST_TIME, JOIN_TIMEOUT, WRITE_TIMEOUT, CHECKPOINT_EVERY = 4, 8, 5, 4, 2
@@ -48,6 +59,8 @@ JOIN_BY_HAND = 20
 MARGIN = 8.0
 # How much longer than rank 0 the others wait for its verdict at the roll call.
 VERDICT = 5.0
+# How much longer than rank 0 the others wait for its word that a checkpoint is whole.
+LONGER = 10.0
 
 # Seven steps make an epoch, and there are two: the tenth is in the midst of the second.
 STEPS = {
@@ -56,12 +69,12 @@ STEPS = {
     FIRST_STEP: 1,
     MID_EPOCH: 10,
     VALIDATION: 7,
-    SAVING: 8,
+    **dict.fromkeys((SAVING, *WRITING_MOMENTS), 8),
     DECIDING: 7,
     LAST: 14,
 }
 # With four ranks, rank 0 fails where it has a part of its own, and otherwise one that is neither first nor last.
-_RANK_OF_FOUR = {ROLL_CALL: 0, VALIDATION: 0, SAVING: 0, DECIDING: 0, MID_EPOCH: 3}
+_RANK_OF_FOUR = {ROLL_CALL: 0, VALIDATION: 0, DECIDING: 0, MID_EPOCH: 3}
 
 NOT_A_CELL = {
     **{
@@ -81,6 +94,16 @@ NOT_A_CELL = {
     (PERTURB, BEFORE_JOINING): "there is no model yet",
     (PERTURB, ROLL_CALL): "there is no model yet",
     (PERTURB, LAST): "the last checkpoint is written and nothing is computed any more",
+    **{
+        (FULL_DISK, moment): "no checkpoint is being written; rows that cannot be written are another test's"
+        for moment in (*MOMENTS, *SHARDED_MOMENTS)
+        if moment not in (SAVING, *WRITING_MOMENTS)
+    },
+}
+NOT_A_CELL_BY_FSDP = {
+    (PERTURB, moment): "no other rank has the same part of a weight, to compare with: by hsdp there is one"
+    for moment in SHARDED_MOMENTS
+    if moment != LAST
 }
 
 
@@ -89,11 +112,12 @@ class Cell:
     kind: str
     moment: str
     world_size: int
+    way: str = DDP
 
     @property
     def rank(self) -> int:
-        if self.moment == SAVING:
-            return 0  # who writes
+        if self.moment in (SAVING, WRITING, RENAMING):
+            return 0  # who writes, or renames
         if self.kind in IDENTITIES:
             return 1
         return 1 if self.world_size == 2 else _RANK_OF_FOUR.get(self.moment, 2)
@@ -104,8 +128,13 @@ class Cell:
 
     @property
     def id(self) -> str:
-        words = f"{self.kind} {self.moment} of {self.world_size}"
+        words = f"{self.kind} {self.moment} of {self.ranks}"
         return re.sub(r"[^\w]+", "-", words).strip("-")
+
+    @property
+    def ranks(self) -> str:
+        """How many, and how the model is kept where each has but a part of it."""
+        return str(self.world_size) + ("" if self.way == DDP else f", {self.way}")
 
     @property
     def starts_by_hand(self) -> bool:
@@ -120,7 +149,19 @@ class Cell:
     @property
     def slow(self) -> float:
         """Seconds a step takes: the shorter it is, the more steps lie between two pulses by which a stop is heard."""
-        return 0.15 if self.kind in (SIGTERM, SIGTERM_LAUNCHER, SIGTERM_GROUP) or self.moment == SAVING else 0.02
+        slower = self.moment == SAVING or self.moment in WRITING_MOMENTS
+        return 0.15 if slower or self.kind in (SIGTERM, SIGTERM_LAUNCHER, SIGTERM_GROUP) else 0.02
+
+    @property
+    def settle(self) -> float:
+        """Several ranks that write one checkpoint, on two cores, take longer than one."""
+        return 0.5 if self.way == DDP else 1.0
+
+    @property
+    def leaves_no_checkpoint(self) -> bool:
+        """Whether the one that is being written then never comes to be."""
+        writes = self.moment == SAVING or self.moment in WRITING_MOMENTS
+        return writes and self.kind in (SIGKILL, LOOP, FULL_DISK)
 
 
 @dataclass(frozen=True)
@@ -141,6 +182,13 @@ CELLS = [
     for moment in MOMENTS
     for world_size in WORLD_SIZES
     if (kind, moment) not in NOT_A_CELL
+] + [
+    Cell(kind, moment, world_size, way)
+    for way in (FSDP, HSDP)
+    for kind in SHARDED_ACTS
+    for moment in SHARDED_MOMENTS
+    for world_size in WAYS[way]
+    if (kind, moment) not in NOT_A_CELL and not (way == FSDP and (kind, moment) in NOT_A_CELL_BY_FSDP)
 ]
 
 # Every kind and every moment at least once, for `make test`.
@@ -170,6 +218,15 @@ SELECTION = {
     Cell(WORLD_SIZE, ROLL_CALL, 2),
     Cell(CONFIG, ROLL_CALL, 2),
     Cell(SOURCE, ROLL_CALL, 2),
+    Cell(FULL_DISK, SAVING, 2),
+    Cell(SIGKILL, MID_EPOCH, 2, FSDP),
+    Cell(SIGKILL, WRITING_ELSEWHERE, 2, FSDP),
+    Cell(SIGKILL, RENAMING, 2, FSDP),
+    Cell(SIGSTOP, VALIDATION, 2, FSDP),
+    Cell(NAN, FIRST_STEP, 2, FSDP),
+    Cell(FULL_DISK, WRITING, 2, FSDP),
+    Cell(PERTURB, MID_EPOCH, 4, HSDP),
+    Cell(SIGTERM, LAST, 2, FSDP),
 }
 
 
@@ -180,6 +237,8 @@ def expected(cell: Cell) -> Expected:
     rank, world_size = cell.rank, cell.world_size
     failed = rf"rank {rank} of {world_size} on \S+ failed: "
     at_once = Expected(5, "", f"rank {rank}", MARGIN, _most_lost(cell))
+    if cell.kind == FULL_DISK:
+        return _full_disk(cell)
     if cell.kind == SIGKILL:
         return _with(at_once, says=failed + "killed by SIGKILL")
     if cell.kind == EXIT:
@@ -199,12 +258,16 @@ def expected(cell: Cell) -> Expected:
     if cell.kind == SKIP:
         return _out_of_step(cell)
     if cell.kind == NAN:
-        step = "(9|10)" if cell.moment == SAVING else cell.step
+        step = "(9|10)" if cell.moment == SAVING or cell.moment in WRITING_MOMENTS else cell.step
         return _with(at_once, says=rf"the loss is nan at step {step} on rank {rank}", names=f"rank {rank}, the step")
     assert cell.kind == PERTURB
     who = "between all ranks" if world_size == 2 else f"on rank {rank} from the others"
+    names = "" if world_size == 2 else f", rank {rank}"
+    if cell.way == HSDP:  # two ranks have the same part of it: either may be the one that has changed
+        both = [rank % 2, rank % 2 + 2]
+        who, names = f"between ranks {both[0]}, {both[1]}", f", ranks {both[0]} and {both[1]}"
     says = rf"not equal any more at step \d+: '{PERTURBED}' differs {who}"
-    return _with(at_once, says=says, names=PERTURBED + ("" if world_size == 2 else f", rank {rank}"))
+    return _with(at_once, says=says, names=PERTURBED + names)
 
 
 def _with(base: Expected, says: str, names: str | None = None) -> Expected:
@@ -213,7 +276,16 @@ def _with(base: Expected, says: str, names: str | None = None) -> Expected:
 
 def _most_lost(cell: Cell) -> int:
     """A checkpoint that is being written when its writer fails never comes to be, and steps went on meanwhile."""
-    return 2 * CHECKPOINT_EVERY if cell.moment == SAVING else CHECKPOINT_EVERY
+    writes = cell.moment == SAVING or cell.moment in WRITING_MOMENTS
+    return 2 * CHECKPOINT_EVERY if writes else CHECKPOINT_EVERY
+
+
+def _full_disk(cell: Cell) -> Expected:
+    """Whoever finds no room, all ranks learn of it, and none writes on."""
+    who = "" if cell.rank == 0 else rf"rank {cell.rank} on \S+: "
+    says = rf"step-00000008: the checkpoint could not be written: \[Errno 28\] {who}No space left on device"
+    names = "the checkpoint, the space" if cell.rank == 0 else f"rank {cell.rank}, the checkpoint, the space"
+    return Expected(5, says, names, MARGIN, _most_lost(cell))
 
 
 def _stuck(cell: Cell) -> Expected:
@@ -224,6 +296,12 @@ def _stuck(cell: Cell) -> Expected:
     if cell.kind == LOOP and cell.moment == SAVING:
         says = rf"rank {rank} of {world_size} on \S+ failed: \S+: writing a checkpoint has taken more than 4 s"
         return Expected(5, says, "the checkpoints' folder", WRITE_TIMEOUT + MARGIN, _most_lost(cell))
+    if cell.kind == LOOP and cell.moment in (WRITING, RENAMING):
+        says = r"a checkpoint was not written: rank 0 has not said whether the checkpoint is whole within 4 s"
+        return Expected(5, says, "rank 0", WRITE_TIMEOUT + LONGER + MARGIN, _most_lost(cell))
+    if cell.kind == LOOP and cell.moment == WRITING_ELSEWHERE:
+        says = rf"step-00000008: the checkpoint was not written: rank {rank} did not write the parts within 4 s"
+        return Expected(5, says, f"rank {rank}, the checkpoint", WRITE_TIMEOUT + MARGIN, _most_lost(cell))
     within = FIRST_TIME + MARGIN
     if cell.kind == SIGSTOP:
         return Expected(4, rf"rank {rank}: stopped by a signal \(SIGSTOP\) ", f"rank {rank}", within, _most_lost(cell))
@@ -260,7 +338,7 @@ def _out_of_step(cell: Cell) -> Expected:
     exchanges = {
         ROLL_CALL: ("the run's folder", "the proof of the data plane"),
         VALIDATION: ("the end of validation", "validation"),
-        SAVING: ("generator states", "metrics of step 10"),
+        **dict.fromkeys((SAVING, *WRITING_MOMENTS), ("generator states", "metrics of step 10")),
         LAST: ("how the run ended", "metrics of step 14"),
     }
     if cell.moment in exchanges:

@@ -13,11 +13,17 @@ import cells
 import sabotage
 import torch
 from cells import Cell
-from safetensors.torch import load_file
 
-from conftest import Finished, Project, Started, rows, steps_saved, summary
+from conftest import Finished, Project, Started, last_weights, rows, steps_saved, summary
+from lockstep.checkpoint.storage import CheckpointStorage
 
 TASK_FILE = Path(__file__).parent / "faulty_task.py"
+# Two units each: a layer by itself, and the rest of the model.
+STRATEGIES: dict[str, Any] = {
+    sabotage.DDP: "auto",
+    sabotage.FSDP: {"type": "spmd", "preset": "fsdp", "blocks": "hidden"},
+    sabotage.HSDP: {"type": "spmd", "preset": "hsdp", "mesh": {"replica": 2, "data": 2}, "blocks": "hidden"},
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +32,18 @@ class Outcome:
 
     ended: list[Finished]
     seconds: float  # from the fault to the last word
+    saved: list[int] = field(default_factory=list)  # steps, once the run had failed
     lost: int | None = None
     resumed: Finished | None = None
     differences: list[str] = field(default_factory=list)
 
 
-def settings(world_size: int, stall_after: int = cells.STALL_AFTER, workers: int = 0) -> dict[str, Any]:
+def settings(
+    world_size: int, stall_after: int = cells.STALL_AFTER, workers: int = 0, way: str = sabotage.DDP
+) -> dict[str, Any]:
     """Limits of seconds, so that a cell takes seconds; a row every third step, so that the last is left to the end."""
     return {
+        "strategy": STRATEGIES[way],
         "task": {"type": f"{TASK_FILE}:Faulty"},
         "processes": world_size,
         "train": {"epochs": 2, "batch_size": 12},
@@ -50,8 +60,8 @@ def settings(world_size: int, stall_after: int = cells.STALL_AFTER, workers: int
     }
 
 
-def undisturbed(folder: Path, world_size: int) -> Path:
-    return _project(folder).train(**settings(world_size))
+def undisturbed(folder: Path, way: str, world_size: int) -> Path:
+    return _project(folder).train(**settings(world_size, way=way))
 
 
 def experiment(cell: Cell, folder: Path, reference: Path | None) -> Outcome:
@@ -59,21 +69,24 @@ def experiment(cell: Cell, folder: Path, reference: Path | None) -> Outcome:
     project = _project(folder)
     if cell.starts_by_hand:
         return _by_hand(cell, project)
-    fault = sabotage.fail_at(cell.rank, cell.step, cell.kind, cell.moment, folder, cell.slow)
+    fault = sabotage.fail_at(cell.rank, cell.step, cell.kind, cell.moment, folder, cell.slow, cell.settle)
     workers = 2 if cell.kind == sabotage.SIGTERM_GROUP else 0
-    config = project.config(**settings(cell.world_size, cell.stall_after, workers))
+    config = project.config(**settings(cell.world_size, cell.stall_after, workers, cell.way))
     finished = project.run("train", config, env=fault.env())
     seconds = (folder / ".stderr").stat().st_mtime - sabotage.happened(fault)
     if reference is None or cell.kind in sabotage.IDENTITIES:
         return Outcome([finished], seconds)
     run = project.only_run()
-    saved = max(steps_saved(run), default=0)
+    steps, storage = steps_saved(run), CheckpointStorage(run / "checkpoints")
+    differences = [f"step {step} is not whole: {found}" for step in steps if (found := storage.problem(step))]
+    saved = max(steps, default=0)
     lost = sabotage.steps_done(fault) - saved
     resumed = project.run("resume", run)
-    differences = _differences(run, reference) if resumed.code == 0 else []
+    differences += _differences(run, reference) if resumed.code == 0 else []
     if saved and f"restored step-{saved:08d}" not in resumed.out:
         differences.append(f"step {saved} was not restored")
-    return Outcome([finished], seconds, lost, resumed, differences)
+    differences += [f"{path.name} is left" for path in storage.folder.iterdir() if not path.name.startswith("step-")]
+    return Outcome([finished], seconds, steps, lost, resumed, differences)
 
 
 def _project(folder: Path) -> Project:
@@ -88,9 +101,7 @@ def _differences(run: Path, reference: Path) -> list[str]:
         ours, theirs = ([(row["step"], row[name]) for row in rows(each) if name in row] for each in (run, reference))
         if ours != theirs:
             found.append(f"{name}: {ours} instead of {theirs}")
-    weights, others = (
-        load_file(max((each / "checkpoints").glob("step-*")) / "model.safetensors") for each in (run, reference)
-    )
+    weights, others = last_weights(run), last_weights(reference)
     found += [name for name in others if not torch.equal(weights[name], others[name])]
     found += [
         f"summary: {name} is {summary(run)[name]}"

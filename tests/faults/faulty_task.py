@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sabotage import FIRST_STEP, MID_EPOCH, NAN, SKIP, VALIDATION, saboteur
+from sabotage import FIRST_STEP, MID_EPOCH, NAN, PERTURB, SKIP, VALIDATION, saboteur
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -44,8 +44,13 @@ class Faulty(lockstep.Task):
         self._calls += 1
         time.sleep(TROUBLE.fault.slow)
         TROUBLE.reached(FIRST_STEP if self._calls == 1 else MID_EPOCH, self._calls)
-        past_the_wrapper = TROUBLE.fault.moment in (FIRST_STEP, MID_EPOCH) and TROUBLE.taking(SKIP)
-        loss = F.cross_entropy((model.module if past_the_wrapper else model)(inputs), labels)
+        if TROUBLE.taking(PERTURB):
+            TROUBLE.perturb()
+        if TROUBLE.fault.moment in (FIRST_STEP, MID_EPOCH) and TROUBLE.taking(SKIP):
+            if not hasattr(model, "module"):  # no wrapper to go past: the model is left out
+                return torch.zeros((), requires_grad=True)
+            model = model.module
+        loss = F.cross_entropy(model(inputs), labels)
         return loss * float("nan") if TROUBLE.taking(NAN) else loss
 
     def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:

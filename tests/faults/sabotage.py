@@ -6,6 +6,7 @@ wrapped here only says when a fault happens and how far a rank came; what is tes
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import multiprocessing
@@ -21,8 +22,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 VARIABLE = "LOCKSTEP_TEST_FAULT"
+
+DDP, FSDP, HSDP = "ddp", "fsdp", "hsdp"  # ways of running
 
 BEFORE_JOINING, ROLL_CALL, FIRST_STEP, MID_EPOCH, VALIDATION, SAVING, DECIDING, LAST = MOMENTS = (
     "before joining",
@@ -34,6 +38,13 @@ BEFORE_JOINING, ROLL_CALL, FIRST_STEP, MID_EPOCH, VALIDATION, SAVING, DECIDING, 
     "between validation and decision",
     "last barrier",
 )
+# Where every rank writes its own part of a checkpoint, SAVING is three moments.
+WRITING, WRITING_ELSEWHERE, RENAMING = WRITING_MOMENTS = (
+    "while rank 0 writes its shards",
+    "while another rank writes its shards",
+    "between the last shard and the rename",
+)
+SHARDED_MOMENTS = (FIRST_STEP, MID_EPOCH, VALIDATION, *WRITING_MOMENTS, LAST)
 (
     SIGKILL,
     SIGSTOP,
@@ -48,6 +59,7 @@ BEFORE_JOINING, ROLL_CALL, FIRST_STEP, MID_EPOCH, VALIDATION, SAVING, DECIDING, 
     SKIP,
     NAN,
     PERTURB,
+    FULL_DISK,
 ) = ACTS = (
     "SIGKILL",
     "SIGSTOP",
@@ -62,7 +74,10 @@ BEFORE_JOINING, ROLL_CALL, FIRST_STEP, MID_EPOCH, VALIDATION, SAVING, DECIDING, 
     "skipped collective",
     "NaN",
     "perturbed weight",
+    "full disk",
 )
+# The others do not ask how the model is kept.
+SHARDED_ACTS = (SIGKILL, SIGSTOP, SIGTERM, SIGTERM_LAUNCHER, LOOP, SKIP, NAN, PERTURB, FULL_DISK)
 SAME_DEVICE, SAME_RANK, WORLD_SIZE, CONFIG, SOURCE = IDENTITIES = (
     "wrong device",
     "duplicate rank",
@@ -71,16 +86,14 @@ SAME_DEVICE, SAME_RANK, WORLD_SIZE, CONFIG, SOURCE = IDENTITIES = (
     "different task source",
 )
 
-# Which exchange a rank leaves out; in a training step it is the reduction of the gradients.
+# Which exchange a rank leaves out; in a training step it is the reduction of the gradients, or all of the model.
 LEFT_OUT = {
     ROLL_CALL: "the proof of the data plane",
     VALIDATION: "validation",
-    SAVING: "metrics of step 10",
+    **dict.fromkeys((SAVING, *WRITING_MOMENTS), "metrics of step 10"),
     DECIDING: "whether to stop early",
     LAST: "metrics of step 14",
 }
-# Long enough for a checkpoint that is being written to be there, so that what is lost does not depend on chance.
-_SETTLE_SECONDS = 0.5
 PERTURBED = "hidden.weight"
 
 
@@ -92,13 +105,15 @@ class Fault:
     step: int
     folder: str = ""  # where ranks leave word: `happened`, `steps-0`, `steps-1`
     slow: float = 0.0  # seconds that every training step takes
+    # Long enough for a checkpoint that is being written to be there, so that what is lost does not depend on chance.
+    settle: float = 0.5
 
     def env(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-def fail_at(rank: int, step: int, how: str, moment: str, folder: Path, slow: float = 0.0) -> Fault:
-    return Fault(how, moment, rank, step, str(folder), slow)
+def fail_at(rank: int, step: int, how: str, moment: str, folder: Path, slow: float = 0.0, settle: float = 0.5) -> Fault:
+    return Fault(how, moment, rank, step, str(folder), slow, settle)
 
 
 def happened(fault: Fault) -> float:
@@ -117,13 +132,14 @@ class Saboteur:
     def __init__(self, fault: Fault, rank: int) -> None:
         self.fault, self.rank, self.here = fault, rank, rank == fault.rank
         self.model: nn.Module | None = None  # the bare one, once the task has made it
+        self.writes: int | None = None  # the step whose shards this rank has begun to write
         self._pending: set[str] = set()  # what was asked for elsewhere and is to happen in the training thread
 
     def reached(self, moment: str, step: int) -> None:
         if not self.here or (moment, step) != (self.fault.moment, self.fault.step) or self._mark().exists():
             return
-        if moment not in (BEFORE_JOINING, ROLL_CALL, SAVING):
-            time.sleep(_SETTLE_SECONDS)
+        if moment not in (BEFORE_JOINING, ROLL_CALL, SAVING, *WRITING_MOMENTS):
+            time.sleep(self.fault.settle)
         self._mark().touch()
         self._act(self.fault.how)
 
@@ -160,12 +176,19 @@ class Saboteur:
             os._exit(0)
         elif how == LOOP:
             _loop()
-        elif how == PERTURB:
-            assert self.model is not None
-            with torch.no_grad():
-                self.model.get_parameter(PERTURBED)[0, 0] += 1e-3
+        elif how == FULL_DISK:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif how == PERTURB and threading.current_thread() is threading.main_thread():
+            self.perturb()
         else:
             self._pending.add(how)
+
+    def perturb(self) -> None:
+        """Change a weight by a little; of one that is split, this rank's part."""
+        assert self.model is not None
+        weight = self.model.get_parameter(PERTURBED)
+        with torch.no_grad():
+            (weight.to_local() if isinstance(weight, DTensor) else weight)[0, 0] += 1e-3
 
 
 def _loop() -> NoReturn:
@@ -189,7 +212,9 @@ def saboteur() -> Saboteur | None:
 
 def _watch_for_moments(saboteur: Saboteur) -> None:
     import lockstep.distributed.rollcall.hold as hold
-    from lockstep.checkpoint import manifest
+    from lockstep.checkpoint import manifest, ranges
+    from lockstep.checkpoint.owners import OwnersWriter
+    from lockstep.checkpoint.storage import CheckpointStorage
     from lockstep.distributed.group import Group
     from lockstep.train.run import Run
 
@@ -218,6 +243,18 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
         """Everything but the manifest is there, under the temporary name."""
         saboteur.reached(SAVING, int(told["step"]))
 
+    def writes_shards(writer: Any, folder: Path, saving: Any) -> None:
+        saboteur.writes = saving.step
+
+    def first_shard_is_written(*about: Any) -> None:
+        """And others are not: this rank is in the midst of it."""
+        step, saboteur.writes = saboteur.writes, None
+        if step is not None:
+            saboteur.reached(WRITING if saboteur.rank == 0 else WRITING_ELSEWHERE, step)
+
+    def about_to_be_renamed(storage: Any, temporary: Path, final: Path) -> None:
+        saboteur.reached(RENAMING, int(final.name.removeprefix("step-")))
+
     def validated(run: Run, name: str = "") -> None:
         if name == "the end of validation":
             saboteur.reached(DECIDING, run.progress.step)
@@ -227,6 +264,9 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
 
     before(hold, "call", lambda *args, **kwargs: saboteur.reached(ROLL_CALL, 0))
     before(manifest, "write", files_are_written)
+    before(OwnersWriter, "_write_blocks", writes_shards)
+    after(ranges, "put", first_shard_is_written)
+    before(CheckpointStorage, "_publish", about_to_be_renamed)
     after(Run, "barrier", validated)
     before(Run, "finish", lambda run: saboteur.reached(LAST, run.progress.step))
     after(Run, "step", note_step)

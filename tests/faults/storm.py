@@ -52,6 +52,18 @@ class Broken(AssertionError):
 
 
 @dataclass(frozen=True)
+class Setup:
+    """What the runs of an episode are like."""
+
+    world_size: int
+    workers: int
+    preset: str | None  # how the model is spread over the ranks; None: each has all of it
+
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks{f' by {self.preset}' if self.preset else ''}, {self.workers} workers"
+
+
+@dataclass(frozen=True)
 class Trouble:
     """What happens to one start."""
 
@@ -79,7 +91,7 @@ class Storm:
     def __init__(self, seed: int, world_sizes: tuple[int, ...], folder: Path, tell: Any = print) -> None:
         self.random = random.Random(seed)
         self._seed, self._world_sizes, self._folder, self._tell = seed, world_sizes, folder, tell
-        self._references: dict[tuple[int, int], Path] = {}
+        self._references: dict[Setup, Path] = {}
         self._clock = _jumping_clock(folder)
         self.episodes = self.starts = 0
 
@@ -90,8 +102,9 @@ class Storm:
 
     def _episode(self, over: float) -> None:
         self.episodes += 1
-        world_size, workers = self.random.choice(self._world_sizes), self.random.choice((0, 0, 2))
-        reference = self._reference(world_size, workers)
+        draw = self.random.choice
+        setup = Setup(draw(self._world_sizes), draw((0, 0, 2)), draw((None, "fsdp")))
+        reference = self._reference(setup)
         place = self._folder / f"episode-{self.episodes}"
         place.mkdir()
         told: list[str] = []
@@ -100,16 +113,16 @@ class Storm:
                 peace = start == ROUGH_STARTS or time.monotonic() > over
                 trouble = Trouble() if peace else self._trouble()
                 told.append(str(trouble))
-                if self._start(place, world_size, workers, trouble) == 0:
+                if self._start(place, setup, trouble) == 0:
                     break
             else:
                 raise Broken("left in peace, it did not come to its end")
             _same(_run(place), reference)
         except Broken as broken:
-            lines = [f"seed {self._seed}, episode {self.episodes}, {world_size} ranks, {workers} workers: {broken}"]
+            lines = [f"seed {self._seed}, episode {self.episodes}, {setup}: {broken}"]
             lines += [f"  start {number}: {each}" for number, each in enumerate(told, start=1)]
             raise Broken("\n".join([*lines, *_tails(place)])) from None
-        self._tell(f"episode {self.episodes}: {world_size} ranks, {workers} workers: {'; '.join(told)}: as if in peace")
+        self._tell(f"episode {self.episodes}: {setup}: {'; '.join(told)}: as if in peace")
         shutil.rmtree(place)
 
     def _trouble(self) -> Trouble:
@@ -125,11 +138,11 @@ class Storm:
         target = draw.choice(("the launcher", "the group", "a rank", "any process", "a data worker"))
         return Trouble("signal", output, draw.choice(SIGNALS), target, draw.uniform(0.1, LONGEST_DELAY), jumps=jumps)
 
-    def _start(self, place: Path, world_size: int, workers: int, trouble: Trouble) -> int:
+    def _start(self, place: Path, setup: Setup, trouble: Trouble) -> int:
         """Start or resume the run, with what happens to it; its exit code, once nothing of it is left."""
         self.starts += 1
         run = _run(place)
-        verb = ["resume", str(run)] if run is not None else ["train", str(_config(place, world_size, workers))]
+        verb = ["resume", str(run)] if run is not None else ["train", str(_config(place, setup))]
         argv = [sys.executable, "-m", "lockstep", *verb]
         if trouble.what == "call":
             inject = f"inject={trouble.call}:signal={trouble.number.name}:when={trouble.when}"
@@ -196,30 +209,30 @@ class Storm:
         if code == 0 and summary["status"] != "completed":
             raise Broken(f"exit code 0, but the summary says {summary}")
 
-    def _reference(self, world_size: int, workers: int) -> Path:
+    def _reference(self, setup: Setup) -> Path:
         """A run in peace. Data workers draw other noise than ranks do, so that they have one of their own."""
-        key = (world_size, workers)
-        if key not in self._references:
-            place = self._folder / f"peace-{world_size}-{workers}"
+        if setup not in self._references:
+            place = self._folder / f"peace-{len(self._references)}"
             place.mkdir()
-            if self._start(place, world_size, workers, Trouble()) != 0:
+            if self._start(place, setup, Trouble()) != 0:
                 raise Broken("\n".join(["a run in peace failed", *_tails(place)]))
             run = _run(place)
             assert run is not None
-            self._references[key] = run
-        return self._references[key]
+            self._references[setup] = run
+        return self._references[setup]
 
 
-def _config(place: Path, world_size: int, workers: int) -> Path:
+def _config(place: Path, setup: Setup) -> Path:
     config = {
+        "strategy": {"type": "spmd", "preset": setup.preset} if setup.preset else "auto",
         "name": "storm",
         "task": {"type": str(HERE / "storm_task.py") + ":Storm"},
         "runtime": "cpu",
-        "processes": world_size,
+        "processes": setup.world_size,
         "train": {"epochs": 8, "batch_size": 8},
         "optimizer": {"type": "torch.optim.AdamW", "lr": 0.01},
         "scheduler": {"type": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.8, "every": "1 epoch"},
-        "data": {"split": {"train": 0.75, "val": 0.25}, "workers": workers},
+        "data": {"split": {"train": 0.75, "val": 0.25}, "workers": setup.workers},
         "validation": {"every": "6 steps"},
         "checkpoint": {"every": "4 steps", "keep": {"last": 2, "best": 1}},
         "log": {"every": "1 step"},
@@ -257,7 +270,8 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 
 def _last_weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+    newest = max((run / "checkpoints").glob("step-*"))
+    return {name: each for file in sorted(newest.glob("model*.safetensors")) for name, each in load_file(file).items()}
 
 
 def _members(session: int) -> list[psutil.Process]:

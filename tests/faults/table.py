@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cells import CELLS, NOT_A_CELL, Cell, Expected
+from cells import CELLS, NOT_A_CELL, NOT_A_CELL_BY_FSDP, Cell, Expected
 from experiment import Outcome
 from sabotage import (
     ACTS,
     BEFORE_JOINING,
     DECIDING,
     FIRST_STEP,
+    FULL_DISK,
     IDENTITIES,
     LAST,
     MID_EPOCH,
+    RENAMING,
     ROLL_CALL,
     SAVING,
     VALIDATION,
+    WRITING,
+    WRITING_ELSEWHERE,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -34,6 +38,9 @@ _DONE = {
     MID_EPOCH: "in the loss of step 10",
     VALIDATION: "in the metrics, after step 7",
     SAVING: "as it writes step 8, before the manifest",
+    WRITING: "as it writes its part of step 8",
+    WRITING_ELSEWHERE: "as it writes its part of step 8",
+    RENAMING: "as step 8 is to get its name",
     DECIDING: "after the validation of step 7",
     LAST: "after step 14, the last",
 }
@@ -51,7 +58,7 @@ class Row:
             (
                 cell.kind,
                 cell.moment,
-                str(cell.world_size),
+                cell.ranks,
                 done,
                 f"{max(outcome.seconds, 0):.1f}",
                 wanted.names,
@@ -71,7 +78,7 @@ def write(seen: Mapping[Cell, Row | None]) -> None:
     known = {tuple(line.strip("| \n").split(" | ")[:3]): line for line in _parts(text, _CELLS)[1].splitlines()[2:]}
     lines = [f"| {' | '.join(_HEADER)} |", "|" + " --- |" * len(_HEADER)]
     for cell in CELLS:
-        key = (cell.kind, cell.moment, str(cell.world_size))
+        key = (cell.kind, cell.moment, cell.ranks)
         line = str(seen[cell] or "") if cell in seen else known.get(key)
         if line:
             lines.append(line)
@@ -82,7 +89,8 @@ def write(seen: Mapping[Cell, Row | None]) -> None:
 def _reasons() -> str:
     """The pairs that are no cells, brought together by reason."""
     by_reason: dict[str, dict[str, list[str]]] = {}
-    for (kind, moment), reason in NOT_A_CELL.items():
+    by_fsdp = {(f"{kind} by fsdp", moment): reason for (kind, moment), reason in NOT_A_CELL_BY_FSDP.items()}
+    for (kind, moment), reason in {**NOT_A_CELL, **by_fsdp}.items():
         who = "identity faults" if kind in IDENTITIES else kind
         moments = by_reason.setdefault(reason, {}).setdefault(who, [])
         if moment not in moments:
@@ -94,7 +102,11 @@ def _reasons() -> str:
 
 
 def _moments(who: str, moments: list[str]) -> str:
-    return ", ".join(moments) if who in ACTS else "anywhere but at roll call"
+    if who == FULL_DISK:
+        return "anywhere but where a checkpoint is written"
+    if who in ACTS:
+        return ", ".join(moments)
+    return "anywhere" if who not in ACTS and who.endswith("by fsdp") else "anywhere but at roll call"
 
 
 def _parts(text: str, mark: str) -> tuple[str, str, str]:

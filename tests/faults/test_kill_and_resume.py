@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from conftest import TASK_FILE, Project, losses, rank_pids, rows, steps_saved, summary, wait_until
+from conftest import TASK_FILE, Project, last_weights, losses, rank_pids, rows, steps_saved, summary, wait_until
 
 # Everything that has state: dropout and augmentation (generators), momentum, a scheduler, early stopping, workers.
 HARD: dict[str, Any] = {
@@ -24,19 +23,19 @@ HARD: dict[str, Any] = {
 }
 
 
+FSDP = {"type": "spmd", "preset": "fsdp"}
+HSDP = {"type": "spmd", "preset": "hsdp", "mesh": {"replica": 2, "data": 2}}
+
+
 def task(sleep: float = 0.0, **rest: Any) -> dict[str, Any]:
     return {"type": f"{TASK_FILE}:Augmented", "dropout": 0.3, "sleep": sleep, **rest}
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
 def assert_same_end(run: Path, reference: Path) -> None:
     assert losses(run) == losses(reference)
     validations = [[row for row in rows(each) if "val/loss" in row] for each in (run, reference)]
     assert validations[0] == validations[1]
-    found, expected = weights(run), weights(reference)
+    found, expected = last_weights(run), last_weights(reference)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for name in ("status", "epoch", "step", "metrics", "best"):
@@ -44,18 +43,23 @@ def assert_same_end(run: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "processes"),
+    ("workers", "processes", "strategy"),
     [
-        pytest.param(0, 2, marks=pytest.mark.long),
-        (1, 3),
-        pytest.param(0, 3, marks=pytest.mark.long),
-        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(0, 2, "ddp", marks=pytest.mark.long),
+        (1, 3, "ddp"),
+        pytest.param(0, 3, "ddp", marks=pytest.mark.long),
+        pytest.param(1, 2, "ddp", marks=pytest.mark.long),
+        (0, 3, FSDP),
+        pytest.param(1, 2, FSDP, marks=pytest.mark.long),
+        pytest.param(0, 4, HSDP, marks=pytest.mark.long),
     ],
+    ids=lambda each: each["preset"] if isinstance(each, dict) else str(each),
 )
-def test_sigkill_of_a_rank_in_mid_epoch(project: Project, processes: int, workers: int) -> None:
+def test_sigkill_of_a_rank_in_mid_epoch(project: Project, processes: int, workers: int, strategy: Any) -> None:
     data = {"split": {"train": 0.8, "val": 0.2}, "workers": workers}
-    reference = project.train(out="reference", processes=processes, task=task(), data=data, **HARD)
-    config = project.config(processes=processes, task=task(sleep=0.1), data=data, **HARD)
+    how = {"processes": processes, "data": data, "strategy": strategy, **HARD}
+    reference = project.train(out="reference", task=task(), **how)
+    config = project.config(task=task(sleep=0.1), **how)
     command = project.start("train", config, "--out", "killed")
     run = Path(wait_until(lambda: list(project.folder.glob("killed/*"))[:1], what="the run's folder")[0])
     pids = rank_pids(run)
@@ -75,10 +79,11 @@ def test_sigkill_of_a_rank_in_mid_epoch(project: Project, processes: int, worker
     assert_same_end(run, reference)
 
 
-def test_sigkill_of_everything_at_once(project: Project) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param(FSDP, marks=pytest.mark.long, id="fsdp")])
+def test_sigkill_of_everything_at_once(project: Project, strategy: Any) -> None:
     """Like a power cut: launcher and ranks die in the same moment, at a moment that is different every time."""
-    reference = project.train(out="reference", task=task(), **HARD)
-    config = project.config(task=task(sleep=0.05), **HARD)
+    reference = project.train(out="reference", task=task(), strategy=strategy, **HARD)
+    config = project.config(task=task(sleep=0.05), strategy=strategy, **HARD)
     command = project.start("train", config, "--out", "killed")
     run = Path(wait_until(lambda: list(project.folder.glob("killed/*"))[:1], what="the run's folder")[0])
     wait_until(lambda: steps_saved(run), what="a checkpoint")
@@ -106,12 +111,20 @@ def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Pro
     assert summary(run)["status"] == "completed"
 
 
-@pytest.mark.parametrize("how", ["kill", "hang"])
-def test_restart_policy_goes_on_from_the_newest_checkpoint(project: Project, how: str) -> None:
-    reference = project.train(out="reference", task=task(), **HARD)
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("kill", "ddp"),
+        ("hang", "ddp"),
+        pytest.param("kill", FSDP, id="kill-fsdp"),
+        pytest.param("hang", FSDP, marks=pytest.mark.long, id="hang-fsdp"),
+    ],
+)
+def test_restart_policy_goes_on_from_the_newest_checkpoint(project: Project, how: str, strategy: Any) -> None:
+    reference = project.train(out="reference", task=task(), strategy=strategy, **HARD)
     fault = {"rank": 1, "step": 8, "how": how, "once": str(project.folder / "once")}
     again: dict[str, Any] = {"launch": {"max_restarts": 2}, "watch": {"stall_after": "3 s"}}
-    run = project.train(out="restarted", task=task(fail_at=fault), **again, **HARD)
+    run = project.train(out="restarted", task=task(fail_at=fault), strategy=strategy, **again, **HARD)
     assert (project.folder / "once").exists()
     assert "restored step-0000000" in (run / "logs" / "rank-0.log").read_text()
     assert_same_end(run, reference)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from cells import CELLS, NOT_A_CELL, SELECTION, WORLD_SIZES, Cell, expected
+from cells import CELLS, NOT_A_CELL, SELECTION, WAYS, WORLD_SIZES, Cell, expected
 from experiment import Outcome, experiment, undisturbed
-from sabotage import ACTS, EXCEPTION, IDENTITIES, MOMENTS
+from sabotage import ACTS, DDP, EXCEPTION, IDENTITIES, MOMENTS, SHARDED_ACTS, SHARDED_MOMENTS, WRITING_MOMENTS
 from table import Row, write
 
 # Most of a cell is waiting, for a limit to pass or for a process to start.
@@ -43,14 +45,19 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """All chosen cells under way, a few at a time, in the order of the tests."""
     chosen = [item.callspec.params["cell"] for item in request.session.items if "outcomes" in item.fixturenames]
     folder = tmp_path_factory.mktemp("matrix")
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cell") as pool:
-        references = {
-            world_size: pool.submit(undisturbed, folder / f"reference-{world_size}", world_size)
-            for world_size in WORLD_SIZES
-        }
+    with ThreadPoolExecutor(_AT_ONCE, "cell") as pool, ThreadPoolExecutor(1, "reference") as undisturbed_runs:
+        references: dict[tuple[str, int], Future[Path]] = {}
+        beginning = threading.Lock()
+
+        def reference(way: str, world_size: int) -> Path:
+            with beginning:
+                if (way, world_size) not in references:
+                    there = folder / f"reference-{way}-{world_size}"
+                    references[way, world_size] = undisturbed_runs.submit(undisturbed, there, way, world_size)
+            return references[way, world_size].result()
 
         def run(cell: Cell) -> Outcome:
-            return experiment(cell, folder / cell.id, references[cell.world_size].result())
+            return experiment(cell, folder / cell.id, reference(cell.way, cell.world_size))
 
         try:
             # Beside other workers of the tests, each runs the cells that it is given, and not all of them.
@@ -87,18 +94,22 @@ def test_a_cell(cell: Cell, outcomes: dict[Cell, Future], seen: dict[Cell, Row |
         assert outcome.lost is not None and outcome.lost <= wanted.loses
         assert outcome.resumed is not None and outcome.resumed.code == 0, outcome.resumed
         assert not outcome.differences
+        assert not (cell.leaves_no_checkpoint and cell.step in outcome.saved), "nothing that looks like a checkpoint"
     seen[cell] = Row.of(cell, wanted, outcome)
 
 
 def test_every_pair_is_a_cell_or_has_a_reason() -> None:
     pairs = {(kind, moment) for kind in (*ACTS, *IDENTITIES) for moment in MOMENTS}
-    cells = {(cell.kind, cell.moment) for cell in CELLS}
-    assert cells | NOT_A_CELL.keys() == pairs
+    cells = {(cell.kind, cell.moment) for cell in CELLS if cell.way == DDP}
     assert not cells & NOT_A_CELL.keys()
+    sharded = {(kind, moment) for kind in SHARDED_ACTS for moment in SHARDED_MOMENTS}
+    assert {(cell.kind, cell.moment) for cell in CELLS if cell.way != DDP} == sharded - NOT_A_CELL.keys()
+    assert cells | NOT_A_CELL.keys() == pairs
 
 
 def test_the_selection_has_every_kind_and_every_moment() -> None:
     assert set(CELLS) >= SELECTION
     assert {cell.kind for cell in SELECTION} == {*ACTS, *IDENTITIES}
-    assert {cell.moment for cell in SELECTION} == {*MOMENTS}
+    assert {cell.moment for cell in SELECTION} == {*MOMENTS, *WRITING_MOMENTS}
     assert {cell.world_size for cell in SELECTION} == {*WORLD_SIZES}
+    assert {cell.way for cell in SELECTION} == {*WAYS}

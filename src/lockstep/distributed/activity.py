@@ -63,6 +63,10 @@ class Activity:
         """What this rank is doing takes longer than usual this time."""
         self._now = (*self._now[:6], self.patience)
 
+    def go_back(self, before: Moment) -> None:
+        """From here on this rank is doing again what it did before."""
+        self._now = (self._now[0] + 1, *before[1:5], monotonic(), before.limit)
+
     @contextlib.contextmanager
     def within(self, doing: str, waits: bool = False, limit: float = 0.0) -> Iterator[None]:
         """Something that this rank does, or waits for, in the midst of something else."""
@@ -71,7 +75,7 @@ class Activity:
         try:
             yield
         finally:
-            self._now = (self._now[0] + 1, *before[1:5], monotonic(), before[6])
+            self.go_back(Moment(*before))
 
 
 @dataclass(frozen=True)

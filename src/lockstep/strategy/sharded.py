@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,7 @@ from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
 from lockstep.strategy.slices import slice_of
+from lockstep.strategy.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +142,14 @@ class ShardedStrategy(Strategy):
                     tensor_parallel.apply(model, plan, self._mesh)
                 if plan.layers:
                     unit.register_forward_hook(_without_views)  # before torch's own, which must not be given one
+                where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
+                if where is not None:
+                    where.before_split(unit)
                 self._split(unit)
+                if where is not None:
+                    where.after_split(unit)
                 self._group.activity.progress()
         self._replaced += [(each.before, each.now) for each in owned.values()]
-        self._watch(model, units)
         model.register_forward_hook(_taken_apart)
         _let_methods_compute(model)
         assert isinstance(model, FSDPModule)
@@ -159,16 +164,6 @@ class ShardedStrategy(Strategy):
         if self._settings.offload and self.runtime.device.type != "cpu":
             offload["offload_policy"] = CPUOffloadPolicy()
         fully_shard(unit, mesh=self._over, **offload)
-
-    def _watch(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
-        """Say which block a rank is at: where ranks wait for each other in its parameters or gradients, it is named."""
-        if self.world_size == 1:
-            return
-        for name, unit in units.items():
-            shown = name or "the model"
-            unit.register_forward_pre_hook(_Notice(self._group, f"the parameters of {shown}", waits=True), prepend=True)
-            unit.register_forward_pre_hook(_Notice(self._group, f"the forward pass of {shown}"))
-            unit.register_forward_hook(_NoticeBackward(self._group, f"the gradients of {shown}"))
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
@@ -246,7 +241,8 @@ class ShardedStrategy(Strategy):
         for each in parts:
             finite *= each.isfinite().all().to(finite)
         if self.world_size > 1:
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            with self._group.activity.within("whether all gradients are finite", waits=True):
+                dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite.item())
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> None:
@@ -267,7 +263,8 @@ class ShardedStrategy(Strategy):
             norms = torch.stack([each.double() for each in torch._foreach_norm(tensors)])
             total += (norms.square().sum() / holders).to(total.device)
         if self.world_size > 1:
-            dist.all_reduce(total)
+            with self._group.activity.within("the norm of the gradients", waits=True):
+                dist.all_reduce(total)
         return total.sqrt()
 
     def _multiply(self, parameters: Parameters, factor: Tensor) -> None:
@@ -330,31 +327,6 @@ def _first(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200]
 
 
-class _Notice:
-    """Says where a rank is, at the price of an assignment; a compiler leaves it alone."""
-
-    def __init__(self, group: Group, doing: str, waits: bool = False) -> None:
-        self._activity, self._doing, self._waits = group.activity, doing, waits
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *about: Any) -> None:
-        self._activity.enter(self._doing, waits=self._waits)
-
-
-class _NoticeBackward:
-    def __init__(self, group: Group, doing: str) -> None:
-        self._activity, self._doing = group.activity, doing
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for each in _tensors(output):
-            if each.requires_grad:
-                each.register_hook(self._enter)  # type: ignore[no-untyped-call]
-                return
-
-    def _enter(self, gradient: Tensor) -> None:
-        self._activity.enter(self._doing, waits=True)
-
-
 def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
     """Torch leaves what is outside of all blocks together until a backward pass; where none comes, until now."""
     if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
@@ -381,17 +353,6 @@ class _NoView(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for each in output:
-            yield from _tensors(each)
-    elif isinstance(output, Mapping):
-        for each in output.values():
-            yield from _tensors(each)
 
 
 def _is_inside(owned: placing.Owned, unit: nn.Module) -> bool:
