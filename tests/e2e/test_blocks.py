@@ -65,7 +65,6 @@ def test_compiled_blocks_under_ddp_recomputed(project: Project) -> None:
     assert list(weights(run)) == list(weights(usual))
 
 
-@pytest.mark.xfail(strict=True, reason="strategy: spmd is for XLA alone so far")
 def test_the_large_example_loads(project: Project) -> None:
     finished = project.run("train", ROOT / "examples" / "gpt-1.3b.yaml", "--dry-run", "--set", "processes=2")
     assert finished.code == 0, finished.text

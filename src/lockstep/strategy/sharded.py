@@ -17,8 +17,15 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
@@ -61,7 +68,7 @@ class ShardedStrategy(Strategy):
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         self._models: list[FSDPModule] = []
         self._syncs = True
-        self._seed = 0
+        self._seed, self._precision = 0, "float32"
         self._init_weights: Initialise | None = None
 
     # Where things are
@@ -118,6 +125,9 @@ class ShardedStrategy(Strategy):
     def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
         self._seed, self._init_weights = seed, init_weights  # as each block is placed: whole it may fit nowhere
 
+    def compute_in(self, precision: str) -> None:
+        self._precision = precision
+
     def place(self, model: nn.Module) -> nn.Module:
         _refuse_sparse(model)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
@@ -145,7 +155,7 @@ class ShardedStrategy(Strategy):
                 where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
                 if where is not None:
                     where.before_split(unit)
-                self._split(unit)
+                self._split(unit, is_block=bool(name))
                 if where is not None:
                     where.after_split(unit)
                 self._group.activity.progress()
@@ -159,11 +169,20 @@ class ShardedStrategy(Strategy):
                     len(plan.parameters), len(shapes))  # fmt: skip
         return model
 
-    def _split(self, unit: nn.Module) -> None:
-        offload: dict[str, Any] = {}
+    def _split(self, unit: nn.Module, is_block: bool) -> None:
+        how: dict[str, Any] = {}
         if self._settings.offload and self.runtime.device.type != "cpu":
-            offload["offload_policy"] = CPUOffloadPolicy()
-        fully_shard(unit, mesh=self._over, **offload)
+            how["offload_policy"] = CPUOffloadPolicy()
+        if self._precision == "bf16" and is_block and self._may_be_bf16(unit):
+            # Autocast would make a bf16 copy of every weight of a block and keep it for the backward pass: the whole
+            # model on every rank. Put together in bf16, the block itself is that copy. Gradients are reduced in
+            # float32, and what passes from block to block stays as autocast has it.
+            how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        fully_shard(unit, mesh=self._over, **how)
+
+    def _may_be_bf16(self, unit: nn.Module) -> bool:
+        """Norms compute in float32 under autocast, whatever their weights are; but not on CPUs, nor those of batches."""
+        return self.runtime.device.type != "cpu" and not any(isinstance(each, _NormBase) for each in unit.modules())
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
@@ -252,15 +271,15 @@ class ShardedStrategy(Strategy):
     def gradient_norm(self, parameters: Parameters) -> Tensor:
         """The norm of all gradients together. A part that several ranks have counts once, as a fraction on each."""
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        parts: dict[int, list[Tensor]] = {}
+        parts: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for gradient in gradients_of(parameters):
             found = slice_of(gradient)
             holders = self.world_size if found is None else len(found.holders)
             mine = local_part(gradient)
             if mine.numel():
-                parts.setdefault(holders, []).append(mine)
-        for holders, tensors in parts.items():
-            norms = torch.stack([each.double() for each in torch._foreach_norm(tensors)])
+                parts.setdefault((holders, mine.dtype), []).append(mine)
+        for (holders, _), tensors in parts.items():
+            norms = torch.stack(list(torch._foreach_norm(tensors))).double()
             total += (norms.square().sum() / holders).to(total.device)
         if self.world_size > 1:
             with self._group.activity.within("the norm of the gradients", waits=True):
