@@ -228,7 +228,7 @@ class OwnersWriter:
             if saving.words.concluded():  # it failed elsewhere
                 return digests
             found = hashlib.sha256(file.header if rank == 0 else b"")
-            # For writing alone: a client of NFS that may read sends whole pages, and with them what it thinks is beside.
+            # For writing alone: a client of NFS that may read sends whole pages, with what it thinks is beside.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
                 for item, there in mine:
