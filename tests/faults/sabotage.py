@@ -112,9 +112,7 @@ class Fault:
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-def fail_at(
-    rank: int, step: int, how: str, moment: str, folder: Path, slow: float = 0.0, settle: float = 0.5
-) -> Fault:
+def fail_at(rank: int, step: int, how: str, moment: str, folder: Path, slow: float = 0.0, settle: float = 0.5) -> Fault:
     return Fault(how, moment, rank, step, str(folder), slow, settle)
 
 

@@ -132,9 +132,7 @@ def test_a_worker_is_lost_and_the_others_find_its_part_of_the_model_in_the_check
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("processes", "left", "strategy"), [(2, 1, "ddp"), pytest.param(4, 2, FSDP, id="4-2-fsdp")]
-)
+@pytest.mark.parametrize(("processes", "left", "strategy"), [(2, 1, "ddp"), pytest.param(4, 2, FSDP, id="4-2-fsdp")])
 def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(
     places: Places, on_ray: OnRay, processes: int, left: int, strategy: Any
 ) -> None:
