@@ -357,6 +357,8 @@ def _out_of_step(cell: Cell) -> Expected:
         DECIDING: ("gradient reduction of step 8", "'whether to stop early'"),
     }
     mine, theirs = places[cell.moment]
+    if cell.way != DDP:
+        theirs = f"the parameters of the model of step {cell.step}"
     me, them = f"rank {rank} waits in {mine}", f"{they} {wait} in {theirs}"
     order = f"{me}; {them}" if rank == 0 else f"{them}; {me}"
     says = rf"the ranks wait for different things, since \d+ s: {order}"
