@@ -326,13 +326,25 @@ def _opened(
             present.heartbeat.errand = run.summons.look
         try:
             yield run
-        except (Exception, KeyboardInterrupt):  # the latter in a notebook, which lives on
+        except (Exception, KeyboardInterrupt) as error:  # the latter in a notebook, which lives on
             file_only.error("rank %d failed", rank, exc_info=True)
+            meant = _meant(error, group)
             run.give_up()
-            raise
+            if meant is error:
+                raise
+            raise meant from error
         finally:
             run.end_workers()
             screen.close()
+
+
+def _meant(error: BaseException, group: Group) -> BaseException:
+    """What an error means that came in the midst of the user's code, while the rank waited for others: where a model is
+    spread over ranks, they meet in its forward pass."""
+    at = group.activity.now
+    if not at.waits or not isinstance(error, RuntimeError):
+        return error
+    return group.explain(error, f"{at.doing} of step {at.step}")
 
 
 @contextlib.contextmanager

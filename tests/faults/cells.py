@@ -147,6 +147,11 @@ class Cell:
         return STALL_AFTER if STEPS[self.moment] else 6 * JOIN_TIMEOUT
 
     @property
+    def write_timeout(self) -> int:
+        """As by default, the watch speaks first where a rank that writes its part is stopped."""
+        return 5 * WRITE_TIMEOUT if self.kind == SIGSTOP and self.moment in WRITING_MOMENTS else WRITE_TIMEOUT
+
+    @property
     def slow(self) -> float:
         """Seconds a step takes: the shorter it is, the more steps lie between two pulses by which a stop is heard."""
         slower = self.moment == SAVING or self.moment in WRITING_MOMENTS
@@ -264,7 +269,7 @@ def expected(cell: Cell) -> Expected:
     who = "between all ranks" if world_size == 2 else f"on rank {rank} from the others"
     names = "" if world_size == 2 else f", rank {rank}"
     if cell.way == HSDP:  # two ranks have the same part of it: either may be the one that has changed
-        both = [rank % 2, rank % 2 + 2]
+        both = [rank // 2 * 2, rank // 2 * 2 + 1]
         who, names = f"between ranks {both[0]}, {both[1]}", f", ranks {both[0]} and {both[1]}"
     says = rf"not equal any more at step \d+: '{PERTURBED}' differs {who}"
     return _with(at_once, says=says, names=PERTURBED + names)
@@ -352,6 +357,8 @@ def _out_of_step(cell: Cell) -> Expected:
         DECIDING: ("gradient reduction of step 8", "'whether to stop early'"),
     }
     mine, theirs = places[cell.moment]
+    if cell.way != DDP:
+        theirs = f"the parameters of the model of step {cell.step}"
     me, them = f"rank {rank} waits in {mine}", f"{they} {wait} in {theirs}"
     order = f"{me}; {them}" if rank == 0 else f"{them}; {me}"
     says = rf"the ranks wait for different things, since \d+ s: {order}"

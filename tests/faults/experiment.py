@@ -39,7 +39,11 @@ class Outcome:
 
 
 def settings(
-    world_size: int, stall_after: int = cells.STALL_AFTER, workers: int = 0, way: str = sabotage.DDP
+    world_size: int,
+    stall_after: int = cells.STALL_AFTER,
+    workers: int = 0,
+    way: str = sabotage.DDP,
+    write_timeout: int = cells.WRITE_TIMEOUT,
 ) -> dict[str, Any]:
     """Limits of seconds, so that a cell takes seconds; a row every third step, so that the last is left to the end."""
     return {
@@ -49,7 +53,7 @@ def settings(
         "train": {"epochs": 2, "batch_size": 12},
         "data": {"split": {"train": 0.8, "val": 0.2}, "workers": workers},
         "early_stop": {"patience": 50},
-        "checkpoint": {"every": f"{cells.CHECKPOINT_EVERY} steps", "timeout": f"{cells.WRITE_TIMEOUT} s"},
+        "checkpoint": {"every": f"{cells.CHECKPOINT_EVERY} steps", "timeout": f"{write_timeout} s"},
         "log": {"every": "3 steps"},
         "watch": {
             "stall_after": f"{stall_after} s",
@@ -71,7 +75,7 @@ def experiment(cell: Cell, folder: Path, reference: Path | None) -> Outcome:
         return _by_hand(cell, project)
     fault = sabotage.fail_at(cell.rank, cell.step, cell.kind, cell.moment, folder, cell.slow, cell.settle)
     workers = 2 if cell.kind == sabotage.SIGTERM_GROUP else 0
-    config = project.config(**settings(cell.world_size, cell.stall_after, workers, cell.way))
+    config = project.config(**settings(cell.world_size, cell.stall_after, workers, cell.way, cell.write_timeout))
     finished = project.run("train", config, env=fault.env())
     seconds = (folder / ".stderr").stat().st_mtime - sabotage.happened(fault)
     if reference is None or cell.kind in sabotage.IDENTITIES:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @as_root
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous: bool) -> None:
+@pytest.mark.parametrize(
+    ("asynchronous", "strategy"),
+    [(True, "ddp"), (False, "ddp"), pytest.param(True, {"type": "spmd", "preset": "fsdp"}, id="True-fsdp")],
+)
+def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous: bool, strategy: Any) -> None:
     config = project.config(
+        strategy=strategy,
         task={"type": f"{TASK_FILE}:Tiny", "sleep": 0.02},
         checkpoint={"every": "1 step", "keep": {"last": 100}, "async": asynchronous},
         train={"epochs": 20, "batch_size": 12},

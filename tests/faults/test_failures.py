@@ -60,13 +60,20 @@ def test_diverging_again_is_not_worth_a_restart(project: Project) -> None:
     assert "restarting" not in err
 
 
-def test_a_rank_that_never_arrives_is_named_in_time(project: Project) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [
+        ("ddp", "the gradients of step 3"),
+        pytest.param({"type": "spmd", "preset": "fsdp"}, "the parameters of the model of step 3", id="fsdp"),
+    ],
+)
+def test_a_rank_that_never_arrives_is_named_in_time(project: Project, strategy: Any, what: str) -> None:
     """Rank 1 hangs in its task; rank 0 waits for it, and says so when launch.timeout is over."""
-    code, err, _ = failing(
-        project, "hang", rank=1, step=3, launch={"timeout": "4 s"}, train={"steps": 6, "batch_size": 12}
-    )
+    limits = {"launch": {"timeout": "4 s"}, "train": {"steps": 6, "batch_size": 12}}
+    code, err, _ = failing(project, "hang", rank=1, step=3, strategy=strategy, **limits)
     assert code == 4
-    assert "the gradients of step 3 did not come together within 4 s: a rank did not take part" in err
+    assert f"{what} did not come together within 4 s: a rank did not take part" in err
+    assert "Last heard of: rank 1 in loss of step 3" in err
     assert "Traceback" not in err
 
 

@@ -40,24 +40,37 @@ class _WhenAsked(dict[Cell, Future]):  # type: ignore[type-arg]
         return self._pool.submit(self._run, cell)
 
 
+class _References:
+    """Runs that nothing disturbs, each made by the first who asks for it; others wait for that."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._asking = folder, threading.Lock()
+        self._found: dict[tuple[str, int], Future[Path]] = {}
+
+    def get(self, way: str, world_size: int) -> Path:
+        with self._asking:
+            first = (way, world_size) not in self._found
+            found = self._found.setdefault((way, world_size), Future())
+        if first:
+            try:
+                found.set_result(undisturbed(self._folder / f"reference-{way}-{world_size}", way, world_size))
+            except BaseException as error:
+                found.set_exception(error)
+        return found.result()
+
+
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future]]:  # type: ignore[type-arg]
     """All chosen cells under way, a few at a time, in the order of the tests."""
     chosen = [item.callspec.params["cell"] for item in request.session.items if "outcomes" in item.fixturenames]
     folder = tmp_path_factory.mktemp("matrix")
-    with ThreadPoolExecutor(_AT_ONCE, "cell") as pool, ThreadPoolExecutor(1, "reference") as undisturbed_runs:
-        references: dict[tuple[str, int], Future[Path]] = {}
-        beginning = threading.Lock()
-
-        def reference(way: str, world_size: int) -> Path:
-            with beginning:
-                if (way, world_size) not in references:
-                    there = folder / f"reference-{way}-{world_size}"
-                    references[way, world_size] = undisturbed_runs.submit(undisturbed, there, way, world_size)
-            return references[way, world_size].result()
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cell") as pool:
+        references = _References(folder)
+        for world_size in WORLD_SIZES:
+            pool.submit(references.get, DDP, world_size)
 
         def run(cell: Cell) -> Outcome:
-            return experiment(cell, folder / cell.id, reference(cell.way, cell.world_size))
+            return experiment(cell, folder / cell.id, references.get(cell.way, cell.world_size))
 
         try:
             # Beside other workers of the tests, each runs the cells that it is given, and not all of them.

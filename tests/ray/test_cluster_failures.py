@@ -16,6 +16,7 @@ from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 SLOW = 0.1
+FSDP = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}
 Keep = Callable[[list[tuple[str, ...]]], None]
 
 
@@ -106,12 +107,41 @@ def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_r
 
 
 @pytest.mark.long
-def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(places: Places, on_ray: OnRay) -> None:
-    resources = {"CPU": 0, "place": 2}
-    settings = places.ray(placement="SPREAD", resources=resources, min_workers=1, placement_timeout="5 s")
+def test_a_worker_is_lost_and_the_others_find_its_part_of_the_model_in_the_checkpoint(
+    places: Places, on_ray: OnRay, keep: Keep
+) -> None:
+    config = on_ray.config(name="local", launch={"type": "local"}, strategy=FSDP)
+    local = on_ray.project.run("train", config, "--out", "local")
+    assert local.code == 0, local.text
+    settings = places.ray(placement="SPREAD")
+    config = on_ray.config(task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, strategy=FSDP)
+    started = on_ray.start(config)
+    run = on_ray.run_folder()
+    wait_until(lambda: _steps(run) >= 6, 90, "the first checkpoint")
+    worker = Recovery(on_ray, run, "SIGKILL to a worker, by fsdp")
+    on_ray.order("kill", 1)
+    worker.fault()
+    worker.wait()
+    finished = started.wait(LIMIT)
+    assert finished.code == 0, finished.text
+    assert "restarting from the newest checkpoint (restart 1 of 1)" in finished.err
+    assert summary(run)["world_size"] == 2
+    assert_same_weights(run, on_ray.project.only_run("local"))
+    assert losses(run) == losses(on_ray.project.only_run("local"))
+    keep([worker.row("bit-identical")])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "left", "strategy"), [(2, 1, "ddp"), pytest.param(4, 2, FSDP, id="4-2-fsdp")])
+def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(
+    places: Places, on_ray: OnRay, processes: int, left: int, strategy: Any
+) -> None:
+    resources = {"CPU": 0, "place": 4 // processes}
+    settings = places.ray(placement="SPREAD", resources=resources, min_workers=left, placement_timeout="5 s")
     config = on_ray.config(
-        task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, train={"epochs": 2, "batch_size": 12}
-    )
+        task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, train={"epochs": 2, "batch_size": 12},
+        processes=processes, strategy=strategy,
+    )  # fmt: skip
     started = on_ray.start(config)
     run = on_ray.run_folder()
     wait_until(lambda: _steps(run) >= 9, 90, "the first checkpoint of the second epoch's steps")
@@ -120,22 +150,23 @@ def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(pla
     finished = started.wait(LIMIT)
     places.complete()
     assert finished.code == 0, finished.text
-    assert "there is room for 1 of 2 workers: going on with 1" in finished.err, finished.text
-    assert summary(run)["world_size"] == 1
+    assert f"there is room for {left} of {processes} workers: going on with {left}" in finished.err, finished.text
+    assert summary(run)["world_size"] == left
     (restored,) = [line for line in finished.out.splitlines() if "restored step-" in line]
     step = int(restored.split("step-")[1].split()[0])
-    per_epoch, everything = 7, set(_training_examples(on_ray))
+    per_epoch, everything = 7, set(_training_examples(on_ray, processes))
     seen: list[int] = []
     for pid in before.values():  # what came before the checkpoint, of the epoch that it was made in
         steps = [examples for each, _, examples in on_ray.seen() if each == pid]
         seen += [example for examples in steps[step // per_epoch * per_epoch : step] for example in examples]
-    later = [examples for each, _, examples in on_ray.seen() if each not in before.values()]
-    seen += [example for examples in later[: per_epoch - step % per_epoch] for example in examples]
+    for pid in {each for each, _, _ in on_ray.seen()} - set(before.values()):
+        later = [examples for each, _, examples in on_ray.seen() if each == pid]
+        seen += [example for examples in later[: per_epoch - step % per_epoch] for example in examples]
     assert len(seen) == len(everything) and set(seen) == everything
 
 
-def _training_examples(on_ray: OnRay) -> list[int]:
+def _training_examples(on_ray: OnRay, processes: int) -> list[int]:
     """Those of the first epoch, which nothing disturbed."""
-    first_two = list(dict.fromkeys(pid for pid, _, _ in on_ray.seen()))[:2]
-    steps = {pid: [examples for each, _, examples in on_ray.seen() if each == pid][:7] for pid in first_two}
+    first = list(dict.fromkeys(pid for pid, _, _ in on_ray.seen()))[:processes]
+    steps = {pid: [examples for each, _, examples in on_ray.seen() if each == pid][:7] for pid in first}
     return [example for each in steps.values() for examples in each for example in examples]

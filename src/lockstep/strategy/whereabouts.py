@@ -7,6 +7,7 @@ bring its gradients together. All of that is torch's own, in hooks; ours are put
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -57,8 +58,11 @@ class Whereabouts:
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _leave(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+        before = self._before.pop()
+        if output is None and sys.exc_info()[0] is not None:
+            return  # it failed, and where it did says why
         _when_differentiated(output, self._goes_back)
-        self._activity.go_back(self._before.pop())
+        self._activity.go_back(before)
 
     def _comes_back(self) -> None:
         if self._is_model:  # its inputs have no gradient: what is left to be brought together is when all else is done
