@@ -181,7 +181,7 @@ class ShardedStrategy(Strategy):
         fully_shard(unit, mesh=self._over, **how)
 
     def _may_be_bf16(self, unit: nn.Module) -> bool:
-        """Norms compute in float32 under autocast, whatever their weights are; but not on CPUs, nor those of batches."""
+        """Norms compute in float32 under autocast, whatever their weights are; not on CPUs, nor those of batches."""
         return self.runtime.device.type != "cpu" and not any(isinstance(each, _NormBase) for each in unit.modules())
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
