@@ -88,9 +88,6 @@ class Strategy(abc.ABC):
         """Give values to a model that was made without memory, before it is placed."""
         self._replaced += initialise(model, seed, init_weights)
 
-    def compute_in(self, precision: str) -> None:  # noqa: B027
-        """The precision of the forward pass of the model that is placed next."""
-
     @abc.abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
         """The module to train with; its parameters are on the device and equal on all ranks."""

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
@@ -68,7 +66,8 @@ class ShardedStrategy(Strategy):
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         self._models: list[FSDPModule] = []
         self._syncs = True
-        self._seed, self._precision = 0, "float32"
+        self._seed = 0
+        self._holders: dict[int, int] = {}  # by the identity of a parameter
         self._init_weights: Initialise | None = None
 
     # Where things are
@@ -125,9 +124,6 @@ class ShardedStrategy(Strategy):
     def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
         self._seed, self._init_weights = seed, init_weights  # as each block is placed: whole it may fit nowhere
 
-    def compute_in(self, precision: str) -> None:
-        self._precision = precision
-
     def place(self, model: nn.Module) -> nn.Module:
         _refuse_sparse(model)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
@@ -150,12 +146,11 @@ class ShardedStrategy(Strategy):
                 if not name:
                     filling.fill_buffers()
                     tensor_parallel.apply(model, plan, self._mesh)
-                if plan.layers:
-                    unit.register_forward_hook(_without_views)  # before torch's own, which must not be given one
+                unit.register_forward_hook(_without_views)  # before torch's own, which must not be given one
                 where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
                 if where is not None:
                     where.before_split(unit)
-                self._split(unit, is_block=bool(name))
+                self._split(unit)
                 if where is not None:
                     where.after_split(unit)
                 self._group.activity.progress()
@@ -169,20 +164,11 @@ class ShardedStrategy(Strategy):
                     len(plan.parameters), len(shapes))  # fmt: skip
         return model
 
-    def _split(self, unit: nn.Module, is_block: bool) -> None:
+    def _split(self, unit: nn.Module) -> None:
         how: dict[str, Any] = {}
         if self._settings.offload and self.runtime.device.type != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
-        if self._precision == "bf16" and is_block and self._may_be_bf16(unit):
-            # Autocast would make a bf16 copy of every weight of a block and keep it for the backward pass: the whole
-            # model on every rank. Put together in bf16, the block itself is that copy. Gradients are reduced in
-            # float32, and what passes from block to block stays as autocast has it.
-            how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         fully_shard(unit, mesh=self._over, **how)
-
-    def _may_be_bf16(self, unit: nn.Module) -> bool:
-        """Norms compute in float32 under autocast, whatever their weights are; not on CPUs, nor those of batches."""
-        return self.runtime.device.type != "cpu" and not any(isinstance(each, _NormBase) for each in unit.modules())
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
@@ -272,12 +258,9 @@ class ShardedStrategy(Strategy):
         """The norm of all gradients together. A part that several ranks have counts once, as a fraction on each."""
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         parts: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        for gradient in gradients_of(parameters):
-            found = slice_of(gradient)
-            holders = self.world_size if found is None else len(found.holders)
-            mine = local_part(gradient)
-            if mine.numel():
-                parts.setdefault((holders, mine.dtype), []).append(mine)
+        for parameter in parameters:
+            if parameter.grad is not None and (mine := local_part(parameter.grad)).numel():
+                parts.setdefault((self._copies(parameter), mine.dtype), []).append(mine)
         for (holders, _), tensors in parts.items():
             norms = torch.stack(list(torch._foreach_norm(tensors))).double()
             total += (norms.square().sum() / holders).to(total.device)
@@ -285,6 +268,14 @@ class ShardedStrategy(Strategy):
             with self._group.activity.within("the norm of the gradients", waits=True):
                 dist.all_reduce(total)
         return total.sqrt()
+
+    def _copies(self, parameter: nn.Parameter) -> int:
+        """How many ranks have what this one has of a parameter; asked in every step, so it is worked out once."""
+        known = self._holders.get(id(parameter))
+        if known is None:
+            found = slice_of(parameter)
+            known = self._holders[id(parameter)] = self.world_size if found is None else len(found.holders)
+        return known
 
     def _multiply(self, parameters: Parameters, factor: Tensor) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -328,11 +319,8 @@ _FITTING = "AdamW, Adam, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, in its own memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    """What this rank has of a tensor, in its own memory; without the graph that to_local() would make for it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _does_not_fit(optimizer: Optimizer, why: str) -> ConfigError:
@@ -353,7 +341,7 @@ def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """What a split layer gives is a view of a DTensor, and torch loses its hook where a view is changed in place."""
+    """Torch loses its hook where a view is changed in place; and what a split layer gives is a view of a DTensor."""
     return map_tensors(lambda each: _own(each) if each._is_view() else each, output)
 
 

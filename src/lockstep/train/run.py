@@ -276,7 +276,6 @@ class Run:
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
         self._strategy.fill(model, self.settings.seed, init_weights)
-        self._strategy.compute_in(precision)
         placed = self._strategy.place(model)
         if optimizer is not None:
             self._strategy.place_optimizer(optimizer)
