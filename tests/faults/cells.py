@@ -61,6 +61,8 @@ MARGIN = 8.0
 VERDICT = 5.0
 # How much longer than rank 0 the others wait for its word that a checkpoint is whole.
 LONGER = 10.0
+# What a rank gets to end by itself once others have failed; one that runs in circles does not.
+GIVE_UP = 5.0
 
 # Seven steps make an epoch, and there are two: the tenth is in the midst of the second.
 STEPS = {
@@ -223,15 +225,12 @@ SELECTION = {
     Cell(WORLD_SIZE, ROLL_CALL, 2),
     Cell(CONFIG, ROLL_CALL, 2),
     Cell(SOURCE, ROLL_CALL, 2),
-    Cell(FULL_DISK, SAVING, 2),
-    Cell(SIGKILL, MID_EPOCH, 2, FSDP),
     Cell(SIGKILL, WRITING_ELSEWHERE, 2, FSDP),
     Cell(SIGKILL, RENAMING, 2, FSDP),
     Cell(SIGSTOP, VALIDATION, 2, FSDP),
     Cell(NAN, FIRST_STEP, 2, FSDP),
     Cell(FULL_DISK, WRITING, 2, FSDP),
     Cell(PERTURB, MID_EPOCH, 4, HSDP),
-    Cell(SIGTERM, LAST, 2, FSDP),
 }
 
 
@@ -303,7 +302,7 @@ def _stuck(cell: Cell) -> Expected:
         return Expected(5, says, "the checkpoints' folder", WRITE_TIMEOUT + MARGIN, _most_lost(cell))
     if cell.kind == LOOP and cell.moment in (WRITING, RENAMING):
         says = r"a checkpoint was not written: rank 0 has not said whether the checkpoint is whole within 4 s"
-        return Expected(5, says, "rank 0", WRITE_TIMEOUT + LONGER + MARGIN, _most_lost(cell))
+        return Expected(5, says, "rank 0", WRITE_TIMEOUT + LONGER + GIVE_UP + MARGIN, _most_lost(cell))
     if cell.kind == LOOP and cell.moment == WRITING_ELSEWHERE:
         says = rf"step-00000008: the checkpoint was not written: rank {rank} did not write the parts within 4 s"
         return Expected(5, says, f"rank {rank}, the checkpoint", WRITE_TIMEOUT + MARGIN, _most_lost(cell))
@@ -361,6 +360,12 @@ def _out_of_step(cell: Cell) -> Expected:
         theirs = f"the parameters of the model of step {cell.step}"
     me, them = f"rank {rank} waits in {mine}", f"{they} {wait} in {theirs}"
     order = f"{me}; {them}" if rank == 0 else f"{them}; {me}"
+    if cell.way == HSDP:  # the other half of the mesh comes further, to where the halves bring gradients together
+        half = {rank % 2: f"rank {(rank + 2) % 4} waits in {theirs}"}
+        half[1 - rank % 2] = (
+            f"ranks {1 - rank % 2}, {3 - rank % 2} wait in the gradients of the model of step {cell.step}"
+        )
+        order = f"{half[0]}; {half[1]}; {me}"
     says = rf"the ranks wait for different things, since \d+ s: {order}"
     return Expected(4, says, f"rank {rank}, both places", FIRST_TIME + MARGIN)
 

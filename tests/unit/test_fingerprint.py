@@ -58,15 +58,16 @@ def test_only_what_the_same_ranks_have_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "who"),
+    ("found", "world_size", "who"),
     [
-        ({0: 5, 1: 5, 2: 7, 3: 5}, "differs on rank 2 from the others"),
-        ({0: 5, 1: 7}, "between all ranks"),
-        ({0: 1, 1: 2, 2: 3}, "between all ranks"),
-        ({1: 5, 3: 7}, "between ranks 1, 3"),
+        ({0: 5, 1: 5, 2: 7, 3: 5}, 4, "differs on rank 2 from the others"),
+        ({0: 5, 1: 7}, 2, "between all ranks"),
+        ({0: 1, 1: 2, 2: 3}, 3, "between all ranks"),
+        ({1: 5, 3: 7}, 4, "between ranks 1, 3"),
+        ({0: 5, 1: 7}, 4, "between ranks 0, 1"),
     ],
 )
-def test_the_odd_one_out_is_named_where_there_is_a_majority(found: dict[int, int], who: str) -> None:
-    text = difference(12, "layers.0.weight", found)
+def test_the_odd_one_out_is_named_where_there_is_a_majority(found: dict[int, int], world_size: int, who: str) -> None:
+    text = difference(12, "layers.0.weight", found, world_size)
     assert who in text
     assert "at step 12" in text and "'layers.0.weight'" in text

@@ -71,19 +71,19 @@ def compare(
             alike.setdefault(keys[index] if keys else "", {})[rank] = each[index]
         for ranks in alike.values():
             if len(set(ranks.values())) > 1:
-                raise ReplicasDiffer(difference(step, name, ranks))
+                raise ReplicasDiffer(difference(step, name, ranks, group.world_size))
 
 
 def _key(holders: Holders) -> str:
     return ",".join(map(str, holders))
 
 
-def difference(step: int, name: str, found: Mapping[int, int]) -> str:
+def difference(step: int, name: str, found: Mapping[int, int], world_size: int) -> str:
     """What to tell where ranks disagree about a parameter: the odd ones out, where there is a majority."""
     counted = Counter(found.values()).most_common()
     usual, votes = counted[0]
     odd = [rank for rank, each in found.items() if each != usual]
-    everyone = "all ranks" if len(found) == max(found) + 1 else ranks_text(list(found))
+    everyone = "all ranks" if len(found) == world_size else ranks_text(list(found))
     who = f"on {ranks_text(odd)} from the others" if votes > len(found) / 2 else f"between {everyone}"
     return (
         f"the replicas of the model are not equal any more at step {step}: {name!r} differs {who}, and it is the first "
