@@ -1,0 +1,40 @@
+"""A model of Hugging Face's, without a change to its code: sharded, and split by rules."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import llama_bodies
+import pytest
+
+import lockstep
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+COLUMNS = {"spec": ["model", None], "activations": "split"}
+ROWS = {"spec": [None, "model"], "activations": "split"}
+RULES = {
+    **{f"*.{name}_proj.weight": COLUMNS for name in ("q", "k", "v", "gate", "up")},
+    **{f"*.{name}_proj.weight": ROWS for name in ("o", "down")},
+    "*embed_tokens.weight": ["model", None],
+    "lm_head.weight": ["model", None],
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp-2": (2, {"preset": "fsdp"}),
+    "tensor-2": (2, {"preset": "tensor", "mesh": {"model": 2}, "shard": RULES}),
+    "fsdp-tensor-2x2": (4, {"preset": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": RULES}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_llama_is_trained_as_on_one_process(mesh: str, tmp_path: Path) -> None:
+    launch = partial(lockstep.launch, runtime="cpu", out=tmp_path)
+    (alone,) = launch(llama_bodies.trained, processes=1)
+    processes, strategy = MESHES[mesh]
+    body = partial(llama_bodies.trained, recompute="blocks" if "fsdp" in mesh else None)
+    first, *_ = launch(body, processes=processes, strategy={"type": "spmd", **strategy})
+    assert first.keys() == alone.keys()
+    for name, weights in first.items():
+        assert weights == pytest.approx(alone[name], rel=1e-4, abs=2e-6), name
