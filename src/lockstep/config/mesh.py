@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from lockstep.config.schema import Strategy
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Strategy
 
 MAIN = "strategy.mesh"
 DATA_AXIS, REPLICA_AXIS = "data", "replica"
