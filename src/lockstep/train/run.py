@@ -301,7 +301,8 @@ class Run:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile:
             be_patient_while_compiling(self._activity)
-            if compile == BLOCKS:
+            # Where blocks are put together and taken apart, a program cannot go on from one to the next.
+            if compile == BLOCKS or self._strategy.keeps_slices:
                 compile_blocks(model, pattern)
             else:
                 compile_whole(model, recomputed=recompute is not None)
