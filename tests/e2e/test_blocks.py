@@ -66,6 +66,7 @@ def test_compiled_blocks_under_ddp_recomputed(project: Project) -> None:
 
 
 def test_the_large_example_loads(project: Project) -> None:
-    finished = project.run("train", ROOT / "examples" / "gpt-1.3b.yaml", "--dry-run", "--set", "processes=2", "--set", "runtime=cpu")
+    here = ["--set", "processes=2", "--set", "runtime=cpu"]
+    finished = project.run("train", ROOT / "examples" / "gpt-1.3b.yaml", "--dry-run", *here)
     assert finished.code == 0, finished.text
     assert "recompute: blocks" in finished.out and "compile: blocks" in finished.out
