@@ -32,6 +32,7 @@ def test_recomputing_changes_no_bit_of_a_run(project: Project, processes: int) -
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.long
 def test_a_resume_may_take_it_up(project: Project) -> None:
     settings: dict[str, Any] = {
         "task": STACKED,
@@ -54,6 +55,7 @@ def test_a_pattern_that_names_nothing_ends_the_run_before_the_first_step(project
 
 
 @needs_compiler
+@pytest.mark.long
 def test_compiled_blocks_under_ddp_recomputed(project: Project) -> None:
     # Blocks that are larger than a bucket of gradients: torch's own way of compiling under DDP would cut them.
     task = {"type": f"{TASK_FILE}:Stacked", "layers": 4, "width": 600}

@@ -69,8 +69,10 @@ def seen(folder: Path) -> list[list[list[int]]]:
     ("processes", "strategy"),
     [
         pytest.param(2, "{type: spmd, preset: fsdp}", id="fsdp on 2"),
-        pytest.param(4, "{type: spmd, preset: hsdp, mesh: {replica: 2, data: 2}}", id="hsdp 2x2"),
-        pytest.param(2, "ddp", id="ddp on 2"),
+        pytest.param(
+            4, "{type: spmd, preset: hsdp, mesh: {replica: 2, data: 2}}", id="hsdp 2x2", marks=pytest.mark.long
+        ),
+        pytest.param(2, "ddp", id="ddp on 2", marks=pytest.mark.long),
     ],
 )
 def test_a_killed_run_goes_on_and_sees_what_was_left_once(

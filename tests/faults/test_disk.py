@@ -15,6 +15,8 @@ from conftest import TASK_FILE, Project, steps_saved
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 
+FSDP = {"type": "spmd", "preset": "fsdp"}
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
@@ -35,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @as_root
 @pytest.mark.parametrize(
     ("asynchronous", "strategy"),
-    [(True, "ddp"), (False, "ddp"), pytest.param(True, {"type": "spmd", "preset": "fsdp"}, id="True-fsdp")],
+    [(True, "ddp"), (False, "ddp"), pytest.param(True, FSDP, id="True-fsdp", marks=pytest.mark.long)],
 )
 def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous: bool, strategy: Any) -> None:
     config = project.config(

@@ -15,7 +15,7 @@ TASK = Path(__file__).parent / "block_task.py"
     ("where", "stuck", "waiting"),
     [
         ("forward", "the forward pass of layers.b", "the parameters of layers.c"),
-        ("backward", "the backward pass of layers.b", "the gradients of layers.b"),
+        pytest.param("backward", "the backward pass of layers.b", "the gradients of layers.b", marks=pytest.mark.long),
         pytest.param("loss", "loss", "the parameters of the model", marks=pytest.mark.long),
         pytest.param("validation", "validation", "the parameters of the model", marks=pytest.mark.long),
     ],

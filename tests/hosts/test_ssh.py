@@ -389,6 +389,7 @@ def test_a_shell_that_talks_at_its_start_is_not_taken_for_an_answer(laptop: Lapt
     assert not differences(here, one_machine)
 
 
+@pytest.mark.long
 def test_hosts_that_do_not_see_a_folder_that_was_named_as_shared_are_named(laptop: Laptop) -> None:
     """The same path is there on all hosts, and another disk behind it: the run is the first host's alone."""
     out = laptop.network.disk / "not-shared"

@@ -11,6 +11,7 @@ from laptop import Laptop
 pytestmark = pytest.mark.xdist_group("hosts")
 
 
+@pytest.mark.long
 def test_a_run_over_hosts_agrees_with_one_process(laptop: Laptop) -> None:
     config = laptop.config("compared", task={"type": "tasks.py:Tiny"})
     finished = laptop.run("verify", config, "--steps", "3", "--require", "cpu-hosts", "--only", "cpu-hosts", "--json")

@@ -85,7 +85,14 @@ def broken_stack() -> nn.Module:
 
 
 @pytest.mark.parametrize("recompute", [None, "blocks"])
-@pytest.mark.parametrize(("stack", "kinds"), [(plain_stack, 1), (alternating_stack, 2), (broken_stack, 2)])
+@pytest.mark.parametrize(
+    ("stack", "kinds"),
+    [
+        (plain_stack, 1),
+        pytest.param(alternating_stack, 2, marks=pytest.mark.long),
+        pytest.param(broken_stack, 2, marks=pytest.mark.long),
+    ],
+)
 def test_blocks_that_are_alike_are_compiled_once(
     new_run: Runs, compiled: Compiled, stack: Callable[..., nn.Module], kinds: int, recompute: str | None
 ) -> None:
@@ -99,6 +106,7 @@ def test_blocks_that_are_alike_are_compiled_once(
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_more_kinds_of_blocks_than_torch_compiles_of_one_function(new_run: Runs, compiled: Compiled) -> None:
     class Numbered(Block):
         def __init__(self, number: int) -> None:
@@ -114,6 +122,7 @@ def test_more_kinds_of_blocks_than_torch_compiles_of_one_function(new_run: Runs,
     assert compiled() == layers
 
 
+@pytest.mark.long
 def test_statistics_move_once_where_blocks_are_compiled_and_recomputed(new_run: Runs, compiled: Compiled) -> None:
     usual, model = fresh(dropout=0.0), fresh(dropout=0.0)
     losses = train(new_run(), usual)
@@ -146,6 +155,7 @@ def test_dropout_that_is_compiled_and_recomputed_drops_the_same(new_run: Runs, c
     assert compiled() > 0
 
 
+@pytest.mark.long
 def test_a_deep_copy_of_compiled_blocks_computes_with_its_own_weights(new_run: Runs, compiled: Compiled) -> None:
     run, model = new_run(), fresh(plain_stack)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), compile="blocks")
@@ -168,7 +178,7 @@ def mesh_of_one() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("batch_norm", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_torchs_own_sharding_goes_around_them(mesh_of_one: DeviceMesh, compiled: Compiled, batch_norm: bool) -> None:
     """Its hooks gather a block's weights before the forward pass, and again before what is recomputed."""
 
@@ -203,6 +213,7 @@ def test_a_model_without_blocks_is_compiled_as_a_whole(new_run: Runs, compiled: 
     assert compiled() == 1
 
 
+@pytest.mark.long
 def test_the_whole_model_is_compiled_with_blocks_that_are_recomputed(new_run: Runs, compiled: Compiled) -> None:
     def make(**rest: Any) -> nn.Module:
         return Stack(dropout=0.0, batch_norm=False, spectral=False, **rest)
