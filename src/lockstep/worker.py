@@ -182,6 +182,9 @@ def joined(
         except Preempted:
             present.leave()
             raise
+        except BaseException:
+            present.group.leave_alone()
+            raise
         present.leave()
 
 

@@ -197,6 +197,11 @@ class Group:
             settle()
             dist.destroy_process_group()
 
+    def leave_alone(self) -> None:
+        """The same for a world of one that failed: its process may live on, in a notebook, and nobody waits for it."""
+        if self._joined_alone:
+            self.leave()
+
     def _from_rank_0(self, name: str, message: bytes) -> bytes:
         if self.world_size == 1:
             return message
