@@ -11,15 +11,19 @@ from torch.utils.data import TensorDataset
 import lockstep
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def config() -> Any:
+    from transformers import LlamaConfig
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
-        )
+    return LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
+
+
+def llama() -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(config())
 
 
 def trained(run: lockstep.Run, recompute: str | None = None) -> dict[str, list[float]]:
@@ -30,4 +34,5 @@ def trained(run: lockstep.Run, recompute: str | None = None) -> dict[str, list[f
     for (tokens,) in run.batches(data, 8):
         run.backward(model(input_ids=tokens, labels=tokens).loss)
         run.step()
+    run.checkpoint()
     return {name: whole(each) for name, each in run.module.named_parameters()}

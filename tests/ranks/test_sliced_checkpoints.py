@@ -320,13 +320,3 @@ def test_going_back_and_deleting_old_ones(saved: dict[str, Path], tmp_path: Path
     once = tmp_path / "few"
     run_on(bodies.saves, "fsdp 2", once, steps=3, keep={"last": 1, "best": 0})
     assert CheckpointStorage(once / "run" / "checkpoints").steps() == [3]
-
-
-def test_transformers_opens_it(saved: dict[str, Path]) -> None:
-    """Where it is installed: by its own reader of indexed files."""
-    modeling = pytest.importorskip("transformers.modeling_utils")
-    folder = checkpoint(saved["fsdp 3"])
-    model = torch.nn.Module()
-    model.odd = torch.nn.Linear(65, 33)
-    modeling.load_sharded_checkpoint(model, str(folder), strict=False)
-    assert torch.equal(model.odd.weight, bodies.value("odd.weight", (33, 65), torch.float32))
