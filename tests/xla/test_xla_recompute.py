@@ -33,6 +33,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_is_the_same_with_it_and_without(project: Project, way: str, precision: str) -> None:
@@ -49,6 +50,7 @@ def test_a_run_is_the_same_with_it_and_without(project: Project, way: str, preci
         torch.testing.assert_close(after[name], value, rtol=10 * tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 def test_the_program_computes_it_twice() -> None:
     """Without a barrier XLA would see that the same is computed twice, and keep it instead."""
     body, tests = Path(__file__).with_name("xla_bodies.py"), str(Path(__file__).parents[1])
