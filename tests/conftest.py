@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -235,3 +236,20 @@ def nothing_left_behind() -> Iterator[None]:
     assert not changed, f"environment variables changed: {sorted(changed)}"
     new = [each for each in threading.enumerate() if each not in threads and not each.daemon and each.is_alive()]
     assert not new, f"threads left behind: {new}"
+
+
+@contextlib.contextmanager
+def small_file_system(folder: Path, size: str) -> Iterator[Path]:
+    """A folder with a file system of its own of so many bytes; skips where it may not be mounted."""
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

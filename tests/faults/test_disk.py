@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import TASK_FILE, Project, steps_saved
+from conftest import TASK_FILE, Project, small_file_system, steps_saved
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 
@@ -20,18 +19,8 @@ FSDP = {"type": "spmd", "preset": "fsdp"}
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
-    try:
+    with small_file_system(tmp_path / "disk", "256k") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @as_root

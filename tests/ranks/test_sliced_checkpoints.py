@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import lockstep
+from conftest import small_file_system
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
@@ -205,19 +204,8 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_p
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"this container may not mount: {mounted.stderr.strip()}")
-    try:
+    with small_file_system(tmp_path / "disk", "512k") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize(("rank", "blind"), [(1, False), *of_many((0, False), (0, True))])

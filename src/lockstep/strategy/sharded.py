@@ -7,8 +7,6 @@ of the batch each; ranks along the other axes work on one share together.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -32,7 +29,6 @@ from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.moving import map_tensors
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy import placing, tensor_parallel
 from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, require_memory
@@ -40,7 +36,9 @@ from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
+from lockstep.strategy.methods import let_methods_compute
 from lockstep.strategy.slices import slice_of
+from lockstep.strategy.views import without_views
 from lockstep.strategy.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
@@ -146,7 +144,7 @@ class ShardedStrategy(Strategy):
                 if not name:
                     filling.fill_buffers()
                     tensor_parallel.apply(model, plan, self._mesh)
-                unit.register_forward_hook(_without_views)  # before torch's own, which must not be given one
+                unit.register_forward_hook(without_views)  # before torch's own, which must not be given one
                 where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
                 if where is not None:
                     where.before_split(unit)
@@ -156,7 +154,7 @@ class ShardedStrategy(Strategy):
                 self._group.activity.progress()
         self._replaced += [(each.before, each.now) for each in owned.values()]
         model.register_forward_hook(_taken_apart)
-        _let_methods_compute(model)
+        let_methods_compute(model)
         assert isinstance(model, FSDPModule)
         self._models.append(model)
         text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
@@ -340,28 +338,6 @@ def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
         module.reshard()
 
 
-def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Torch loses its hook where a view is changed in place; and what a split layer gives is a view of a DTensor."""
-    return map_tensors(lambda each: _own(each) if each._is_view() else each, output)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    own: Tensor = _NoView.apply(tensor)  # type: ignore[no-untyped-call]
-    return own
-
-
-class _NoView(torch.autograd.Function):
-    """The same memory as a tensor of its own: a copy of the logits may be what a device has no room for."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload, no-any-return]
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
 def _is_inside(owned: placing.Owned, unit: nn.Module) -> bool:
     inside = {id(each) for each in unit.modules()}
     return all(id(module) in inside for module, _ in owned.places)
@@ -374,39 +350,3 @@ def _refuse_sparse(model: nn.Module) -> None:
                 f"{name}.weight: sparse gradients cannot be split over a mesh: make the {type(module).__name__} with "
                 "sparse=False, or use strategy: ddp"
             )
-
-
-def _let_methods_compute(model: nn.Module) -> None:
-    """Methods of the model beside forward put its parameters together, too; called from within forward they do not have
-    to, and must not take them apart."""
-    depth = [0]
-
-    def begin(*about: Any) -> None:
-        depth[0] += 1
-
-    def end(*about: Any) -> None:
-        depth[0] -= 1
-
-    model.register_forward_pre_hook(begin, prepend=True)
-    model.register_forward_hook(end, always_call=True)
-    for name, _ in inspect.getmembers(type(model), inspect.isfunction):
-        if name.startswith("_") or hasattr(nn.Module, name) or hasattr(FSDPModule, name):
-            continue
-        plain = getattr(model, name)
-        register_fsdp_forward_method(model, name)
-        setattr(model, name, _Method(plain, getattr(model, name), depth))
-
-
-class _Method:
-    def __init__(self, plain: Callable[..., Any], together: Callable[..., Any], depth: list[int]) -> None:
-        self._plain, self._together, self._depth = plain, together, depth
-        functools.update_wrapper(self, plain)
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if self._depth[0]:
-            return self._plain(*inputs, **named)
-        self._depth[0] += 1
-        try:
-            return self._together(*inputs, **named)
-        finally:
-            self._depth[0] -= 1
