@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.distributed.activity import Activity
 from lockstep.errors import CheckpointError
 
@@ -66,3 +69,27 @@ class Background:
 
     def within_limit(self) -> contextlib.AbstractContextManager[None]:
         return self._activity.within("writing a checkpoint", limit=self._limit + _TELL_SECONDS)
+
+
+class WritesInBackground:
+    """What every writer of checkpoints lets a run do with the write under way."""
+
+    store: CheckpointStorage
+    _background: Background
+    _before_the_first: Callable[[], Any] | None
+
+    def go_on_from(self, step: int | None) -> None:
+        """The run was restored from this step, or begins anew: its first save sets aside what is newer than that."""
+        self._before_the_first = functools.partial(self.store.set_aside_after, step)
+
+    def check(self) -> None:
+        """Raise what a background write raised, as soon as it is known."""
+        self._background.check()
+
+    def finish(self) -> None:
+        """Wait for the write under way; raises what it raised."""
+        self._background.finish()
+
+    def give_up(self) -> None:
+        """Let a write under way come to its end, in a run that failed: within seconds, and whatever becomes of it."""
+        self._background.give_up()

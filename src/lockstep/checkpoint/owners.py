@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import codec, manifest, parts, ranges, tensor_file
 from lockstep.checkpoint import layout as layouts
-from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.background import Background, WritesInBackground
 from lockstep.checkpoint.layout import Block, File, Item, Layout
 from lockstep.checkpoint.manifest import INDEX_FILE, PARTS_FILE, TREE_FILE
 from lockstep.checkpoint.snapshot import NewFile, now, versions
@@ -70,7 +69,7 @@ class _Save:
     words: Words
 
 
-class OwnersWriter:
+class OwnersWriter(WritesInBackground):
     """One rank's part in writing the checkpoints of a run, at most one at a time."""
 
     def __init__(self, store: CheckpointStorage, settings: Checkpoint, group: Group) -> None:
@@ -82,10 +81,6 @@ class OwnersWriter:
         self._saves = 0
         self._agreed: tuple[list[str], Layout, dict[str, str]] | None = None
         self._sees: list[bool] = []
-
-    def go_on_from(self, step: int | None) -> None:
-        """The run was restored from this step, or begins anew: its first save sets aside what is newer than that."""
-        self._before_the_first = functools.partial(self.store.set_aside_after, step)
 
     def save(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> None:
         """Copy what this rank writes; write it here, or in the background where saving is asynchronous. All ranks."""
@@ -99,18 +94,6 @@ class OwnersWriter:
                 self._background.start(lambda: self._write(saving))
             else:
                 self._write(saving)
-
-    def check(self) -> None:
-        """Raise what a background write raised, as soon as it is known."""
-        self._background.check()
-
-    def finish(self) -> None:
-        """Wait for the write under way; raises what it raised, on all ranks the same."""
-        self._background.finish()
-
-    def give_up(self) -> None:
-        """Let a write under way come to its end, in a run that failed: within seconds, and whatever becomes of it."""
-        self._background.give_up()
 
     # In the training thread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import codec, tensor_file
-from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.background import Background, WritesInBackground
 from lockstep.checkpoint.retention import to_delete
 from lockstep.checkpoint.snapshot import Snapshot, now, versions, write
 from lockstep.checkpoint.storage import CheckpointStorage
@@ -22,7 +21,7 @@ from lockstep.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-class CheckpointWriter:
+class CheckpointWriter(WritesInBackground):
     """Writes checkpoints of one run, at most one at a time: by rank 0, which has whole tensors."""
 
     def __init__(
@@ -40,10 +39,6 @@ class CheckpointWriter:
         self._before_the_first: Callable[[], Any] | None = None
         self.last_step: int | None = None
 
-    def go_on_from(self, step: int | None) -> None:
-        """The run was restored from this step, or begins anew: its first save sets aside what is newer than that."""
-        self._before_the_first = functools.partial(self.store.set_aside_after, step)
-
     def save(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> None:
         """Take the snapshot now; write it here, or in the background where saving is asynchronous."""
         self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
@@ -54,18 +49,6 @@ class CheckpointWriter:
                 self._background.start(lambda: self._write(snapshot))
             else:
                 self._write(snapshot)
-
-    def check(self) -> None:
-        """Raise what a background write raised, as soon as it is known."""
-        self._background.check()
-
-    def finish(self) -> None:
-        """Wait for the write under way; raises what it raised."""
-        self._background.finish()
-
-    def give_up(self) -> None:
-        """Let a write under way come to its end, in a run that failed: within seconds, and whatever becomes of it."""
-        self._background.give_up()
 
     def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Snapshot:
         model, tree, tensors = self.fetch(model, state)
