@@ -66,7 +66,9 @@ compiling. Peak memory is that of torch's allocator while training."""
 def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to prove the code")
-    parser.add_argument("--only", nargs="+", choices=["small", "large", "single", "ddp", "fsdp", "hand"], help="these alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=["small", "large", "single", "ddp", "fsdp", "hand"], help="these alone"
+    )
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 # Exactly these: what is derived from them may do anything.
 BY_NUMBER = (
-    optim.AdamW, optim.Adam, optim.SGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
-    optim.RAdam, optim.ASGD,
+    optim.AdamW, optim.Adam, optim.SGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.Adamax,
+    optim.NAdam, optim.RAdam, optim.ASGD,
 )  # fmt: skip
 
 
