@@ -31,7 +31,7 @@ class Case:
 
     text: str
     model: str  # small or large
-    way: str  # single, fsdp, or hand
+    way: str  # single, ddp, fsdp, or hand
     steps: int
     recompute: bool = False
     compiled: bool = True
@@ -44,7 +44,9 @@ class Case:
 
 CASES = [
     Case("Lockstep, single", "small", "single", 150),
+    Case("Lockstep, ddp on one process", "small", "ddp", 150),
     Case("Lockstep, fsdp over a mesh of one", "small", "fsdp", 150),
+    Case("by hand, FSDP2", "small", "hand", 150),
     Case("Lockstep, fsdp: as it is", "large", "fsdp", 40, compiled=False),
     Case("Lockstep, fsdp: recompute", "large", "fsdp", 40, recompute=True, compiled=False),
     Case("Lockstep, fsdp: compile", "large", "fsdp", 40),
@@ -64,7 +66,9 @@ compiling. Peak memory is that of torch's allocator while training."""
 def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to prove the code")
-    parser.add_argument("--only", nargs="+", choices=["small", "large", "single", "fsdp", "hand"], help="these alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=["small", "large", "single", "ddp", "fsdp", "hand"], help="these alone"
+    )
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
@@ -204,7 +208,7 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
                     clock.ended(file, loss.item())
                     return
 
-    strategy = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}} if case.way == "fsdp" else "single"
+    strategy = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}} if case.way == "fsdp" else case.way
     with tempfile.TemporaryDirectory(prefix="gpu-gpt-run-") as folder:
         lockstep.launch(loop, processes=1, runtime="cpu" if tiny else "cuda", strategy=strategy, out=folder)
 

@@ -143,17 +143,28 @@ def in_unusual_ways(run: lockstep.Run) -> dict[str, Any]:
     return found
 
 
-OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Rprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD")
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """One's own: nobody knows what it does, so that it is given DTensors."""
+
+
+class OwnRprop(torch.optim.Rprop):
+    """Does what torch cannot do on DTensors."""
+
+
+OWN = {"OwnAdamW": OwnAdamW, "OwnRprop": OwnRprop}
 
 
 def optimizers(run: lockstep.Run) -> dict[str, Any]:
     """Two steps by each optimizer that works on every number by itself."""
     found = {}
     data = sentences(8)
-    for name in OPTIMIZERS:
+    for name in (*OPTIMIZERS, "OwnAdamW"):
         torch.manual_seed(0)
         model = run.build(Block)
-        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        optimizer = (OWN.get(name) or getattr(torch.optim, name))(model.parameters(), lr=0.01)
         model, optimizer = run.setup(model, optimizer, name=name)
         generator = torch.Generator().manual_seed(1)
         table = torch.randn(WORDS, WIDTH, generator=generator)
@@ -193,7 +204,7 @@ def refused(run: lockstep.Run, what: str) -> None:
     if what == "sparse":
         model = nn.Sequential(nn.Embedding(4, 4, sparse=True))
         trained = list(model.parameters())
-    kind = getattr(torch.optim, what, torch.optim.SGD)
+    kind = OWN.get(what) or getattr(torch.optim, what, torch.optim.SGD)
     model, optimizer = run.setup(model, kind(trained, lr=0.1))
     for tokens, _ in run.batches(sentences(4), 4):
         run.backward(model(tokens).square().mean())

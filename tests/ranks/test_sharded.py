@@ -107,7 +107,7 @@ def test_a_model_that_is_never_whole_anywhere(tmp_path: Path) -> None:
     ("what", "strategy", "message"),
     [
         ("LBFGS", {}, "optimizer: LBFGS cannot step parameters that strategy: spmd splits.*AdamW, Adam, SGD"),
-        ("Rprop", {}, "optimizer: Rprop cannot step parameters that strategy: spmd splits.*index_put_.*AdamW"),
+        ("OwnRprop", {}, "optimizer: OwnRprop cannot step parameters that strategy: spmd splits.*index_put_.*AdamW"),
         ("sparse", {}, r"0\.weight: sparse gradients cannot be split over a mesh.*sparse=False"),
         ("", {"blocks": "layer.*"}, r"strategy.blocks: layer.\*: no module .* the nearest are layers"),
         ("", {"meshes": {"wide": {"data": 1}}, "shard": {"odd": {"spec": [None, None], "mesh": "wide"}}},

@@ -78,6 +78,20 @@ class WritesInBackground:
     _background: Background
     _before_the_first: Callable[[], Any] | None
 
+    def _write_and_tidy(self, write: Callable[[], None], tidy: Callable[[], None], wait: bool) -> None:
+        """Write, beside training or while it waits; and then delete what need not be kept, for which it never waits:
+        a disk may take as long for that as for writing."""
+        if wait:
+            write()
+            self._background.start(tidy)
+            return
+
+        def both() -> None:
+            write()
+            tidy()
+
+        self._background.start(both)
+
     def go_on_from(self, step: int | None) -> None:
         """The run was restored from this step, or begins anew: its first save sets aside what is newer than that."""
         self._before_the_first = functools.partial(self.store.set_aside_after, step)

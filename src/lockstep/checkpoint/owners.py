@@ -90,10 +90,11 @@ class OwnersWriter(WritesInBackground):
         with self._background.within_limit():
             saving = self._take(step, model, state, about)
             # Ranks that do not see the folder send their blocks to rank 0 by way of the group: training waits for that.
-            if self._asynchronous and all(self._sees):
-                self._background.start(lambda: self._write(saving))
-            else:
-                self._write(saving)
+            self._write_and_tidy(
+                lambda: self._write(saving),
+                lambda: self._tidy(step),
+                wait=not (self._asynchronous and all(self._sees)),
+            )
 
     # In the training thread
 
@@ -157,10 +158,13 @@ class OwnersWriter(WritesInBackground):
                 words.conclude(str(error) or type(error).__name__)
             raise
         words.conclude("")
-        delete_old(self.store, saving.step, self._keep)
         logger.info("saved %s (%.1f MB by %d ranks in %.2f s)", path.name, saving.layout.bytes / 1e6,
                     self._group.world_size, time.monotonic() - began)  # fmt: skip
         words.wait_until_heard(_HEARD_SECONDS)
+
+    def _tidy(self, step: int) -> None:
+        if self._group.rank == 0:
+            delete_old(self.store, step, self._keep)
 
     def _fill(self, folder: Path, saving: _Save) -> None:
         """For rank 0: all files of a checkpoint, once those of all ranks are on the disk."""

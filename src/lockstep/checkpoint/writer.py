@@ -45,10 +45,11 @@ class CheckpointWriter(WritesInBackground):
         with self._background.within_limit():
             snapshot = self._take(step, model, state, about)
             self.last_step = step
-            if self._asynchronous:
-                self._background.start(lambda: self._write(snapshot))
-            else:
-                self._write(snapshot)
+            self._write_and_tidy(
+                lambda: self._write(snapshot),
+                lambda: delete_old(self.store, step, self._keep),
+                wait=not self._asynchronous,
+            )
 
     def _take(self, step: int, model: Mapping[str, torch.Tensor], state: Any, about: Mapping[str, Any]) -> Snapshot:
         model, tree, tensors = self.fetch(model, state)
@@ -80,7 +81,6 @@ class CheckpointWriter(WritesInBackground):
             self._before_the_first()
             self._before_the_first = None
         path = write(self.store, snapshot)
-        delete_old(self.store, snapshot.step, self._keep)
         logger.info("saved %s (%.1f MB in %.2f s)", path.name, snapshot.bytes / 1e6, time.monotonic() - began)
 
 

@@ -29,13 +29,14 @@ from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
+from lockstep.strategy import local_step, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy import placing, tensor_parallel
 from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, require_memory
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
+from lockstep.strategy.local_step import local_part
 from lockstep.strategy.methods import let_methods_compute
 from lockstep.strategy.slices import slice_of
 from lockstep.strategy.views import without_views
@@ -179,7 +180,6 @@ class ShardedStrategy(Strategy):
                 if self._group.rank == 0 and isinstance(value, Tensor):
                     require_memory(optimizer, value)
                 state[key] = self._like(parameter, value, filling)
-        self._prefer_foreach(optimizer)
 
     def _like(self, parameter: Tensor, value: Any, filling: placing.Filling) -> Any:
         """State of a whole parameter as state of its parts."""
@@ -196,16 +196,9 @@ class ShardedStrategy(Strategy):
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
 
-    def _prefer_foreach(self, optimizer: Optimizer) -> None:
-        """On GPUs torch updates all parameters at once, but not where they are DTensors: it has to be told."""
-        if self.runtime.device.type != "cpu" and not self._settings.offload:
-            for group in optimizer.param_groups:
-                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                    group["foreach"] = True
-
     def step(self, optimizer: Optimizer) -> None:
         try:
-            optimizer.step()
+            local_step.step(optimizer)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
             if "DTensor" not in str(error) and "sharding" not in str(error).lower():
                 raise
@@ -290,7 +283,6 @@ class ShardedStrategy(Strategy):
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         load_optimizer(optimizer, state)
-        self._prefer_foreach(optimizer)
 
     # Comparing
 
@@ -313,12 +305,7 @@ class ShardedStrategy(Strategy):
                     dist.broadcast(buffer, src=0)
 
 
-_FITTING = "AdamW, Adam, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD"
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, in its own memory; without the graph that to_local() would make for it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+_FITTING = ", ".join(each.__name__ for each in local_step.BY_NUMBER)
 
 
 def _does_not_fit(optimizer: Optimizer, why: str) -> ConfigError:
