@@ -6,8 +6,8 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,10 @@ from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Modules, Strategy
+from lockstep.strategy.synced_norm import synchronise
+
+if TYPE_CHECKING:
+    from lockstep.strategy.comm_hooks import Hook, PowerSgd
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # A model that is frozen for a while (the discriminator, while the generator learns) has nothing to exchange.
+        if self._is_before_first_exchange():
+            return self.module(*inputs, **keywords)
         if torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters()):
             try:
                 return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
@@ -52,6 +58,16 @@ class Replica(DistributedDataParallel):
                 "waits. Evaluate with run.module (in a Task, with the model that metrics() is given)"
             )
         return self.module(*inputs, **keywords)
+
+    def _is_before_first_exchange(self) -> bool:
+        """Torch takes the first backward pass of a static graph for one that exchanges gradients, also where a
+        micro-batch is not to: DDP then has nothing to do with it."""
+        return (
+            torch.is_grad_enabled()
+            and vars(self).get("static_graph", False)
+            and not self.require_backward_grad_sync
+            and not self._static_graph_delay_allreduce_enqueued
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,20 +106,41 @@ class DdpStrategy(Strategy):
         super().__init__(runtime, world_size)
         self._settings = settings
         self._replicas: list[Replica] = []
+        self._own_hook: Hook | None = None
+        self._hooks: list[PowerSgd | None] = []  # what the hook of each replica keeps
+
+    def use_comm_hook(self, hook: Any) -> None:
+        if not callable(hook):
+            raise ConfigError(f"strategy.comm_hook: must be a function of a state and a bucket, got {hook!r}")
+        self._own_hook = hook
+
+    def convert(self, model: nn.Module) -> None:
+        if self._settings.sync_batchnorm:
+            synchronise(model)
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        settings = self._settings
+        # A static graph finds what is unused by itself, in its first step.
+        finds_unused = settings.find_unused_parameters and not settings.static_graph
         on_gpu = self.runtime.device.type == "cuda"
         replica = Replica(
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
-            output_device=self._settings.output_device if on_gpu else None,
-            find_unused_parameters=self._settings.find_unused_parameters,
-            bucket_cap_mb=self._settings.bucket_mb,
+            output_device=settings.output_device if on_gpu else None,
+            find_unused_parameters=finds_unused,
+            bucket_cap_mb=settings.bucket_mb,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
             **_NO_BROADCAST,
         )
-        if not self._settings.find_unused_parameters:
+        if not finds_unused:
             _fix_bucket_layout(replica)
+        if settings.static_graph:  # after it: the pass over zeros is not the one to learn the graph from
+            replica._set_static_graph()  # type: ignore[no-untyped-call]
+        if settings.comm_hook is not None:
+            from lockstep.strategy.comm_hooks import register
+
+            self._hooks.append(register(replica, settings.comm_hook, self._own_hook))
         self._replicas.append(replica)
         return replica
 
@@ -120,6 +157,16 @@ class DdpStrategy(Strategy):
         total = super().total_count(counts)
         dist.all_reduce(total)
         return total
+
+    def state_of_ranks(self) -> dict[str, Any] | None:
+        if not any(self._hooks):
+            return None
+        return {"comm_hooks": [None if each is None else each.gathered() for each in self._hooks]}
+
+    def load_state_of_ranks(self, state: Mapping[str, Any]) -> None:
+        for hook, saved in zip(self._hooks, state.get("comm_hooks", []), strict=False):
+            if hook is not None and saved is not None:
+                hook.load(saved, self.runtime.device)
 
     @property
     def has_replicas(self) -> bool:

@@ -13,13 +13,13 @@ from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import split_dataset
 from lockstep.errors import ConfigError
-from lockstep.train.changed import OptimizerArguments, apply_changes
+from lockstep.train.changed import OptimizerArguments
 from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
 from lockstep.train.evaluation import BatchMean, Measure
 from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
 from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
-from lockstep.train.making import set_up
+from lockstep.train.making import set_up, total_steps
 from lockstep.train.mean import Mean
 from lockstep.train.run import Run
 from lockstep.train.stepper import loss_and_count
@@ -40,7 +40,8 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     task = create_task(config.task)
     datasets = _datasets(task, config)
     collate: Collate | None = getattr(task, "collate", None)
-    schedulers, every = set_up(run, task, config)
+    total = total_steps(config, datasets["train"])
+    schedulers, every = set_up(run, task, config, total)
     measure = _measure(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
@@ -52,22 +53,20 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     hooks: list[Hook] = [validation, checkpointing]
     monitor = None
     if schedulers:
-        schedule = Schedule(
-            list(schedulers.values()), every, config.scheduler.monitor if config.scheduler else None, validation
-        )
+        schedule = Schedule(list(schedulers.values()), every, getattr(config.scheduler, "monitor", None), validation)
         hooks.insert(1, schedule)
         monitor = schedule.monitor
 
-    arguments = OptimizerArguments(config.optimizer.arguments if config.optimizer else None)
+    arguments = OptimizerArguments.of(config.optimizer)
     run.attach("optimizer arguments", arguments)
     run.attach("lengths", _lengths(datasets, config))
     run.restore()
     for name, optimizer in run.optimizers.items():
-        for change in apply_changes(optimizer, schedulers.get(name), arguments.saved, arguments.current):
+        for change in arguments.apply(optimizer, schedulers.get(name)):
             logger.info(change)
     measured = run.names_of(measure, datasets["val"], batch_size, collate) if "val" in datasets else []
     check_metrics(config, monitor, [f"val/{name}" for name in measured], has_training_step(task))
-    run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
+    run.journal.begin(run.progress, total)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     stopped = train(run, task, datasets["train"], collate, config, hooks, unfinished)
     if stopped:
@@ -88,7 +87,6 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
         "metrics": metrics,
         "best": _best(validation.history, config),
     }
-
 
 
 def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], open_ended: bool) -> None:
@@ -146,10 +144,6 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-
-
-
-
 def _measure(run: Run, task: Task) -> Measure:
     """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
 
@@ -167,15 +161,6 @@ def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
     loss = task.loss(model, batch)
     value, _ = loss_and_count(loss)
     return {"loss": loss if isinstance(loss, Mean) else BatchMean(value)}
-
-
-def _total_steps(config: RunConfig, examples: int) -> int | None:
-    limits = config.train
-    if limits.steps is not None:
-        return limits.steps
-    whole, rest = divmod(examples, limits.batch_size)
-    per_epoch = whole + (1 if rest and not config.data.drop_last else 0)
-    return per_epoch * limits.epoch_limit if limits.epoch_limit is not None else None
 
 
 def _best(history: list[dict[str, float]], config: RunConfig) -> dict[str, Any] | None:
