@@ -407,6 +407,15 @@ class RunConfig(RunSettings):
     early_stop: EarlyStop | None = None
 
     @model_validator(mode="after")
+    def _a_static_graph_is_exchanged_at_once(self) -> RunConfig:
+        if self.strategy.static_graph and self.train.accumulate > 1:
+            raise ValueError(
+                f"strategy.static_graph: torch learns the graph from the first backward pass, which has to exchange "
+                f"gradients, but with train.accumulate: {self.train.accumulate} it does not: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _half_precision_needs_a_gpu(self) -> RunConfig:
         if self.train.precision == "fp16" and self.runtime in ("cpu", "xla"):
             raise ValueError(

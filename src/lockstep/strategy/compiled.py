@@ -15,6 +15,7 @@ from lockstep.config.optimizing import Compile
 from lockstep.errors import ConfigError
 from lockstep.strategy.blocks import BLOCKS, find_blocks
 from lockstep.strategy.forward import Forward, wrap_forward
+from lockstep.strategy.synced_norm import SyncedBatchNorm
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ def how_to_compile(wanted: Any) -> Compile | None:
 
 
 def compile_whole(model: nn.Module, recomputed: bool, how: Compile) -> None:
+    _leave_out_what_meets_others(model)
     if recomputed:
         _dont_cut_for_ddp()
     # The function: of an nn.Sequential, Module.compile() would compile nothing, and not say so.
@@ -48,6 +50,7 @@ def compile_blocks(model: nn.Module, pattern: str | None, how: Compile) -> None:
     """
     import torch._dynamo.config as settings
 
+    _leave_out_what_meets_others(model)
     blocks = find_blocks(model, pattern)
     if not blocks:
         logger.info("compile: %s has no stack of blocks that are alike: compiled as a whole", type(model).__name__)
@@ -64,6 +67,12 @@ def compile_blocks(model: nn.Module, pattern: str | None, how: Compile) -> None:
 
 def _compiler(how: Compile) -> Callable[[Forward], Forward]:
     return functools.partial(torch.compile, mode=None if how.mode == "default" else how.mode, dynamic=how.dynamic)
+
+
+def _leave_out_what_meets_others(model: nn.Module) -> None:
+    """Layers that exchange something with other ranks run as they are written."""
+    synced = [each for each in model.modules() if isinstance(each, SyncedBatchNorm)]
+    wrap_forward(synced, lambda forward: torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
 
 def _dont_cut_for_ddp() -> None:

@@ -44,13 +44,11 @@ class Replica(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # A model that is frozen for a while (the discriminator, while the generator learns) has nothing to exchange.
-        if self._is_before_first_exchange():
-            return self.module(*inputs, **keywords)
         if torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters()):
             try:
                 return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                raise _naming_unused(error, self.module) from None
+                raise _naming_unused(error, self._names()) from None
         if not torch.is_grad_enabled() and not self._warned:
             self._warned = True
             logger.warning(
@@ -59,15 +57,9 @@ class Replica(DistributedDataParallel):
             )
         return self.module(*inputs, **keywords)
 
-    def _is_before_first_exchange(self) -> bool:
-        """Torch takes the first backward pass of a static graph for one that exchanges gradients, also where a
-        micro-batch is not to: DDP then has nothing to do with it."""
-        return (
-            torch.is_grad_enabled()
-            and vars(self).get("static_graph", False)
-            and not self.require_backward_grad_sync
-            and not self._static_graph_delay_allreduce_enqueued
-        )
+    def _names(self) -> list[str]:
+        """Of the parameters, in the order in which DDP counts them."""
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -99,6 +91,27 @@ class Replica(DistributedDataParallel):
                 vars(module).pop("forward", None)
 
 
+class StaticReplica(Replica):
+    """For models that use the same parameters in every step, which DDP finds out in the first: some may be unused."""
+
+    def fix_bucket_layout(self) -> None:
+        """The same buckets that _fix_bucket_layout makes, and before the first step for the same reason.
+
+        A backward pass over zeros would be the one that DDP learns the graph from. Instead it is told that gradients
+        come in the order of its parameters, which are in the reverse order of the model's.
+        """
+        self._set_static_graph()  # type: ignore[no-untyped-call]
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _names(self) -> list[str]:
+        return super()._names()[::-1]
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+
 class DdpStrategy(Strategy):
     name: ClassVar[str] = "ddp"
 
@@ -124,7 +137,7 @@ class DdpStrategy(Strategy):
         # A static graph finds what is unused by itself, in its first step.
         finds_unused = settings.find_unused_parameters and not settings.static_graph
         on_gpu = self.runtime.device.type == "cuda"
-        replica = Replica(
+        replica = (StaticReplica if settings.static_graph else Replica)(
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
             output_device=settings.output_device if on_gpu else None,
@@ -133,10 +146,10 @@ class DdpStrategy(Strategy):
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             **_NO_BROADCAST,
         )
-        if not finds_unused:
+        if isinstance(replica, StaticReplica):
+            replica.fix_bucket_layout()
+        elif not finds_unused:
             _fix_bucket_layout(replica)
-        if settings.static_graph:  # after it: the pass over zeros is not the one to learn the graph from
-            replica._set_static_graph()  # type: ignore[no-untyped-call]
         if settings.comm_hook is not None:
             from lockstep.strategy.comm_hooks import register
 
@@ -145,6 +158,11 @@ class DdpStrategy(Strategy):
         return replica
 
     def sync_gradients(self, wanted: bool) -> None:
+        if not wanted and self._settings.static_graph:
+            raise ConfigError(
+                "strategy.static_graph: torch learns the graph from the first backward pass, which has to exchange "
+                "gradients, but with accumulate it does not: set accumulate to 1, or static_graph to false"
+            )
         for replica in self._replicas:
             # What DDP's own no_sync() sets; a context manager cannot span the caller's forward and backward.
             replica.require_backward_grad_sync = wanted
@@ -216,13 +234,12 @@ def _is_method_of(module: nn.Module, found: Any) -> bool:
     return inspect.ismethod(found) and found.__self__ is module and not hasattr(nn.Module, found.__name__)
 
 
-def _naming_unused(error: RuntimeError, module: nn.Module) -> Exception:
+def _naming_unused(error: RuntimeError, names: list[str]) -> Exception:
     """DDP's complaint about parameters that got no gradient, with their names in place of their numbers."""
     text = str(error)
     found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", text)
     if "Expected to have finished reduction" not in text or found is None:
         return error
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     unused = [names[int(number)] for number in found[2].split() if int(number) < len(names)]
     return ConfigError(
         f"{', '.join(unused)}: no gradient on rank {found[1]} in the step before, so that the ranks cannot average it. "

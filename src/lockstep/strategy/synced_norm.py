@@ -18,17 +18,18 @@ from torch.nn.modules.lazy import LazyModuleMixin
 logger = logging.getLogger(__name__)
 
 
-class SyncedBatchNorm(nn.SyncBatchNorm):
-    """By torch's kernels where NCCL connects the processes, else by hand."""
+class SyncedBatchNorm(_BatchNorm):
+    """In training, by ordinary operations over all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or dist.get_world_size() == 1 or dist.get_backend() == "nccl":
-            return super().forward(input)
-        self._check_input_dim(input)
-        return cast(Tensor, self._by_hand(input))
+        return self._by_hand(input) if self.training else super().forward(input)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it meets other ranks
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least two dimensions, got {list(input.shape)}")
+
     def _by_hand(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
         over = [dimension for dimension in range(input.dim()) if dimension != 1]
         # In double precision, where a difference of two large sums is still exact enough.
         mine = input.double()
@@ -58,10 +59,11 @@ def synchronise(model: nn.Module) -> None:
     parameters, buffers and hooks."""
     layers = [
         each for each in model.modules()
-        if isinstance(each, _BatchNorm) and not isinstance(each, (SyncedBatchNorm, LazyModuleMixin))
+        if isinstance(each, _BatchNorm) and not isinstance(each, (nn.SyncBatchNorm, SyncedBatchNorm, LazyModuleMixin))
     ]  # fmt: skip
+    by_torch = dist.get_backend() == "nccl"
     for layer in layers:
-        layer.__class__ = SyncedBatchNorm
+        layer.__class__ = nn.SyncBatchNorm if by_torch else SyncedBatchNorm
         vars(layer)["process_group"] = None
     logger.info("sync_batchnorm: %d layers normalise by the batches of all ranks", len(layers))
 
