@@ -35,6 +35,7 @@ class Case:
     steps: int
     recompute: bool = False
     compiled: bool = True
+    gather: str = "float32"
 
     @property
     def block(self) -> int:
@@ -51,6 +52,8 @@ CASES = [
     Case("Lockstep, fsdp: recompute", "large", "fsdp", 40, recompute=True, compiled=False),
     Case("Lockstep, fsdp: compile", "large", "fsdp", 40),
     Case("Lockstep, fsdp: recompute and compile", "large", "fsdp", 100, recompute=True),
+    Case("Lockstep, fsdp: compile, gather bf16", "large", "fsdp", 40, gather="bf16"),
+    Case("Lockstep, fsdp: recompute and compile, gather bf16", "large", "fsdp", 100, recompute=True, gather="bf16"),
     Case("by hand, FSDP2: compile", "large", "hand", 40),
     Case("by hand, FSDP2: recompute and compile", "large", "hand", 100, recompute=True),
 ]
@@ -208,7 +211,8 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
                     clock.ended(file, loss.item())
                     return
 
-    strategy = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}} if case.way == "fsdp" else case.way
+    mesh = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}, "gather": case.gather}
+    strategy = mesh if case.way == "fsdp" else case.way
     with tempfile.TemporaryDirectory(prefix="gpu-gpt-run-") as folder:
         lockstep.launch(loop, processes=1, runtime="cpu" if tiny else "cuda", strategy=strategy, out=folder)
 

@@ -73,6 +73,10 @@ def test_bf16_is_computed_as_under_ddp(tmp_path: Path) -> None:
     by_ddp = launch(body, processes=2, out=tmp_path / "ddp", strategy="ddp")
     split = launch(body, processes=2, out=tmp_path / "fsdp", strategy={"type": "spmd", "preset": "fsdp"})
     assert same(split[0]["weights"], by_ddp[0]["weights"], rel=1e-3, abs=1e-4)
+    strategy = {"type": "spmd", "preset": "fsdp", "gather": "bf16"}
+    rounded = launch(body, processes=2, out=tmp_path / "gather", strategy=strategy)
+    assert rounded[0]["loss"] == pytest.approx(by_ddp[0]["loss"], rel=1e-2)
+    assert rounded[0]["weights"] != split[0]["weights"]
 
 
 def test_methods_frozen_models_and_steps_that_are_skipped(tmp_path: Path) -> None:
@@ -112,6 +116,7 @@ def test_a_model_that_is_never_whole_anywhere(tmp_path: Path) -> None:
         ("", {"blocks": "layer.*"}, r"strategy.blocks: layer.\*: no module .* the nearest are layers"),
         ("", {"meshes": {"wide": {"data": 1}}, "shard": {"odd": {"spec": [None, None], "mesh": "wide"}}},
          "'odd' cannot be split .* there is one, strategy.mesh"),
+        ("", {"gather": "bf16"}, r"strategy.gather: bf16 is .* its precision is float32: set train.precision: bf16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_by_name(

@@ -139,10 +139,15 @@ class Strategy(Section):
         None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
     )
     offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
+    gather: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="what a block's parameters are put together in; bf16 halves what is sent and kept of them",
+    )
 
     @model_validator(mode="after")
     def _meshes_are_for_spmd(self) -> Strategy:
         given = [name for name in ("mesh", "meshes", "shard", "preset", "offload") if getattr(self, name)]
+        given += ["gather"] if self.gather != "float32" else []
         if given and self.type != "spmd":
             raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
         return self

@@ -73,6 +73,11 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
             "strategy.offload: XLA keeps parameters on its devices, and cannot keep them on the host: take it away, or "
             "use more devices (preset: fsdp splits parameters and optimizer state over them)"
         )
+    if settings.strategy.gather != "float32":
+        raise ConfigError(
+            f"strategy.gather: {settings.strategy.gather}: XLA's compiler decides itself in what it sends parameters: "
+            "take it away (train.precision: bf16 computes in bf16)"
+        )
     if strategy == "threads" and processes > 1:
         raise ConfigError(
             f"strategy: threads drives all devices of one process, but there are {processes}: set processes: 1 and "

@@ -80,6 +80,9 @@ class Strategy(abc.ABC):
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:  # noqa: B027
         """The sharding rules of the task; those of the config come before them."""
 
+    def check_precision(self, precision: str) -> None:  # noqa: B027
+        """Refuse a model whose precision does not go with how it is to be split."""
+
     def build(self, make: Callable[[], Any]) -> Any:
         """Make a model, or several; without memory, where this rank is going to get its part of it from another."""
         return make()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -101,6 +102,13 @@ class ShardedStrategy(Strategy):
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
 
+    def check_precision(self, precision: str) -> None:
+        if self._settings.gather == "bf16" and precision != "bf16":
+            raise ConfigError(
+                f"strategy.gather: bf16 is for a model that is computed in bf16, but its precision is {precision}: set "
+                'train.precision: bf16 (run.setup(precision="bf16") in a loop of one\'s own), or take it away'
+            )
+
     # Placing
 
     def build(self, make: Callable[[], Any]) -> Any:
@@ -167,6 +175,9 @@ class ShardedStrategy(Strategy):
         how: dict[str, Any] = {}
         if self._settings.offload and self.runtime.device.type != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
+        if self._settings.gather == "bf16":
+            # What flows between blocks stays what autocast makes it, as without a mesh.
+            how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         fully_shard(unit, mesh=self._over, **how)
 
     def place_optimizer(self, optimizer: Optimizer) -> None:

@@ -279,6 +279,7 @@ class Run:
             raise ConfigError(f"run.setup of {chosen!r} comes after run.restore: set up every model before restoring")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
+        self._strategy.check_precision(precision)
         self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
         self._use_precision(model, precision)
         self._strategy.convert(model)

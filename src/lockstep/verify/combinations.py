@@ -36,6 +36,7 @@ _UNSHARDED = (
     "strategy.shard={}",
     "strategy.preset=null",
     "strategy.offload=false",
+    "strategy.gather=float32",
 )
 _ANY_DEVICES = ("devices=auto", "xla.chips=null")
 _PLAIN = (*_HERE, *_ANY_DEVICES, *_UNSHARDED)
