@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from lockstep.config.optimizing import Compile
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.compiled import compile_blocks
@@ -186,7 +187,7 @@ def test_torchs_own_sharding_goes_around_them(mesh_of_one: DeviceMesh, compiled:
         model = fresh(dropout=0.0, batch_norm=batch_norm, spectral=False)
         if sharded:
             recompute(model, "blocks", None, CpuRuntime(), to_be_compiled=True)
-            compile_blocks(model, None)
+            compile_blocks(model, None, Compile())
             for block in find_blocks(model, None).values():
                 fully_shard(block, mesh=mesh_of_one)
             fully_shard(model, mesh=mesh_of_one)

@@ -120,6 +120,8 @@ class Checkpointer:
         self._group.activity.enter("saving")
         self.equalize_buffers()
         states = self.compared({"generators": generator_states(self._runtime)}, "generator states", step)
+        with self._group.activity.within("the state of all ranks", waits=True):
+            of_ranks = self._strategy.state_of_ranks()
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
             whole = {
@@ -127,6 +129,7 @@ class Checkpointer:
                 "cursors": position["cursors"],
                 **models,
                 **state,
+                **({} if of_ranks is None else {"of_ranks": of_ranks}),
                 "attached": {name: part.state_dict() for name, part in self._attached.items()},
                 "generators": [each["generators"] for each in states],
             }
@@ -153,6 +156,7 @@ class Checkpointer:
         source = str(self.storage.path(step))
         try:
             self._weights.load(loaded.model, state, source)
+            self._strategy.load_state_of_ranks(state.get("of_ranks", {}))
             for name, part in self._attached.items():
                 if name in state["attached"]:
                     saved = state["attached"].pop(name)

@@ -19,6 +19,7 @@ FIXED = {
     "data.shuffle": "the order of examples is a function of it",
     "data.drop_last": "the number of batches in an epoch depends on it",
     "optimizer.type": "the saved state belongs to this optimizer",
+    "train.freeze": "the optimizer's state belongs to the parameters that are trained",
     "scheduler": "its state is restored from the checkpoint",
     "early_stop.criteria": "the best values so far were measured by these criteria",
 }
@@ -79,6 +80,8 @@ def _reason_against(change: Change, after: Mapping[str, Any]) -> str | None:
 
 def _reason_against_setting(change: Change, after: Mapping[str, Any]) -> str | None:
     """Numbers of an optimizer may change; what decides over the state that it keeps may not."""
+    if change.path.startswith("optimizer.groups") and (change.path.count(".") < 2 or _name(change) == "match"):
+        return "the saved state belongs to these groups of parameters"
     name, numbers = _name(change), [each for each in (change.before, change.after) if each is not None]
     if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers):
         return "it decides what the optimizer's state is, which is restored from the checkpoint"
@@ -97,7 +100,8 @@ def _is_of_optimizer(change: Change) -> bool:
 
 
 def _name(change: Change) -> str:
-    return change.path.split(".")[1].split("[")[0]
+    """Of an argument of the optimizer, or of one of its groups."""
+    return change.path.split(".")[2 if change.path.startswith("optimizer.groups[") else 1].split("[")[0]
 
 
 def _concerns(change: Change, fixed: str) -> bool:

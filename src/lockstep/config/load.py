@@ -123,6 +123,11 @@ def check_strategy(strategy: Strategy, runtime: str, world_size: int) -> None:
             f"strategy: single trains on one process, but there are {world_size}: each would train a model of its own. "
             "Set processes: 1, or strategy: ddp"
         )
+    if strategy.given_for_ddp and runtime == "xla":
+        raise ConfigError(
+            f"strategy.{strategy.given_for_ddp[0]}: is for torch's DistributedDataParallel, but with runtime: xla "
+            "gradients are averaged in the program, or by the hosts: leave it out"
+        )
     if spans_processes(strategy, runtime):
         resolve_meshes(strategy, world_size, "processes")
 
@@ -254,6 +259,8 @@ def _without_union_tags(loc: Iterable[str | int], raw: Any) -> KeyPath:
     """Pydantic names the members of a union in a path; keep only the keys that the user wrote (or left out)."""
     keys: list[str | int] = []
     for part in loc:
+        if str(part).startswith("("):  # as members of a union of two kinds of mapping are called
+            continue
         if isinstance(raw, Mapping):
             keys.append(part)
             raw = raw.get(part)
@@ -268,7 +275,9 @@ def _names_at(model: type[BaseModel], keys: KeyPath) -> list[str]:
     node: dict[str, Any] = schema
     for key in keys:
         node = node.get("items", {}) if isinstance(key, int) else node.get("properties", {}).get(key, {})
-        node = next((option for option in node.get("anyOf", []) if "$ref" in option), node)
+        outer = [*node.get("anyOf", []), *node.get("oneOf", [])]
+        options = [inner for option in outer for inner in option.get("oneOf", [option])]
+        node = next((option for option in options if "$ref" in option), node)
         if "$ref" in node:
             node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
     return list(node.get("properties", {}))

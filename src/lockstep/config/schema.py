@@ -6,24 +6,23 @@ import ipaddress
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from lockstep.config.component import Component as Component
+from lockstep.config.component import as_mapping
+from lockstep.config.optimizing import EVERY_EPOCH as EVERY_EPOCH
+from lockstep.config.optimizing import AnyCompile, AnyEma, AnyScheduler, Optimizer, Patterns
+from lockstep.config.optimizing import Schedule as Schedule
+from lockstep.config.optimizing import Scheduler as Scheduler
 from lockstep.config.pod import Pod
 from lockstep.config.section import Section as Section
 from lockstep.config.slurm import Slurm
-from lockstep.config.values import HostName, ImportPath, Interval, Seconds
+from lockstep.config.values import HostName, Interval, Seconds, import_path
 
-EVERY_EPOCH = Interval(1, "epoch")
-
+Precision = Literal["float32", "tf32", "bf16", "fp16"]
+COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
 Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
 REGIONS: tuple[Region, ...] = get_args(Region)
-
-
-def _as_mapping(kind: Any) -> BeforeValidator:
-    """Let a bare value stand for a mapping with its `type` alone: `strategy: ddp`, `task: pkg.module:Class`."""
-    return BeforeValidator(
-        lambda value: {"type": value} if isinstance(value, str) else value, json_schema_input_type=kind | str
-    )
 
 
 def _in_steps(value: Any) -> Any:
@@ -53,10 +52,12 @@ def _processes(value: Any) -> Any:
     raise ValueError("must be a number greater than 0, or auto")
 
 
-def _compile(value: Any) -> Any:
-    if isinstance(value, bool) or value == "blocks":
-        return value
-    raise ValueError("must be true, false or blocks")
+def _hook_name(text: str) -> str:
+    if text in COMM_HOOKS:
+        return text
+    if "." not in text and ":" not in text:
+        raise ValueError(f"must be {', '.join(COMM_HOOKS)}, or an import path such as package.module:function")
+    return import_path(text)
 
 
 def _recompute(value: Any) -> Any:
@@ -79,25 +80,6 @@ def _not_empty(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
     return criteria
 
 
-class Component(Section):
-    """Something made from an import path; every further key is an argument of its constructor."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    type: ImportPath
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-
-class Scheduler(Component):
-    """A learning-rate scheduler, stepped every so often; `monitor` feeds those that watch a metric."""
-
-    every: Interval = EVERY_EPOCH
-    monitor: str | None = None
-
-
 MeshShape = Annotated[dict[str, int], AfterValidator(_mesh_shape)]
 # What shards one dimension of a tensor: an axis of the mesh, several, or none.
 AxisNames = str | Annotated[tuple[str, ...], Field(strict=False)] | None
@@ -113,6 +95,23 @@ class ShardRule(Section):
     )
 
 
+class CommHook(Section):
+    """How DDP exchanges a bucket of gradients: one of torch's hooks by its name, or a function of one's own."""
+
+    type: Annotated[str, AfterValidator(_hook_name)] = Field(
+        description="bf16_compress, fp16_compress, powerSGD, or the import path of a function (state, bucket)"
+    )
+    rank: int = Field(1, gt=0, le=1024, description="powerSGD: of the matrices that travel in place of gradients")
+    start: int = Field(1000, gt=1, description="powerSGD: the step from which on it compresses")
+
+    @model_validator(mode="after")
+    def _numbers_are_for_power_sgd(self) -> CommHook:
+        given = [name for name in ("rank", "start") if getattr(self, name) != CommHook.model_fields[name].default]
+        if given and self.type != "powerSGD":
+            raise ValueError(f"{given[0]} is for type: powerSGD, but the type is {self.type}")
+        return self
+
+
 class Strategy(Section):
     """How the model and the batch are spread over the processes and devices."""
 
@@ -120,6 +119,12 @@ class Strategy(Section):
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
     bucket_mb: int = Field(25, gt=0, le=2**40)
+    static_graph: bool = Field(False, description="ddp: every step uses the same parameters in the same way")
+    gradient_as_bucket_view: bool = Field(False, description="ddp: gradients live in the buckets they travel in")
+    sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
+    comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
+        None, description="ddp: how buckets of gradients travel"
+    )
     mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
     meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
@@ -147,20 +152,34 @@ class Strategy(Section):
             raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
         return self
 
+    @property
+    def given_for_ddp(self) -> list[str]:
+        """What only torch's DistributedDataParallel can do."""
+        names = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "comm_hook")
+        return [name for name in names if getattr(self, name)]
+
+    @model_validator(mode="after")
+    def _some_are_for_ddp(self) -> Strategy:
+        if self.given_for_ddp and self.type not in ("auto", "ddp"):
+            raise ValueError(f"{self.given_for_ddp[0]} is for strategy: ddp, but the strategy is {self.type}")
+        return self
+
 
 class Train(Section):
     epochs: int | None = Field(None, gt=0)
     steps: int | None = Field(None, gt=0)
     batch_size: int = Field(32, gt=0, description="examples per optimizer step, over all processes together")
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Precision = Field(
+        "float32", description="tf32: shorter products on CUDA; bf16, fp16 (CUDA): by autocast, fp16 with a scaled loss"
+    )
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)
     recompute: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_recompute)] = Field(
         None, description="blocks, or a pattern of module names: what is computed again in the backward pass, not kept"
     )
-    compile: Annotated[bool | Literal["blocks"], BeforeValidator(_compile)] = Field(
-        False, description="by torch.compile; blocks: each kind of block once"
-    )
+    compile: AnyCompile = Field(False, description="by torch.compile; blocks: each kind of block once")
+    freeze: Patterns | None = Field(None, description="patterns of parameter names: what is not trained")
+    ema: AnyEma | None = Field(None, description="a moving average of the weights; a bare number is its decay")
     on_nan: Literal["stop", "skip"] = Field("stop", description="what to do where the gradients are not finite")
 
     @model_validator(mode="after")
@@ -247,6 +266,7 @@ class Log(Section):
     every: Interval = Interval(10, "step")
     jsonl: bool = True
     tensorboard: bool = False
+    gradient_norm: bool = Field(False, description="the norm of all gradients, before they are clipped")
 
 
 def _no_client(address: str) -> str:
@@ -368,12 +388,12 @@ class RunSettings(Section):
     devices: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, le=65_536)], BeforeValidator(_processes)] = Field(
         "auto", description="XLA devices of every process; on the CPU, how many it pretends to have"
     )
-    strategy: Annotated[Strategy, _as_mapping(Strategy)] = Strategy()
+    strategy: Annotated[Strategy, as_mapping(Strategy)] = Strategy()
     xla: Xla = Xla()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
-    launch: Annotated[Launch, _as_mapping(Launch)] = Launch()
+    launch: Annotated[Launch, as_mapping(Launch)] = Launch()
     pod: Pod = Pod()
     watch: Watch = Watch()
     profile: Profile | None = None
@@ -382,14 +402,32 @@ class RunSettings(Section):
 class RunConfig(RunSettings):
     """Everything that `lockstep train` needs to know."""
 
-    task: Annotated[Component, _as_mapping(Component)]
+    task: Annotated[Component, as_mapping(Component)]
     train: Train = Train()
-    optimizer: Annotated[Component, _as_mapping(Component)] | None = Field(
+    optimizer: Annotated[Optimizer, as_mapping(Optimizer)] | None = Field(
         None, description="torch.optim.AdamW where neither the config nor the task names one"
     )
-    scheduler: Annotated[Scheduler, _as_mapping(Scheduler)] | None = None
+    scheduler: Annotated[AnyScheduler, as_mapping(AnyScheduler)] | None = None
     validation: Validate = Field(Validate(), alias="validate")
     early_stop: EarlyStop | None = None
+
+    @model_validator(mode="after")
+    def _a_static_graph_is_exchanged_at_once(self) -> RunConfig:
+        if self.strategy.static_graph and self.train.accumulate > 1:
+            raise ValueError(
+                f"strategy.static_graph: torch learns the graph from the first backward pass, which has to exchange "
+                f"gradients, but with train.accumulate: {self.train.accumulate} it does not: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _half_precision_needs_a_gpu(self) -> RunConfig:
+        if self.train.precision == "fp16" and self.runtime in ("cpu", "xla"):
+            raise ValueError(
+                f"train.precision: fp16 is for CUDA GPUs, but the runtime is {self.runtime}: use bf16, which needs no "
+                "scaled loss"
+            )
+        return self
 
     def plain(self) -> dict[str, Any]:
         """As plain data, by the names that the YAML uses: what config.yaml holds."""

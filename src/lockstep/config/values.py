@@ -84,7 +84,7 @@ Seconds = Annotated[
 _LONGEST_PATH = 4096
 
 
-def _import_path(text: str) -> str:
+def import_path(text: str) -> str:
     if (
         len(text) > _LONGEST_PATH
         or "\0" in text
@@ -95,7 +95,7 @@ def _import_path(text: str) -> str:
     return text
 
 
-ImportPath = Annotated[str, AfterValidator(_import_path)]
+ImportPath = Annotated[str, AfterValidator(import_path)]
 
 
 def variable_name(text: str) -> str:

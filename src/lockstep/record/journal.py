@@ -96,19 +96,23 @@ class Journal:
         """Time that this rank took before it was ready to exchange gradients: what makes others wait."""
         self._busy_seconds += seconds
 
-    def skipped(self, step: int) -> None:
-        """A step left the weights as they were: its gradients were not finite. Known to all ranks alike."""
+    def skipped(self, step: int, why: str | None = None) -> None:
+        """A step left the weights as they were: its gradients were not finite, which for float16 is nothing unusual and
+        has a reason (`why`). Known to all ranks alike."""
         skips = self._skips
         if skips["last"] == step:  # by another optimizer
             return
         skips["in_a_row"] = skips["in_a_row"] + 1 if skips["last"] == step - 1 else 1
         skips["since_row"], skips["last"] = skips["since_row"] + 1, step
-        logger.warning("step %d: the gradients are not finite; the weights are left as they were", step)
+        if why is None:
+            logger.warning("step %d: the gradients are not finite; the weights are left as they were", step)
+        else:
+            logger.info("step %d: the gradients %s; the weights are left as they were", step, why)
         if skips["in_a_row"] >= SKIPS_IN_A_ROW:
             raise NonFiniteGradients(
                 f"the gradients of {SKIPS_IN_A_ROW} steps in a row, up to step {step}, were not finite, and they all "
-                "were skipped (train.on_nan). Lower the learning rate, set train.clip_norm, or look at the data; "
-                "the run can be resumed from its last checkpoint"
+                "were skipped (train.on_nan, or precision: fp16). Lower the learning rate, set "
+                "train.clip_norm, or look at the data; the run can be resumed from its last checkpoint"
             )
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:

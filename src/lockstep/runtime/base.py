@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -11,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.errors import ConfigError
 from lockstep.runtime.moving import moved
+
+logger = logging.getLogger(__name__)
 
 
 class Copy(Protocol):
@@ -62,9 +66,19 @@ class Runtime(abc.ABC):
         torch.set_rng_state(state["torch"])
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        if precision == "float32":
+        if precision in ("float32", "tf32"):
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
+
+    def use_precision(self, precision: str) -> None:
+        """Make ready for a model of this precision, or refuse it."""
+        if precision == "fp16":
+            raise ConfigError(
+                f"train.precision: fp16 is for CUDA GPUs, but the runtime is {self.name}: use bf16, which needs no "
+                "scaled loss"
+            )
+        if precision == "tf32":
+            logger.info("train.precision: tf32 is a way of GPUs to multiply; with runtime: %s it is float32", self.name)
 
     def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """What a function returns. What it computes on the way is computed again in the backward pass, not kept."""

@@ -33,6 +33,11 @@ class CudaRuntime(Runtime):
         check_devices(self.device.index + 1, torch.cuda.device_count())
         torch.cuda.set_device(self.device)
 
+    def use_precision(self, precision: str) -> None:
+        if precision == "tf32":  # for the whole process: matrix products, and convolutions
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+
     def rng_state(self) -> dict[str, torch.Tensor]:
         return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
 

@@ -87,6 +87,12 @@ class Strategy(abc.ABC):
         """Make a model, or several; without memory, where this rank is going to get its part of it from another."""
         return make()
 
+    def convert(self, model: nn.Module) -> None:  # noqa: B027
+        """Exchange layers for others that the strategy needs, before anything else is done with a model."""
+
+    def use_comm_hook(self, hook: Any) -> None:  # noqa: B027
+        """A function of the user's that exchanges gradients, where the strategy is one that can be given it."""
+
     def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
         """Give values to a model that was made without memory, before it is placed."""
         self._replaced += initialise(model, seed, init_weights)
@@ -136,7 +142,11 @@ class Strategy(abc.ABC):
     def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
         """Make gradients of a sum those of the mean over all that was counted, on this rank and on the others."""
         total = self.total_count(counts)
-        factor = torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
+        self.multiply_gradients(
+            parameters, torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
+        )
+
+    def multiply_gradients(self, parameters: Parameters, factor: Tensor) -> None:
         kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
         for gradient in gradients_of(parameters):
             kinds.setdefault((gradient.dtype, gradient.is_sparse), []).append(gradient)
@@ -162,11 +172,17 @@ class Strategy(abc.ABC):
         finite = [_values(each).isfinite().all() for each in gradients_of(parameters)]
         return not finite or bool(torch.stack(finite).all())
 
-    def clip_gradients(self, parameters: Parameters, norm: float) -> None:
+    def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
+        """Scale gradients down to a norm; the one that they had."""
         if any(each.is_sparse for each in gradients_of(parameters)):
-            _clip_with_sparse(gradients_of(parameters), norm)
-        else:
-            torch.nn.utils.clip_grad_norm_(parameters, norm)
+            total = self.gradient_norm(parameters)
+            self.multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
+            return total
+        return torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+    def gradient_norm(self, parameters: Parameters) -> Tensor:
+        """The norm of all gradients together, those of all ranks where each has a part."""
+        return torch.nn.utils.get_total_norm([_values(each) for each in gradients_of(parameters)])
 
     def step(self, optimizer: Optimizer) -> None:
         """Have an optimizer change the parameters."""
@@ -202,6 +218,13 @@ class Strategy(abc.ABC):
     def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
         """Weights and optimizer state were read back."""
         self.runtime.end_of_program()
+
+    def state_of_ranks(self) -> dict[str, Any] | None:
+        """What ranks keep each for themselves, brought to rank 0, which saves it; called by all of them."""
+        return None
+
+    def load_state_of_ranks(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """What rank 0 had of it."""
 
     # Comparing
 
@@ -270,11 +293,3 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _clip_with_sparse(gradients: Sequence[Tensor], norm: float) -> None:
-    """What torch's clip_grad_norm_ does; it knows no norm of a sparse gradient."""
-    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(_values(each)) for each in gradients]))
-    factor = torch.clamp(norm / (total + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)

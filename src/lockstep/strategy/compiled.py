@@ -2,43 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from lockstep.strategy.blocks import find_blocks
-from lockstep.strategy.forward import wrap_forward
+from lockstep.config.optimizing import Compile
+from lockstep.errors import ConfigError
+from lockstep.strategy.blocks import BLOCKS, find_blocks
+from lockstep.strategy.forward import Forward, wrap_forward
+from lockstep.strategy.synced_norm import SyncedBatchNorm
 
 logger = logging.getLogger(__name__)
 
 
-def compile_whole(model: nn.Module, recomputed: bool) -> None:
+def how_to_compile(wanted: Any) -> Compile | None:
+    """What `train.compile` and `run.setup(compile=...)` say: True, False, "blocks", or a mapping."""
+    if isinstance(wanted, Compile):
+        return wanted
+    if isinstance(wanted, bool):
+        return Compile() if wanted else None
+    try:
+        return Compile(blocks=True) if wanted == BLOCKS else Compile.model_validate(wanted)
+    except ValidationError as problems:
+        raise ConfigError(
+            f"run.setup: compile must be True, False, {BLOCKS!r}, or a mapping with mode, dynamic and blocks, got "
+            f"{wanted!r}: {problems.errors()[0]['msg']}"
+        ) from None
+
+
+def compile_whole(model: nn.Module, recomputed: bool, how: Compile) -> None:
+    _leave_out_what_meets_others(model)
     if recomputed:
         _dont_cut_for_ddp()
     # The function: of an nn.Sequential, Module.compile() would compile nothing, and not say so.
-    wrap_forward([model], torch.compile)
+    wrap_forward([model], _compiler(how))
 
 
-def compile_blocks(model: nn.Module, pattern: str | None) -> None:
+def compile_blocks(model: nn.Module, pattern: str | None, how: Compile) -> None:
     """Compile each kind of block once, which takes as long as one block takes, however many there are.
 
     What is outside of the blocks runs as it is written. A model without blocks is compiled as a whole.
     """
     import torch._dynamo.config as settings
 
+    _leave_out_what_meets_others(model)
     blocks = find_blocks(model, pattern)
     if not blocks:
         logger.info("compile: %s has no stack of blocks that are alike: compiled as a whole", type(model).__name__)
-        wrap_forward([model], torch.compile)
+        wrap_forward([model], _compiler(how))
         return
     # Torch's limit is meant for one function that is compiled again and again. Blocks that are not quite alike (every
     # other one with another attention) have one forward function, and may need a program each, twice with evaluation.
     settings.recompile_limit = max(settings.recompile_limit, 2 * len(blocks) + 8)
     # The function, not the module's call: hooks by which parameters and gradients are exchanged stay outside.
-    wrap_forward(blocks.values(), torch.compile)
+    wrap_forward(blocks.values(), _compiler(how))
     _dont_cut_for_ddp()
     logger.info("compiled block by block: %d blocks, from %s on", len(blocks), next(iter(blocks)))
+
+
+def _compiler(how: Compile) -> Callable[[Forward], Forward]:
+    return functools.partial(torch.compile, mode=None if how.mode == "default" else how.mode, dynamic=how.dynamic)
+
+
+def _leave_out_what_meets_others(model: nn.Module) -> None:
+    """Layers that exchange something with other ranks run as they are written."""
+    synced = [each for each in model.modules() if isinstance(each, SyncedBatchNorm)]
+    wrap_forward(synced, lambda forward: torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
 
 def _dont_cut_for_ddp() -> None:

@@ -6,8 +6,8 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,10 @@ from lockstep.config.schema import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Modules, Strategy
+from lockstep.strategy.synced_norm import synchronise
+
+if TYPE_CHECKING:
+    from lockstep.strategy.comm_hooks import Hook, PowerSgd
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ class Replica(DistributedDataParallel):
             try:
                 return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                raise _naming_unused(error, self.module) from None
+                raise _naming_unused(error, self._names()) from None
         if not torch.is_grad_enabled() and not self._warned:
             self._warned = True
             logger.warning(
@@ -52,6 +56,10 @@ class Replica(DistributedDataParallel):
                 "waits. Evaluate with run.module (in a Task, with the model that metrics() is given)"
             )
         return self.module(*inputs, **keywords)
+
+    def _names(self) -> list[str]:
+        """Of the parameters, in the order in which DDP counts them."""
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -83,6 +91,27 @@ class Replica(DistributedDataParallel):
                 vars(module).pop("forward", None)
 
 
+class StaticReplica(Replica):
+    """For models that use the same parameters in every step, which DDP finds out in the first: some may be unused."""
+
+    def fix_bucket_layout(self) -> None:
+        """The same buckets that _fix_bucket_layout makes, and before the first step for the same reason.
+
+        A backward pass over zeros would be the one that DDP learns the graph from. Instead it is told that gradients
+        come in the order of its parameters, which are in the reverse order of the model's.
+        """
+        self._set_static_graph()  # type: ignore[no-untyped-call]
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _names(self) -> list[str]:
+        return super()._names()[::-1]
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+
 class DdpStrategy(Strategy):
     name: ClassVar[str] = "ddp"
 
@@ -90,24 +119,50 @@ class DdpStrategy(Strategy):
         super().__init__(runtime, world_size)
         self._settings = settings
         self._replicas: list[Replica] = []
+        self._own_hook: Hook | None = None
+        self._hooks: list[PowerSgd | None] = []  # what the hook of each replica keeps
+
+    def use_comm_hook(self, hook: Any) -> None:
+        if not callable(hook):
+            raise ConfigError(f"strategy.comm_hook: must be a function of a state and a bucket, got {hook!r}")
+        self._own_hook = hook
+
+    def convert(self, model: nn.Module) -> None:
+        if self._settings.sync_batchnorm:
+            synchronise(model)
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        settings = self._settings
+        # A static graph finds what is unused by itself, in its first step.
+        finds_unused = settings.find_unused_parameters and not settings.static_graph
         on_gpu = self.runtime.device.type == "cuda"
-        replica = Replica(
+        replica = (StaticReplica if settings.static_graph else Replica)(
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
-            output_device=self._settings.output_device if on_gpu else None,
-            find_unused_parameters=self._settings.find_unused_parameters,
-            bucket_cap_mb=self._settings.bucket_mb,
+            output_device=settings.output_device if on_gpu else None,
+            find_unused_parameters=finds_unused,
+            bucket_cap_mb=settings.bucket_mb,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
             **_NO_BROADCAST,
         )
-        if not self._settings.find_unused_parameters:
+        if isinstance(replica, StaticReplica):
+            replica.fix_bucket_layout()
+        elif not finds_unused:
             _fix_bucket_layout(replica)
+        if settings.comm_hook is not None:
+            from lockstep.strategy.comm_hooks import register
+
+            self._hooks.append(register(replica, settings.comm_hook, self._own_hook))
         self._replicas.append(replica)
         return replica
 
     def sync_gradients(self, wanted: bool) -> None:
+        if not wanted and self._settings.static_graph:
+            raise ConfigError(
+                "strategy.static_graph: torch learns the graph from the first backward pass, which has to exchange "
+                "gradients, but with accumulate it does not: set accumulate to 1, or static_graph to false"
+            )
         for replica in self._replicas:
             # What DDP's own no_sync() sets; a context manager cannot span the caller's forward and backward.
             replica.require_backward_grad_sync = wanted
@@ -120,6 +175,16 @@ class DdpStrategy(Strategy):
         total = super().total_count(counts)
         dist.all_reduce(total)
         return total
+
+    def state_of_ranks(self) -> dict[str, Any] | None:
+        if not any(self._hooks):
+            return None
+        return {"comm_hooks": [None if each is None else each.gathered() for each in self._hooks]}
+
+    def load_state_of_ranks(self, state: Mapping[str, Any]) -> None:
+        for hook, saved in zip(self._hooks, state.get("comm_hooks", []), strict=False):
+            if hook is not None and saved is not None:
+                hook.load(saved, self.runtime.device)
 
     @property
     def has_replicas(self) -> bool:
@@ -169,13 +234,12 @@ def _is_method_of(module: nn.Module, found: Any) -> bool:
     return inspect.ismethod(found) and found.__self__ is module and not hasattr(nn.Module, found.__name__)
 
 
-def _naming_unused(error: RuntimeError, module: nn.Module) -> Exception:
+def _naming_unused(error: RuntimeError, names: list[str]) -> Exception:
     """DDP's complaint about parameters that got no gradient, with their names in place of their numbers."""
     text = str(error)
     found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", text)
     if "Expected to have finished reduction" not in text or found is None:
         return error
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     unused = [names[int(number)] for number in found[2].split() if int(number) < len(names)]
     return ConfigError(
         f"{', '.join(unused)}: no gradient on rank {found[1]} in the step before, so that the ranks cannot average it. "

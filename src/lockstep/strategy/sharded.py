@@ -236,11 +236,6 @@ class ShardedStrategy(Strategy):
             total /= self.world_size // self.shares
         return total
 
-    def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
-        total = self.total_count(counts)
-        factor = torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
-        self._multiply(parameters, factor)
-
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         """On all ranks, or on none: each has a part of every gradient."""
         parts = [local_part(each) for each in gradients_of(parameters)]
@@ -252,12 +247,13 @@ class ShardedStrategy(Strategy):
                 dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite.item())
 
-    def clip_gradients(self, parameters: Parameters, norm: float) -> None:
+    def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
         total = self.gradient_norm(parameters)
-        self._multiply(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
+        self.multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
+        return total
 
     def gradient_norm(self, parameters: Parameters) -> Tensor:
-        """The norm of all gradients together. A part that several ranks have counts once, as a fraction on each."""
+        """A part that several ranks have counts once, as a fraction on each."""
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         parts: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
@@ -279,7 +275,7 @@ class ShardedStrategy(Strategy):
             known = self._holders[id(parameter)] = self.world_size if found is None else len(found.holders)
         return known
 
-    def _multiply(self, parameters: Parameters, factor: Tensor) -> None:
+    def multiply_gradients(self, parameters: Parameters, factor: Tensor) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for gradient in gradients_of(parameters):
             part = local_part(gradient)

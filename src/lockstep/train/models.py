@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
+from lockstep.train.ema import Average
 
 DEFAULT = "model"
 
@@ -26,6 +27,7 @@ class Entry:
     precision: str
     clip_norm: float | None
     skip_nan: bool
+    average: Average | None = None
 
 
 class Models:
@@ -57,6 +59,11 @@ class Models:
     @property
     def modules(self) -> dict[str, nn.Module]:
         return {name: each.module for name, each in self.entries.items()}
+
+    @property
+    def averages(self) -> list[Average]:
+        """Of the weights of those models that were set up with one."""
+        return [each.average for each in self.entries.values() if each.average is not None]
 
     def require_any(self) -> None:
         if not self.entries:
@@ -124,7 +131,9 @@ class Models:
         named = {self._saved_name(model, key): value for model, each in states.items() for key, value in each.items()}
         weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
         optimizers = {name: self._strategy.optimizer_state_dict(each) for name, each in self.optimizers.items()}
+        averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
         return weights, {
+            **({"averages": averages} if averages else {}),
             "model_extra": {key: value for key, value in named.items() if key not in weights},
             "models": list(self.entries),
             "optimizers": optimizers,
@@ -154,6 +163,10 @@ class Models:
         for name, optimizer in self.optimizers.items():
             if optimizers.get(name) is not None:
                 self._strategy.load_optimizer_state_dict(optimizer, optimizers[name])
+        averages = state.get("averages", {})
+        for name, entry in self.entries.items():
+            if entry.average is not None:
+                entry.average.load(averages.get(name), source)
         self._strategy.restored(self.modules, list(self.optimizers.values()))
 
     def _saved_name(self, model: str, key: str) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lockstep.config.schema import Component, RunConfig
+from lockstep.config.optimizing import Optimizer as OptimizerSettings
+from lockstep.config.schema import Component, RunConfig, Schedule
 from lockstep.errors import ConfigError
 from lockstep.train.task import check_arguments, import_object, task_class, try_on
 
@@ -25,7 +26,7 @@ def check_parts(config: RunConfig, trained_here: bool = True) -> None:
     checks: list[tuple[Callable[[Any], None], Component | None]] = [
         (_check_task, config.task),
         (_check_optimizer, config.optimizer),
-        (_check_scheduler, config.scheduler),
+        (_check_scheduler, None if isinstance(config.scheduler, Schedule) else config.scheduler),
     ]
     problems: list[str] = []
     for check, component in checks:
@@ -44,12 +45,16 @@ def _check_task(component: Component) -> None:
     check_arguments(_imported(component, "task", task_class), component.arguments, "task")
 
 
-def _check_optimizer(component: Component) -> None:
+def _check_optimizer(component: OptimizerSettings) -> None:
     cls = _imported(component, "optimizer", _by_path("optimizer"))
     if inspect.isclass(cls) and not issubclass(cls, Optimizer):
         raise ConfigError(f"optimizer: {component.type} is not an optimizer of torch's kind (torch.optim.Optimizer)")
     check_arguments(cls, component.arguments, "optimizer", [])
     try_on(cls, component.arguments, "optimizer", [Parameter(torch.zeros(1))])
+    for number, group in enumerate(component.groups or ()):
+        path = f"optimizer.groups[{number}]"
+        check_arguments(cls, group.arguments, path, [])
+        try_on(cls, {**component.arguments, **group.arguments}, path, [Parameter(torch.zeros(1))])
 
 
 def _check_scheduler(component: Component) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from lockstep import profiler
 from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
-from lockstep.config.schema import RunSettings
+from lockstep.config.optimizing import Compile, Ema
+from lockstep.config.schema import COMM_HOOKS, Precision, RunSettings
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due, Progress
 from lockstep.distributed.group import Group
@@ -34,21 +35,23 @@ from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
 from lockstep.strategy.base import share_of
-from lockstep.strategy.blocks import BLOCKS
-from lockstep.strategy.compiled import compile_blocks, compile_whole
+from lockstep.strategy.compiled import compile_blocks, compile_whole, how_to_compile
 from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.strategy.rules import shard_rules
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.devices import Devices
+from lockstep.train.ema import PREFIX, Average, ema_settings, in_place, measured_beside
 from lockstep.train.evaluation import Measure
 from lockstep.train.evaluator import Evaluator
 from lockstep.train.feed import Feed
+from lockstep.train.loss_scale import LossScale, refuse_half_weights
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
 from lockstep.train.pulse import Pulse
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
 from lockstep.train.summons import Summons
+from lockstep.train.task import import_object
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,9 @@ class Run:
         self.summons = Summons(group, lambda: requests.any) if group.world_size > 1 else None
         self._pulse = Pulse(group, requests, self.summons)
         self._strategy = strategies.create(settings.strategy, runtime, group)
+        hook = settings.strategy.comm_hook
+        if hook is not None and hook.type not in COMM_HOOKS:
+            self._strategy.use_comm_hook(import_object(hook.type, "strategy.comm_hook"))
         self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
@@ -91,8 +97,9 @@ class Run:
             self._safe_point, self._models.clear_gradients,
         )  # fmt: skip
         self._stepper = Stepper(
-            group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler
-        )
+            group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler,
+            settings.log.gradient_norm,
+        )  # fmt: skip
         self._evaluator = Evaluator(
             group,
             runtime,
@@ -252,9 +259,10 @@ class Run:
         name: str | None = None,
         precision: str = "float32",
         clip_norm: float | None = None,
-        compile: bool | str = False,
+        compile: bool | str | Mapping[str, Any] | Compile = False,
         recompute: str | None = None,
         on_nan: str = "stop",
+        ema: float | Mapping[str, Any] | Ema | None = None,
         shard: Mapping[str, Any] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
     ) -> Any:
@@ -262,9 +270,9 @@ class Run:
 
         Called once for every model that is trained; with several, each has a `name`. With `on_nan="skip"`, a step whose
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
-        `strategy.shard` in the config, which comes before it. `compile` (also "blocks") and `recompute` are as in the
-        config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was made
-        on the meta device; without it, the module's own `reset_parameters` does.
+        `strategy.shard` in the config, which comes before it. `precision`, `compile`, `recompute` and `ema` are as in
+        the config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was
+        made on the meta device; without it, the module's own `reset_parameters` does.
         """
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
@@ -273,7 +281,9 @@ class Run:
             raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
         self._strategy.check_precision(precision)
         self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
-        self._work_on_blocks(model, compile, recompute)
+        self._use_precision(model, precision)
+        self._strategy.convert(model)
+        self._work_on_blocks(model, how_to_compile(compile), recompute)
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
         self._strategy.fill(model, self.settings.seed, init_weights)
@@ -281,7 +291,8 @@ class Run:
         if optimizer is not None:
             self._strategy.place_optimizer(optimizer)
         self._activity.enter("getting ready")
-        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, on_nan == "skip"))
+        average = None if ema is None else Average(model, ema_settings(ema), self.runtime)
+        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, on_nan == "skip", average))
         if scheduler is not None:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
@@ -290,23 +301,33 @@ class Run:
         given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _work_on_blocks(self, model: nn.Module, compile: bool | str, recompute: str | None) -> None:
+    def _use_precision(self, model: nn.Module, precision: str) -> None:
+        if precision not in get_args(Precision):
+            raise ConfigError(
+                f"run.setup: precision must be one of {', '.join(get_args(Precision))}, got {precision!r}"
+            )
+        self.runtime.use_precision(precision)
+        if precision == "fp16":
+            refuse_half_weights({str(each.dtype) for each in model.parameters()})
+            if self._stepper.loss_scale is None:
+                self._stepper.loss_scale = LossScale()
+                self.attach("loss scale", self._stepper.loss_scale)
+
+    def _work_on_blocks(self, model: nn.Module, compile: Compile | None, recompute: str | None) -> None:
         """What is done per block, before the model is placed: hooks of the strategy then stay outside of it."""
-        if not (isinstance(compile, bool) or compile == BLOCKS):
-            raise ConfigError(f"run.setup: compile must be True, False or {BLOCKS!r}, got {compile!r}")
         pattern = self.settings.strategy.blocks
         if recompute is not None:
-            by_torch = bool(compile) and not self.runtime.compiles_everything
+            by_torch = compile is not None and not self.runtime.compiles_everything
             recompute_modules(model, recompute, pattern, self.runtime, by_torch)
-        if compile and self.runtime.compiles_everything:
+        if compile is not None and self.runtime.compiles_everything:
             logger.info("compile: everything is compiled on this device; nothing more to do")
-        elif compile:
+        elif compile is not None:
             be_patient_while_compiling(self._activity)
             # Where blocks are put together and taken apart, a program cannot go on from one to the next.
-            if compile == BLOCKS or self._strategy.keeps_slices:
-                compile_blocks(model, pattern)
+            if compile.blocks or self._strategy.keeps_slices:
+                compile_blocks(model, pattern, compile)
             else:
-                compile_whole(model, recomputed=recompute is not None)
+                compile_whole(model, recompute is not None, compile)
 
     @contextlib.contextmanager
     def frozen(self, model: nn.Module) -> Iterator[None]:
@@ -455,14 +476,35 @@ class Run:
         collate: Collate | None,
         name: str = "validation",
     ) -> dict[str, float] | None:
-        """The same for whoever can begin it anew after a resume: None as soon as a rank is asked to leave."""
-        return self._evaluator.evaluate_or_leave(measure, dataset, batch_size, on, collate, name)
+        """The same for whoever can begin it anew after a resume: None as soon as a rank is asked to leave.
+
+        Where weights are averaged, what is found with the averages is there too, as `ema/loss` beside `loss`.
+        """
+        return measured_beside(
+            self._measured_averages,
+            self.runtime,
+            lambda: self._evaluator.evaluate_or_leave(measure, dataset, batch_size, on, collate, name),
+        )
 
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
     ) -> list[str]:
-        """The names of what `measure` returns, found on one batch that leaves no trace."""
-        return self._evaluator.names_of(measure, dataset, batch_size, collate)
+        """The names of what `evaluate_or_leave` finds, known from one batch that leaves no trace."""
+        names = self._evaluator.names_of(measure, dataset, batch_size, collate)
+        return names + [PREFIX + name for name in names if self._measured_averages]
+
+    @property
+    def _measured_averages(self) -> list[Average]:
+        return [each for each in self._models.averages if each.settings.measured]
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """While the block runs, models that were set up with `ema` have their averages for weights: to evaluate or to
+        export them. Called by all ranks."""
+        if not self._models.averages:
+            raise ConfigError("run.averaged_weights: no model has an average: run.setup(model, optimizer, ema=0.999)")
+        with in_place(self._models.averages):
+            yield
 
     def evaluate_stream(
         self,

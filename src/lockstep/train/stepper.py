@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError
@@ -16,6 +17,8 @@ from lockstep.record.journal import Journal
 from lockstep.strategy.base import Strategy
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.feed import Feed
+from lockstep.train.groups import MATCH
+from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
 from lockstep.train.step import Step
@@ -33,10 +36,14 @@ class Stepper:
         journal: Journal,
         guard: CompileGuard,
         profiler: Profiler,
+        logs_norm: bool = False,
     ) -> None:
+        """With `logs_norm`, the norm of the gradients is noted in every step."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
         self._models, self._feed, self._journal = models, feed, journal
         self._guard, self._profiler = guard, profiler
+        self._logs_norm = logs_norm
+        self.loss_scale: LossScale | None = None  # where a model computes in float16
 
     @property
     def number(self) -> int:
@@ -58,7 +65,7 @@ class Stepper:
         self._be_patient_while_compiling()
         self._profiler.enter("backward")
         try:
-            (total if factor == 1.0 else total * factor).backward()  # type: ignore[no-untyped-call]
+            self._weighed(total, factor).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
         except CheckpointError as error:
             raise _computed_otherwise(error) from error
@@ -77,12 +84,11 @@ class Stepper:
             return False
         self._profiler.enter("optimizer")
         self._reduce(parameters, counts)
-        # Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
-        if entry.skip_nan and not self._strategy.gradients_are_finite(parameters):
-            self._journal.skipped(self.number)
-        else:
-            if entry.clip_norm is not None:
-                self._strategy.clip_gradients(parameters, entry.clip_norm)
+        usable = self._usable(entry, parameters)
+        if usable:
+            self._clip(entry, parameters)
+            if entry.average is not None:
+                entry.average.begin()
             self._strategy.step(optimizer)
         self._note_learning_rate(entry, optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -91,6 +97,8 @@ class Stepper:
         first = self._feed.count_step()
         step.pending = False
         self._guard.end(self._feed.progress.step, again=not first)
+        if usable and entry.average is not None:
+            entry.average.update(self._feed.progress.step)
         self._activity.enter("the end", self._feed.progress.step)
         self._profiler.enter(None)
         return True
@@ -114,12 +122,50 @@ class Stepper:
         except RuntimeError as error:
             raise self._group.explain(error, f"the gradients of step {self.number}") from error
 
+    def _weighed(self, total: Tensor, factor: float) -> Tensor:
+        if self.loss_scale is not None:  # in float32: a loss in float16 would overflow at once
+            return total.float() * (factor * self.loss_scale.of(self.number))
+        return total if factor == 1.0 else total * factor
+
+    def _usable(self, entry: Entry, parameters: list[nn.Parameter]) -> bool:
+        """Whether there is something to step with; gradients of a scaled loss are then scaled back.
+
+        Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
+        """
+        scale, number = self.loss_scale, self.number
+        if scale is None:
+            usable = not entry.skip_nan or self._strategy.gradients_are_finite(parameters)
+            if not usable:
+                self._journal.skipped(number)
+            return usable
+        usable = self._strategy.gradients_are_finite(parameters)
+        used = scale.of(number)
+        scale.noted(number, usable)
+        if usable:
+            self._strategy.multiply_gradients(parameters, torch.tensor(1.0 / used, device=parameters[0].device))
+        else:
+            self._journal.skipped(number, f"overflowed float16; the loss is scaled by {scale.next:g} from here on")
+        return usable
+
+    def _clip(self, entry: Entry, parameters: list[nn.Parameter]) -> None:
+        """Clip, and note the norm that gradients had before; where none is asked for, none is computed."""
+        if entry.clip_norm is not None:
+            norm = self._strategy.clip_gradients(parameters, entry.clip_norm)
+        elif self._logs_norm:
+            norm = self._strategy.gradient_norm(parameters)
+        if self._logs_norm:
+            name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
+            self._journal.note(self.number, 1, {name: norm})
+
     def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
-        """The rate of this step: a scheduler may change it before the row is written."""
-        rate = optimizer.param_groups[0].get("lr")
-        if rate is not None:
-            name = "lr" if len(self._models.optimizers) == 1 else f"lr/{entry.name}"
-            self._journal.learning_rates[name] = rate.clone() if isinstance(rate, Tensor) else rate
+        """The rates of this step: a scheduler may change them before the row is written."""
+        name = "lr" if len(self._models.optimizers) == 1 else f"lr/{entry.name}"
+        for number, group in enumerate(optimizer.param_groups):
+            rate, match = group.get("lr"), group.get(MATCH)
+            if rate is None or (number and match is None):  # of groups, those of the config have names
+                continue
+            called = f"{name}/{match}" if number else name
+            self._journal.learning_rates[called] = rate.clone() if isinstance(rate, Tensor) else rate
 
     def _be_patient_while_compiling(self) -> None:
         if not self._guard.settled:

@@ -1,0 +1,169 @@
+"""An exponential moving average of a model's weights, kept beside them: measured, saved and restored with them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from lockstep.config.optimizing import Ema
+from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.strategy.loading import read_like
+from lockstep.strategy.local_step import local_part
+
+logger = logging.getLogger(__name__)
+
+# Before the name of what was measured with averaged weights: val/ema/loss beside val/loss.
+PREFIX = "ema/"
+
+
+class Average:
+    """Of the trained parameters of one model. Where a rank has a part of a parameter, it has that part of the average.
+
+    Buffers (running statistics) are no weights: whoever uses the average finds those of the model beside it.
+    """
+
+    def __init__(self, module: nn.Module, settings: Ema, runtime: Runtime) -> None:
+        self.settings, self._runtime = settings, runtime
+        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._weights: dict[str, Tensor] | None = None  # from the first step on
+        self.updates = 0
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The average by the names of the parameters: before the first step, the parameters as they are."""
+        if self._weights is None:
+            with torch.no_grad():
+                self._weights = {name: _wide(each.detach().clone()) for name, each in self._parameters.items()}
+            self._runtime.end_of_program()
+        return self._weights
+
+    def begin(self) -> None:
+        """An optimizer is about to step: the average starts from what it finds."""
+        _ = self.weights
+
+    def update(self, step: int) -> None:
+        """An optimizer has made the weights those of a step."""
+        if step % int(self.settings.every.count):
+            return
+        averages, now = self._pairs()
+        self.updates += 1
+        share = 1.0 - self.decay
+        with torch.no_grad():
+            if self._runtime.fixed_shapes:
+                # A number would become part of the program, and every new one a program to compile.
+                on_device = torch.tensor(share, dtype=torch.float32).to(self._runtime.device)
+                for average, parameter in zip(averages, now, strict=True):
+                    average.add_((parameter.to(average.dtype) - average) * on_device)
+            else:
+                for first, second in _by_kind(averages, now):
+                    torch._foreach_lerp_(first, [each.to(mine.dtype) for mine, each in zip(first, second, strict=True)],
+                                         share)  # fmt: skip
+        self._runtime.end_of_program()
+
+    @property
+    def decay(self) -> float:
+        """Of the update that was counted last."""
+        settings, n = self.settings, self.updates
+        return min(settings.decay, (1 + n) / (10 + n)) if settings.warmup else settings.decay
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The averages where the weights are, and afterwards the weights again, bit for bit."""
+        averages, now = self._pairs()
+        with torch.no_grad():
+            kept = [each.clone() for each in now]
+            for parameter, average in zip(now, averages, strict=True):
+                parameter.copy_(average)
+        self._runtime.end_of_program()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in zip(now, kept, strict=True):
+                    parameter.copy_(before)
+            self._runtime.end_of_program()
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates, "weights": dict(self.weights)}
+
+    def load(self, state: Mapping[str, Any] | None, source: str) -> None:
+        """What state() gave, with Stored for its tensors where ranks read their own parts. Without any, or of other
+        parameters, the average starts from the weights, which are restored already."""
+        self._weights, self.updates = None, 0
+        if state is None or list(state["weights"]) != list(self._parameters):
+            logger.info("%s has no average of these weights: it starts from them", source)
+            return
+        found = read_like(state["weights"], self.weights)
+        with torch.no_grad():
+            for name, mine in self.weights.items():
+                local_part(mine).copy_(local_part(found[name]))
+        self.updates = int(state["updates"])
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of averages and weights that this rank has. Asked for every time: restoring may move them."""
+        averages = [local_part(each) for each in self.weights.values()]
+        return averages, [local_part(each) for each in self._parameters.values()]
+
+
+def ema_settings(given: float | Mapping[str, Any] | Ema) -> Ema:
+    """What `run.setup(ema=...)` is given: the decay, or all that `train.ema` may say."""
+    if isinstance(given, Ema):
+        return given
+    try:
+        return Ema.model_validate(given if isinstance(given, Mapping) else {"decay": given})
+    except ValidationError as problems:
+        raise ConfigError(
+            f"run.setup: ema must be a decay between 0 and 1, or a mapping with decay, every and warmup, got "
+            f"{given!r}: {problems.errors()[0]['msg']}"
+        ) from None
+
+
+def measured_beside(
+    averages: Sequence[Average], runtime: Runtime, measure: Callable[[], dict[str, float] | None]
+) -> dict[str, float] | None:
+    """What `measure` finds with the weights and, under names of their own, with their averages; None as it does.
+
+    Random numbers go on as if the averages had not been measured.
+    """
+    before = generator_states(runtime)
+    found = measure()
+    if found is None or not averages:
+        return found
+    between = generator_states(runtime)
+    with in_place(averages):
+        more = measure()
+    if more is None:  # given up: whoever begins anew begins with the weights
+        set_generator_states(runtime, before)
+        return None
+    set_generator_states(runtime, between)
+    return found | {PREFIX + name: value for name, value in more.items()}
+
+
+@contextlib.contextmanager
+def in_place(averages: Sequence[Average]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in averages:
+            stack.enter_context(each.in_place())
+        yield
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In half precision an average would stand still: what it moves by is too small for it."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _by_kind(averages: list[Tensor], now: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for average, parameter in zip(averages, now, strict=True):
+        first, second = kinds.setdefault((average.dtype, average.device), ([], []))
+        first.append(average)
+        second.append(parameter)
+    return list(kinds.values())
