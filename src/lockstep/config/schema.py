@@ -385,6 +385,9 @@ class RunConfig(RunSettings):
     scheduler: Annotated[Scheduler, _as_mapping(Scheduler)] | None = None
     validation: Validate = Field(Validate(), alias="validate")
     early_stop: EarlyStop | None = None
+    hooks: tuple[Annotated[Component, _as_mapping(Component)], ...] = Field(
+        (), strict=False, description="what else happens between steps: classes like lockstep.Hook, made on every rank"
+    )
 
     def plain(self) -> dict[str, Any]:
         """As plain data, by the names that the YAML uses: what config.yaml holds."""

@@ -9,26 +9,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config.schema import EVERY_EPOCH, Component, RunConfig
-from lockstep.config.values import Interval
+from lockstep.config.schema import Component, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.train.models import DEFAULT
 from lockstep.train.run import Run
+from lockstep.train.schedules import RunLength, Schedule, as_schedule
 from lockstep.train.task import Task, construct, has_init_weights, import_object
 
 
-def set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], Interval]:
-    """Every model of the task with its optimizer and scheduler; the schedulers, and how often they are stepped."""
+def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
+    """Every model of the task with its optimizer and scheduler; the schedulers, with when they are stepped."""
     limits = config.train
     made = run.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
-    schedulers, every = _schedulers(task, made, optimizers, config)
+    schedules = _schedules(task, made, optimizers, config, length)
     for name, model in models.items():
         run.setup(
             model,
             optimizers.get(name),
-            schedulers.get(name),
+            schedules[name].scheduler if name in schedules else None,
             name=name,
             precision=limits.precision,
             clip_norm=limits.clip_norm,
@@ -38,7 +38,7 @@ def set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], Int
             shard=task.shard_rules(),
             init_weights=task.init_weights if has_init_weights(task) else None,
         )
-    return schedulers, every
+    return schedules
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
@@ -52,14 +52,19 @@ def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: 
     }
 
 
-def _schedulers(
-    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig
-) -> tuple[dict[str, Any], Interval]:
+def _schedules(
+    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig, length: RunLength
+) -> dict[str, Schedule]:
     given: Any = dict(optimizers) if isinstance(made, Mapping) else next(iter(optimizers.values()))
     if config.scheduler is None:
-        return _per_model(optimizers, task.scheduler(given), "scheduler"), EVERY_EPOCH
+        own = _per_model(optimizers, length.of_task(task, given), "scheduler")
+        return {name: as_schedule(each) for name, each in own.items()}
     scheduler = config.scheduler
-    return {name: _made(scheduler, "scheduler", object, each) for name, each in optimizers.items()}, scheduler.every
+    component = Component.model_validate({"type": scheduler.type, **length.arguments(scheduler)})
+    return {
+        name: Schedule(_made(component, "scheduler", object, each), scheduler.every, scheduler.monitor)
+        for name, each in optimizers.items()
+    }
 
 
 def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:

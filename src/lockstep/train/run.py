@@ -448,19 +448,19 @@ class Run:
     def evaluate_or_leave(
         self,
         measure: Measure,
-        dataset: Dataset[Any],
+        datasets: Mapping[str, Dataset[Any]],
         batch_size: int,
         on: str,
         collate: Collate | None,
-        name: str = "validation",
-    ) -> dict[str, float] | None:
-        """The same for whoever can begin it anew after a resume: None as soon as a rank is asked to leave."""
-        return self._evaluator.evaluate_or_leave(measure, dataset, batch_size, on, collate, name)
+    ) -> dict[str, dict[str, Any]] | None:
+        """The same, of several datasets by name, for whoever can begin it anew after a resume: None as soon as a rank
+        is asked to leave."""
+        return self._evaluator.evaluate_or_leave(measure, datasets, batch_size, on, collate)
 
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
-    ) -> list[str]:
-        """The names of what `measure` returns, found on one batch that leaves no trace."""
+    ) -> tuple[dict[str, Any], bool]:
+        """What `measure` finds by name on one batch that leaves no trace, and whether that is all."""
         return self._evaluator.names_of(measure, dataset, batch_size, collate)
 
     def evaluate_stream(
