@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.order import Indices
 from lockstep.errors import ConfigError
 
+# With so many examples each of two parts has some to compare: a correlation of one with itself is none.
+_FEWEST = 6
 # One rank's states: those of a metric and, by their place in it, of those inside of it (wrappers).
 States = list[dict[str, Any]]
 
@@ -61,13 +64,13 @@ def computed(metric: Any, found: Sequence[States]) -> Any:
     return metric.compute()
 
 
-def require_reducible(name: str, metric: Any, update: Callable[[Any, slice], None], rows: int) -> None:
+def require_reducible(name: str, metric: Any, update: Callable[[Any, Indices], None], rows: int) -> None:
     """Refuse a metric whose value depends on how examples are spread over ranks, tried on a few of them.
 
     `update(metric, rows)` gives it some of the rows at hand. A metric that has no value for so few is not judged.
     """
-    middle = max(1, rows // 3)
-    parts = [slice(0, middle), slice(middle, rows) if rows > 1 else slice(0, 1)]
+    taken = np.resize(np.arange(rows), max(rows, _FEWEST))  # again from the first, where there are fewer
+    parts = np.split(taken, [len(taken) // 3])
     whole, *pieces = [copy.deepcopy(metric) for _ in range(3)]
     for part in parts:
         update(whole, part)

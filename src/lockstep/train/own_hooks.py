@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import Component, RunConfig
@@ -95,15 +96,22 @@ def own_hooks(task: Task, config: RunConfig) -> list[Any]:
             raise ConfigError(f"task: hooks()[{index}] is the class {hook.__name__}: return {hook.__name__}(...)")
         check_hook(hook, f"task: hooks()[{index}]")
     for index, component in enumerate(config.hooks):
-        hook = construct(hook_class(component, f"hooks[{index}]"), component.arguments, f"hooks[{index}]")
+        cls = hook_class(component, f"hooks[{index}]", config.task.type)
+        hook = construct(cls, component.arguments, f"hooks[{index}]")
         check_hook(hook, f"hooks[{index}]")
         hooks.append(hook)
     return hooks
 
 
-def hook_class(component: Component, path: str) -> Any:
-    """What a config names as a hook, with everything that can be known of it without making one."""
-    cls = import_object(component.type, path)
+def hook_class(component: Component, path: str, task: str = "") -> Any:
+    """What a config names as a hook, with everything that can be known of it without making one.
+
+    A file of hooks next to the task's travels with it: on another host it is next to the task's there.
+    """
+    file, _, name = component.type.rpartition(":")
+    beside = Path(task.rpartition(":")[0]).parent / Path(file).name
+    there = file.endswith(".py") and not Path(file).exists() and beside.exists()
+    cls = import_object(f"{beside}:{name}" if there else component.type, path)
     if isinstance(cls, type):
         check_hook(cls, path)
     elif not callable(cls):

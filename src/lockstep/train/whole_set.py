@@ -94,8 +94,8 @@ class WholeSet:
         rows = min(map(len, outputs.values()), default=0)
         for name, metric in self.metrics.items():
 
-            def update(one: Any, some: slice, name: str = name) -> None:
-                self._task.update_metrics({name: one}, {key: each[some] for key, each in outputs.items()})
+            def update(one: Any, some: Indices, name: str = name) -> None:
+                self._task.update_metrics({name: one}, {key: _chosen(each, some) for key, each in outputs.items()})
 
             metric.reset()
             require_reducible(name, metric, update, rows)
