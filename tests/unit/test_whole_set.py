@@ -117,7 +117,9 @@ class Many(Scored):
 
     def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         two = {"pearson", "spearman", "r2"}
-        super().update_metrics({name: each for name, each in metrics.items() if name not in two | {"retrieval"}}, outputs)
+        super().update_metrics(
+            {name: each for name, each in metrics.items() if name not in two | {"retrieval"}}, outputs
+        )
         for name in two & set(metrics):
             metrics[name].update(outputs["first"], outputs["second"])
         if "retrieval" in metrics:
