@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from lockstep.errors import ConfigError, LockstepError, WorkerFailed
     from lockstep.launcher.function import launch
     from lockstep.start.function import train
+    from lockstep.train.hooks import Hook
     from lockstep.train.mean import Mean
     from lockstep.train.run import Run
+    from lockstep.train.schedules import Schedule
     from lockstep.train.task import Task
 
     __version__: str
 
 __all__ = [
     "ConfigError",
+    "Hook",
     "LockstepError",
     "Mean",
     "Run",
+    "Schedule",
     "Task",
     "WorkerFailed",
     "__version__",
@@ -33,9 +37,11 @@ __all__ = [
 # Loaded when first used: importing the package must not import torch.
 _HOMES = {
     "ConfigError": "lockstep.errors",
+    "Hook": "lockstep.train.hooks",
     "LockstepError": "lockstep.errors",
     "Mean": "lockstep.train.mean",
     "Run": "lockstep.train.run",
+    "Schedule": "lockstep.train.schedules",
     "Task": "lockstep.train.task",
     "WorkerFailed": "lockstep.errors",
     "launch": "lockstep.launcher.function",

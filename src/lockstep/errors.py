@@ -170,6 +170,20 @@ class Recompiled(LockstepError):
     concerns_all_ranks = True
 
 
+class HookFailed(LockstepError):
+    """A hook of the user's own raised something, which is the cause."""
+
+    exit_code = 5
+
+    def __init__(self, hook: str, method: str, step: int, rank: int, error: BaseException | str) -> None:
+        told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        super().__init__(f"hook {hook}.{method} failed after step {step} on rank {rank}: {told}")
+        self.hook, self.method, self.step, self.rank, self.told = hook, method, step, rank, told
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.hook, self.method, self.step, self.rank, self.told)
+
+
 class WorkerFailed(LockstepError):
     """A process of the run ended before its work was done."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.train.trainer import check_metrics
+from lockstep.train.trainer import check_metrics, metrics_asked_for
 
 
 def config(**sections: Any) -> RunConfig:
@@ -16,6 +16,11 @@ def config(**sections: Any) -> RunConfig:
 
 
 VALIDATED = ["val/loss", "val/accuracy"]
+
+
+def check(sections: dict[str, Any], monitors: list[str], validated: list[str], *open_ended: str) -> None:
+    there = dict.fromkeys(["train/loss", *validated], 0.0)
+    check_metrics(metrics_asked_for(config(**sections), monitors), there, open_ended)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,7 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest(
     sections: dict[str, Any], monitor: str | None, told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_metrics(config(**sections), monitor, VALIDATED, open_ended=False)
+        check(sections, [monitor] if monitor else [], VALIDATED)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +51,4 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest(
     ],
 )
 def test_names_that_will_be_there_pass(sections: dict[str, Any], validated: list[str], open_ended: bool) -> None:
-    check_metrics(config(**sections), None, validated, open_ended)
+    check(sections, [], validated, *(["train"] if open_ended else []))

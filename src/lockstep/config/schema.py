@@ -410,6 +410,9 @@ class RunConfig(RunSettings):
     scheduler: Annotated[AnyScheduler, as_mapping(AnyScheduler)] | None = None
     validation: Validate = Field(Validate(), alias="validate")
     early_stop: EarlyStop | None = None
+    hooks: tuple[Annotated[Component, as_mapping(Component)], ...] = Field(
+        (), strict=False, description="what else happens between steps: classes like lockstep.Hook, made on every rank"
+    )
 
     @model_validator(mode="after")
     def _a_static_graph_is_exchanged_at_once(self) -> RunConfig:

@@ -17,6 +17,7 @@ from lockstep.errors import (
     CONSEQUENCES,
     LOST_PEER,
     FolderLost,
+    HookFailed,
     LockstepError,
     NonFiniteGradients,
     NonFiniteLoss,
@@ -95,6 +96,8 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).
     own = None if ours else trouble.of(error)
     lost = own is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
+    of_user = error.__cause__ or error if isinstance(error, HookFailed) else error
+    quiet = (ours and of_user is error) or lost
     return Report(
         rank=rank,
         host=host,
@@ -102,7 +105,7 @@ def report(error: BaseException, rank: int, host: str) -> Report:
         message=own.message if own else _message(error, text, ours, lost),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         time=time.time(),
-        traceback="" if ours or lost or (own and own.is_told) else "".join(user_traceback(error)),
+        traceback="" if quiet or (own and own.is_told) else "".join(user_traceback(of_user)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
     )

@@ -134,7 +134,8 @@ def terminal() -> Console | None:
 
 
 def _metrics(row: Row) -> list[str]:
-    return [f"{name} {value:.4g}" for name, value in row.items() if name not in _NOT_METRICS and value is not None]
+    single = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+    return [f"{name} {value:.4g}" for name, value in single.items() if name not in _NOT_METRICS]
 
 
 def _lag(lags: list[float]) -> list[str]:

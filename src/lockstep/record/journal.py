@@ -239,7 +239,8 @@ class Journal:
             self._write({"step": step, "epoch": epoch, **totals.means()}, time.perf_counter())
 
     def _write(self, row: dict[str, Any], at: float) -> None:
-        self.latest.update({name: value for name, value in row.items() if name.partition("/")[0] not in _NO_METRICS})
+        single = {name: value for name, value in row.items() if not isinstance(value, list)}  # what rows alone have
+        self.latest.update({name: value for name, value in single.items() if name.partition("/")[0] not in _NO_METRICS})
         if self._recorder is not None:
             self._recorder.write(dict(row), at)
         if self.listener is not None:

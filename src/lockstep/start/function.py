@@ -109,26 +109,33 @@ def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: M
 
 
 def _with_task_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With the import path in place of a task's class: what ranks, and whoever resumes the run, find it by."""
-    task = values.get("task")
-    if isinstance(task, Mapping) and not isinstance(task.get("type", ""), str):
-        return {**values, "task": {**task, "type": _import_path(task["type"])}}
-    if task is None or isinstance(task, (str, Mapping)):
-        return dict(values)
-    return {**values, "task": {"type": _import_path(task)}}
+    """With the import path in place of a task's class, or of a hook's: what ranks, and whoever resumes the run, find it
+    by."""
+    named = dict(values)
+    if named.get("task") is not None:
+        named["task"] = _component(named["task"], "task")
+    if isinstance(named.get("hooks"), (list, tuple)):
+        named["hooks"] = [_component(each, "hooks") for each in named["hooks"]]
+    return named
 
 
-def _import_path(given: Any) -> str:
+def _component(given: Any, name: str) -> Any:
+    if isinstance(given, Mapping) and not isinstance(given.get("type", ""), str):
+        return {**given, "type": _import_path(given["type"], name)}
+    return given if isinstance(given, (str, Mapping)) else {"type": _import_path(given, name)}
+
+
+def _import_path(given: Any, name: str) -> str:
     if not inspect.isclass(given):
         raise ConfigError(
-            f"{_CALLER}: task is {given!r}, an object that only this process has: every rank makes its own. Give the "
-            f'class and its arguments: task={{"type": {type(given).__name__}, "an_argument": 1}}'
+            f"{_CALLER}: {name} is {given!r}, an object that only this process has: every rank makes its own. Give the "
+            f'class and its arguments: {name}={{"type": {type(given).__name__}, "an_argument": 1}}'
         )
     task: type = given
     module = sys.modules.get(task.__module__)
     if "." in task.__qualname__ or getattr(module, task.__name__, None) is not task:
         raise ConfigError(
-            f"{_CALLER}: task {task.__qualname__} is defined inside of something else, where ranks cannot import it "
+            f"{_CALLER}: {name} {task.__qualname__} is defined inside of something else, where ranks cannot import it "
             "from: define it at the top level of a file"
         )
     file = getattr(module, "__file__", None) or ""
@@ -136,8 +143,8 @@ def _import_path(given: Any) -> str:
         return f"{task.__module__}:{task.__name__}"  # inside of a package, which may import by its own name
     if not file.endswith(".py"):
         raise ConfigError(
-            f"{_CALLER}: task {task.__name__} was typed into this session, where ranks cannot import it from: write it "
-            f'to a file, and give task="file.py:{task.__name__}"'
+            f"{_CALLER}: {name} {task.__name__} was typed into this session, where ranks cannot import it from: write "
+            f'it to a file, and give {name}="file.py:{task.__name__}"'
         )
     return f"{Path(file).resolve()}:{task.__name__}"
 

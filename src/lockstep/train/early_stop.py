@@ -16,12 +16,17 @@ def metric_value(metrics: Mapping[str, float], name: str, path: str) -> float:
     found = known_as(name, metrics)
     if found is None:
         raise ConfigError(unknown_metric(path, name, metrics))
+    if isinstance(metrics[found], list):
+        raise ConfigError(f"{path}: {found!r} is no single number, to be compared with others: name one that is")
     return metrics[found]
 
 
 def known_as(name: str, metrics: Iterable[str]) -> str | None:
     """The name that a metric really has among others, where it is there."""
     there = set(metrics)
+    kind, _, rest = name.partition("/")
+    if name not in there and any(each.startswith(f"{kind}/") and each.endswith(f"/{rest}") for each in there):
+        return None  # of several validation sets each has its own: that of the training is none of them
     return next((each for each in (name, f"train/{name.removeprefix('val/')}") if each in there), None)
 
 

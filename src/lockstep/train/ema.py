@@ -127,9 +127,10 @@ def ema_settings(given: float | Mapping[str, Any] | Ema) -> Ema:
 
 
 def measured_beside(
-    averages: Sequence[Average], runtime: Runtime, measure: Callable[[], dict[str, float] | None]
-) -> dict[str, float] | None:
-    """What `measure` finds with the weights and, under names of their own, with their averages; None as it does.
+    averages: Sequence[Average], runtime: Runtime, measure: Callable[[], dict[str, dict[str, Any]] | None]
+) -> dict[str, dict[str, Any]] | None:
+    """What `measure` finds of each dataset with the weights and, under names of their own, with their averages; None as
+    it does.
 
     Random numbers go on as if the averages had not been measured.
     """
@@ -144,7 +145,10 @@ def measured_beside(
         set_generator_states(runtime, before)
         return None
     set_generator_states(runtime, between)
-    return found | {PREFIX + name: value for name, value in more.items()}
+    return {
+        name: values | {PREFIX + metric: value for metric, value in more[name].items()}
+        for name, values in found.items()
+    }
 
 
 @contextlib.contextmanager

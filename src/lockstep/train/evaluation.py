@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import Loader
+from lockstep.data.order import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.record.meters import Sums, numbers
 from lockstep.train.mean import Mean
@@ -32,13 +33,26 @@ def measure_sums(
     move: Callable[[Any], Any],
     measured: Callable[[], None] = lambda: None,
     together: bool = False,
+    collect: Callable[[MicroBatch, Any], None] = lambda micro, batch: None,
 ) -> tuple[Sums, int]:
     """This rank's sums over its part of the data, in double precision, and how many examples it saw.
 
     Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
+    `collect` is given every batch that is measured, and what is known of its examples.
     """
-    batches = ((micro.examples, len(micro.indices), batch) for micro, batch in loader.epoch(0))
-    return sums_of(measure, batches, move, measured, together)
+    at_hand: list[MicroBatch] = []
+
+    def batches() -> Iterator[tuple[int, int, Any]]:
+        for micro, batch in loader.epoch(0):
+            at_hand[:] = [micro]
+            yield micro.examples, len(micro.indices), batch
+
+    def measure_and_collect(batch: Any) -> Mapping[str, Any]:
+        found = measure(batch)
+        collect(at_hand[0], batch)
+        return found
+
+    return sums_of(measure_and_collect, batches(), move, measured, together)
 
 
 def sums_of(
@@ -118,8 +132,8 @@ def _total(name: str, value: Any, length: int) -> tuple[Any, Any]:
         raise ConfigError(
             f"metric {name!r} is a single number for a batch of {length} examples: a mean of such numbers depends on "
             "how the data falls into batches and on ranks. Return one value per example, shape [B]; or "
-            "lockstep.Mean(total, count) for a mean over something else (tokens, pixels); what is no mean at all (AUC, "
-            "F1) has to be computed from the whole set: gather what it needs with run.gather after the evaluation"
+            "lockstep.Mean(total, count) for a mean over something else (tokens, pixels). What is no mean at all (AUC, "
+            "F1) is computed from the whole set: by a task's torchmetrics() or whole_set(outputs), see docs/tasks.md"
         )
     if value.shape != (length,):
         raise ConfigError(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.order import MicroBatch
 from lockstep.data.stream import counted
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
 from lockstep.strategy.base import Strategy
+from lockstep.train.at_rank_zero import at_rank_zero
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
 from lockstep.train.feed import Feed
 from lockstep.train.models import Models
+from lockstep.train.whole_set import Collected, WholeSet, require_other_names, whole_set_of
 
 
 class _GivenUp(Exception):
@@ -47,14 +51,24 @@ class Evaluator:
         return found
 
     def evaluate_or_leave(
-        self, measure: Measure, dataset: Dataset[Any], batch_size: int, on: str, collate: Collate | None, name: str
-    ) -> dict[str, float] | None:
-        """The same, given up as soon as a rank is asked to leave: then None, on all of them."""
+        self,
+        measure: Measure,
+        datasets: Mapping[str, Dataset[Any]],
+        batch_size: int,
+        on: str,
+        collate: Collate | None,
+    ) -> dict[str, dict[str, Any]] | None:
+        """The same for several datasets, by what each is evaluated for; given up as soon as a rank is asked to leave:
+        then None, on all of them."""
         leaves = (lambda: False) if self._strategy.measures_together else self._leaves
         states = generator_states(self._runtime)
-        found = self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
-        if found is None:  # whoever begins anew draws the same numbers
-            set_generator_states(self._runtime, states)
+        found = {}
+        for name, dataset in datasets.items():
+            one = self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
+            if one is None:  # whoever begins anew, with the first of them, draws the same numbers
+                set_generator_states(self._runtime, states)
+                return None
+            found[name] = one
         return found
 
     def _evaluate(
@@ -66,21 +80,48 @@ class Evaluator:
         collate: Collate | None,
         name: str,
         leaves: Callable[[], bool],
-    ) -> dict[str, float] | None:
+    ) -> dict[str, Any] | None:
         count = check_dataset(dataset, name)
         self._checkpointer.equalize_buffers()
         together = self._strategy.measures_together
         alone = on == "rank0" and not together
         loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+        whole = whole_set_of(measure)
+        collected: list[Collected] = []
 
         def here() -> Any:
+            collected[:] = [whole.begin()] if whole is not None else []
+
+            def collect(micro: MicroBatch, batch: Any) -> None:
+                for each in collected:
+                    each.take(micro, measure.outputs(batch))  # type: ignore[attr-defined]
+
             with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
                 move = self._next_of(name, leaves)
-                found = measure_sums(measure, loader, move, self._runtime.end_of_program, together)
+                found = measure_sums(measure, loader, move, self._runtime.end_of_program, together, collect)
                 return found if self._strategy.speaks else ({}, 0)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
-        return None if None in parts else combine(parts, count, name)
+        if None in parts:
+            return None
+        means = combine(parts, count, name)
+        return means if whole is None else {**means, **self._of_whole_set(whole, collected, means, alone, name)}
+
+    def _of_whole_set(
+        self, whole: WholeSet, collected: list[Collected], means: Mapping[str, Any], alone: bool, name: str
+    ) -> dict[str, Any]:
+        """The metrics of a whole set, computed on rank 0 from what all ranks have collected."""
+        parts = [each.part() for each in collected]
+        if not alone:
+            parts = at_rank_zero(self._group, parts[0], self._strategy.speaks, f"the outputs of {name}")
+
+        def compute() -> dict[str, Any]:
+            values = whole.computed(parts)
+            require_other_names(values, means)
+            return values
+
+        values: dict[str, Any] = self._group.agree(compute, f"the whole-set metrics of {name}")
+        return values
 
     def evaluate_stream(
         self, measure: Measure, batches: Iterator[Any], count: Callable[[Any], int], expected: int | None, name: str
@@ -91,16 +132,33 @@ class Evaluator:
         parts = self._group.gather(mine, name)
         return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
 
-    def names_of(self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None) -> list[str]:
-        """The names of what `measure` returns, found on one batch that leaves no trace: no generator moves on."""
+    def names_of(
+        self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None
+    ) -> tuple[dict[str, Any], bool]:
+        """What `measure` finds by name on one batch that leaves no trace (no generator moves on), and whether that is
+        all: a metric of a whole set may have no value for so few examples."""
         states = generator_states(self._runtime)
         loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=self._group.world_size == 1)
         micro, batch = loader.first()
+        whole = whole_set_of(measure)
+        tried: list[dict[str, Any] | None] = []
+
+        def measured(moved: Any) -> Mapping[str, Any]:
+            found = measure(moved)
+            if whole is not None:
+                outputs = measure.outputs(moved)  # type: ignore[attr-defined]
+                whole.check(outputs, len(micro.indices))
+                rows = np.unique(micro.indices, return_index=True)[1]
+                tried.append(whole.tried(whole.real(outputs, rows, len(micro.indices))))
+            return found
+
         with evaluating(self._models.modules.values()):
-            found, _ = sums_of(measure, [(micro.examples or 1, len(micro.indices), batch)], self._strategy.move)
+            found, _ = sums_of(measured, [(micro.examples or 1, len(micro.indices), batch)], self._strategy.move)
         self._runtime.end_of_program()
         set_generator_states(self._runtime, states)
-        return list(found)
+        values = next((each for each in tried if each is not None), {})
+        require_other_names(values, found)
+        return {**dict.fromkeys(found, 0.0), **values}, None not in tried
 
     def _next_of(self, name: str, leaves: Callable[[], bool] = lambda: False) -> Callable[[Any], Any]:
         """Moves a batch to the device, and counts it as progress of whatever the batches are for."""

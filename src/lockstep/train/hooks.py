@@ -1,48 +1,75 @@
-"""What happens at step and epoch boundaries, in this order: validate and decide, schedule, save.
+"""What happens between steps: the protocol of hooks, and those of ours, which validate, schedule and save.
 
-A hook is called after every step, on every rank, and decides for itself whether it is due. What it returns is the
-reason to stop training, if there is one. Reasons are agreed: no rank stops on something that another cannot see.
+The order at a step's end, on every rank: hooks of one's own (`after_step`), validation, where it is due, and their
+`after_validation`, schedulers, their `after_epoch`, where an epoch ended, and last the save, so that it has all that
+happened before. What a hook returns is the reason to stop training, if there is one. Reasons are agreed: no rank stops
+on something that another cannot see.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from lockstep.config.schema import Checkpoint, Validate
-from lockstep.config.values import Interval
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due
 from lockstep.train.early_stop import EarlyStopping, known_as, metric_value
 from lockstep.train.evaluation import Measure
 from lockstep.train.run import Run
+from lockstep.train.schedules import Schedule
 
 logger = logging.getLogger(__name__)
 
 
-class Hook(Protocol):
-    def after_step(self, run: Run) -> str | None: ...
+class Hook:
+    """Something that happens between steps, on every rank. Derive from it, or define some of its methods.
+
+    With `state_dict` and `load_state_dict`, a hook is saved in every checkpoint and restored from it: what rank 0 has
+    is what all ranks get back. A method must do the same on all ranks, as far as it talks to others (run.agree).
+    """
+
+    def before_training(self, run: Run) -> None:
+        """Models are set up, a resumed run is restored; called once by every start of a run."""
+
+    def after_step(self, run: Run) -> str | None:
+        """A step is done: run.progress.step has its number. May return a reason to stop, of any rank; annotated with
+        `-> None` it may not, and ranks need not tell each other."""
+        return None
+
+    def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
+        """The validation data was measured; metrics by their names in metrics.jsonl. May return a reason to stop."""
+        return None
+
+    def after_epoch(self, run: Run) -> str | None:
+        """The step was the last of a pass over the training data. May return a reason to stop."""
+        return None
+
+    def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
+        """Training came to its end, was measured and saved; not where a run failed or was asked to leave."""
 
 
-class Validation:
+class Validation(Hook):
     """Measures the validation data, and decides once, on rank 0, whether to stop early."""
 
     def __init__(
         self,
-        dataset: Dataset[Any] | None,
+        datasets: Mapping[str, Dataset[Any]],
         measure: Measure,
         batch_size: int,
         settings: Validate,
         early_stopping: EarlyStopping | None,
         collate: Collate | None,
         should_stop: Callable[[dict[str, float]], str | None],
+        after_validation: Callable[[Run, dict[str, Any]], str | None] = lambda run, metrics: None,
     ) -> None:
-        self._should_stop = should_stop
-        self._dataset, self._measure, self._batch_size = dataset, measure, batch_size
+        """Datasets by the beginning of their metrics' names: `val`, or `val/NAME` for each of several."""
+        self._should_stop, self._after_validation = should_stop, after_validation
+        self._datasets, self._measure, self._batch_size = datasets, measure, batch_size
         self._settings, self._early_stopping, self._collate = settings, early_stopping, collate
         self._due = Due(settings.every)
         self._last_step = -1
@@ -70,27 +97,28 @@ class Validation:
         run.journal.write_due_row(run.progress, run.seconds_since_start)
         run.journal.bring_together(run.progress)
         trained = dict(run.journal.since_validation.sums)
-        metrics = run.journal.since_validation.take()
-        if self._dataset is not None:
-            found = run.evaluate_or_leave(
-                self._measure, self._dataset, self._batch_size, self._settings.on, self._collate
-            )
+        metrics: dict[str, Any] = dict(run.journal.since_validation.take())
+        if self._datasets:
+            found = evaluated(run, self._measure, self._datasets, self._batch_size, self._settings.on, self._collate)
             if found is None:
                 run.journal.since_validation.sums = trained
                 run.leave()
-            metrics.update({f"val/{name}": value for name, value in found.items()})
+            metrics.update(found)
         self._last_step = run.progress.step
         run.barrier("the end of validation")
         decision = run.agree(lambda: self._decide(run, metrics), "whether to stop early")
         self.load_state_dict(decision["state"])
         run.journal.write(run.progress, metrics)
         stop: str | None = decision["stop"]
-        return stop
+        told = self._after_validation(run, dict(metrics))
+        return stop or told
 
-    def _decide(self, run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _decide(self, run: Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
         stop = self._early_stopping.update(metrics) if self._early_stopping is not None else None
         stop = self._should_stop(dict(metrics)) or stop
-        self.history.append({"step": run.progress.step, "epoch": run.progress.epochs_done, **metrics})
+        # Matrices and curves are in metrics.jsonl: what is kept here is in every checkpoint.
+        single = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        self.history.append({"step": run.progress.step, "epoch": run.progress.epochs_done, **single})
         return {"stop": stop, "state": self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,25 +137,34 @@ class Validation:
             self._early_stopping.load_state_dict(state["early_stopping"])
 
 
-class Schedule:
+class Scheduling(Hook):
     """Steps the learning-rate schedulers; one that watches a metric is given the newest."""
 
-    def __init__(self, schedulers: Sequence[Any], every: Interval, monitor: str | None, validation: Validation) -> None:
-        self._schedulers, self._due, self._validation = schedulers, Due(every), validation
-        watches = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
-        self.monitor = monitor or ("val/loss" if watches else None)
+    def __init__(self, schedules: Sequence[Schedule], validation: Validation) -> None:
+        self._validation = validation
+        self._schedules = [(each.scheduler, Due(each.interval), _monitored(each)) for each in schedules]
+
+    @property
+    def monitors(self) -> list[str]:
+        """The metrics that are watched."""
+        return list(dict.fromkeys(name for _, _, name in self._schedules if name is not None))
 
     def after_step(self, run: Run) -> str | None:
-        if self._due.now(run.progress, run.seconds_since_start):
-            for scheduler in self._schedulers:
-                if self.monitor is None:
-                    scheduler.step()
-                else:
-                    scheduler.step(metric_value(self._validation.latest, self.monitor, "scheduler.monitor"))
+        for scheduler, due, monitor in self._schedules:
+            if not due.now(run.progress, run.seconds_since_start):
+                continue
+            if monitor is None:
+                scheduler.step()
+            else:
+                scheduler.step(metric_value(self._validation.latest, monitor, "scheduler.monitor"))
         return None
 
 
-class Checkpointing:
+def _monitored(schedule: Schedule) -> str | None:
+    return schedule.monitor or ("val/loss" if isinstance(schedule.scheduler, ReduceLROnPlateau) else None)
+
+
+class Checkpointing(Hook):
     """Saves the run every so often."""
 
     def __init__(self, settings: Checkpoint, validation: Validation) -> None:
@@ -147,3 +184,27 @@ class Checkpointing:
         if last is not None and (last.step, last.value) == (run.progress.step, value):
             return  # of this very state, or restored from there
         run.checkpoint(value=value, metrics=latest if measured else {})
+
+
+def evaluated(
+    run: Run,
+    measure: Measure,
+    datasets: Mapping[str, Dataset[Any]],
+    batch_size: int,
+    on: str,
+    collate: Collate | None,
+) -> dict[str, Any] | None:
+    """The metrics of some datasets by their whole names; None where the run is to leave."""
+    named = {_waited_for(prefix): each for prefix, each in datasets.items()}
+    found = run.evaluate_or_leave(measure, named, batch_size, on, collate)
+    if found is None:
+        return None
+    each_of = zip(datasets, found.values(), strict=True)
+    return {f"{prefix}/{name}": value for prefix, values in each_of for name, value in values.items()}
+
+
+def _waited_for(prefix: str) -> str:
+    """What ranks are said to be at: `validation`, `validation of NAME`, `test`."""
+    kind, _, name = prefix.partition("/")
+    kind = "validation" if kind == "val" else kind
+    return f"{kind} of {name}" if name else kind

@@ -32,6 +32,12 @@ class Lengths:
         for name, count in self._own.items():
             if state["own"].get(name, count) != count:
                 logger.warning(
-                    "%s_data() has %d examples, and had %d when the checkpoint was made: its metrics before and after "
-                    "are not of the same data", name, count, state["own"][name],
+                    "%s has %d examples, and had %d when the checkpoint was made: its metrics before and after are not "
+                    "of the same data", _method(name), count, state["own"][name],
                 )  # fmt: skip
+
+
+def _method(name: str) -> str:
+    """`val_data()`; of several datasets `val_data()['NAME']`."""
+    kind, _, one = name.partition("/")
+    return f"{kind}_data()[{one!r}]" if one else f"{kind}_data()"

@@ -11,6 +11,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
 from lockstep.errors import ConfigError
 from lockstep.train.hooks import Hook
+from lockstep.train.measuring import loss_and_values
+from lockstep.train.own_hooks import OwnHooks
 from lockstep.train.run import Run
 from lockstep.train.task import Task, has_training_step
 
@@ -22,14 +24,16 @@ def train(
     collate: Collate | None,
     config: RunConfig,
     hooks: Sequence[Hook],
+    own: OwnHooks,
     unfinished: bool = False,
 ) -> str | None:
     """Train until a limit is reached; returns why it stopped before that, if it did.
 
-    `unfinished` is a run that was left before its hooks were done with the last step: they begin with that.
+    `hooks` validate, schedule and, last, save. `unfinished` is a run that was left before they were done with the last
+    step, in the midst of its validation: they begin with that.
     """
     limits = config.train
-    if unfinished and (stop := _after_step(run, hooks)):
+    if unfinished and (stop := _after_hooks_of_ones_own(run, hooks, own)):
         return stop
     training_step = _own_step if has_training_step(task) else _usual_step
     for _ in run.epochs(limits.epoch_limit):
@@ -46,23 +50,32 @@ def train(
                 return None
             if not training_step(run, task, batch):
                 continue
-            stop = _after_step(run, hooks)
+            stop = _after_step(run, hooks, own)
             if stop or run.progress.step == limits.steps:
                 return stop
     return run.stopped
 
 
-def _after_step(run: Run, hooks: Sequence[Hook]) -> str | None:
-    reasons = [hook.after_step(run) for hook in hooks]
+def _after_step(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> str | None:
+    own.after_step(run)
+    return _after_hooks_of_ones_own(run, hooks, own)
+
+
+def _after_hooks_of_ones_own(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> str | None:
+    """What follows, so that a save at the end has everything that was done for the step."""
+    *before, saving = hooks
+    reasons = [hook.after_step(run) for hook in before]
+    reasons = [own.take_reason(), *reasons, own.after_epoch(run)]
+    saving.after_step(run)
     return next((reason for reason in reasons if reason), None)
 
 
 def _usual_step(run: Run, task: Task, batch: Any) -> bool:
     """Forward, backward, step; whether the batch is complete."""
     with run.autocast():
-        loss = task.loss(run.model, batch)
+        loss, values = loss_and_values(task.loss(run.model, batch), task)
     run.backward(loss)
-    run.log(**{"train/loss": loss})
+    run.log(**{"train/loss": loss}, **{f"train/{name}": value for name, value in values.items()})
     return run.step()
 
 

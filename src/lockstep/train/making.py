@@ -10,34 +10,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.config.optimizing import EVERY_STEP
-from lockstep.config.schema import EVERY_EPOCH, Component, RunConfig, Schedule
-from lockstep.config.values import Interval
+from lockstep.config.optimizing import Schedule as NamedSettings
+from lockstep.config.schema import Component, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.train.freezing import freeze
 from lockstep.train.groups import parameter_groups
 from lockstep.train.models import DEFAULT
 from lockstep.train.run import Run
 from lockstep.train.schedule import NamedSchedule
+from lockstep.train.schedules import RunLength, Schedule, as_schedule
 from lockstep.train.task import Task, construct, has_init_weights, import_object
 
 
-def set_up(run: Run, task: Task, config: RunConfig, total: int | None) -> tuple[dict[str, Any], Interval]:
-    """Every model of the task with its optimizer and scheduler; the schedulers, and how often they are stepped.
-
-    `total` is how many steps the run has, where that is known.
-    """
+def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
+    """Every model of the task with its optimizer and scheduler; the schedulers, with when they are stepped."""
     limits = config.train
     made = run.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     if limits.freeze:
         freeze(models, limits.freeze)
     optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
-    schedulers, every = _schedulers(task, made, optimizers, config, total)
+    schedules = _schedules(task, made, optimizers, config, length)
     for name, model in models.items():
         run.setup(
             model,
             optimizers.get(name),
-            schedulers.get(name),
+            schedules[name].scheduler if name in schedules else None,
             name=name,
             precision=limits.precision,
             clip_norm=limits.clip_norm,
@@ -48,7 +46,7 @@ def set_up(run: Run, task: Task, config: RunConfig, total: int | None) -> tuple[
             shard=task.shard_rules(),
             init_weights=task.init_weights if has_init_weights(task) else None,
         )
-    return schedulers, every
+    return schedules
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
@@ -64,16 +62,22 @@ def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: 
     return {name: _made(config.optimizer, "optimizer", Optimizer, given[name]) for name in models}
 
 
-def _schedulers(
-    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig, total: int | None
-) -> tuple[dict[str, Any], Interval]:
+def _schedules(
+    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig, length: RunLength
+) -> dict[str, Schedule]:
     given: Any = dict(optimizers) if isinstance(made, Mapping) else next(iter(optimizers.values()))
     if config.scheduler is None:
-        return _per_model(optimizers, task.scheduler(given), "scheduler"), EVERY_EPOCH
+        own = _per_model(optimizers, length.of_task(task, given), "scheduler")
+        return {name: as_schedule(each) for name, each in own.items()}
     scheduler = config.scheduler
-    if isinstance(scheduler, Schedule):
-        return {name: NamedSchedule(each, scheduler, total) for name, each in optimizers.items()}, EVERY_STEP
-    return {name: _made(scheduler, "scheduler", object, each) for name, each in optimizers.items()}, scheduler.every
+    if isinstance(scheduler, NamedSettings):
+        return {name: Schedule(NamedSchedule(each, scheduler, length.steps), EVERY_STEP) for name, each in
+                optimizers.items()}  # fmt: skip
+    component = Component.model_validate({"type": scheduler.type, **length.arguments(scheduler)})
+    return {
+        name: Schedule(_made(component, "scheduler", object, each), scheduler.every, scheduler.monitor)
+        for name, each in optimizers.items()
+    }
 
 
 def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:
@@ -96,14 +100,3 @@ def _made(component: Component, path: str, kind: type, *positional: Any) -> Any:
     if not isinstance(made, kind):
         raise ConfigError(f"{path}: {component.type} makes a {type(made).__name__}, not a {kind.__name__}")
     return made
-
-
-def total_steps(config: RunConfig, data: Any) -> int | None:
-    """How many optimizer steps the run has; None where its limit is in epochs of data that has no length."""
-    limits = config.train
-    if limits.steps is not None:
-        return limits.steps
-    if limits.epoch_limit is None or not hasattr(data, "__len__"):
-        return None
-    whole, rest = divmod(len(data), limits.batch_size)
-    return (whole + (1 if rest and not config.data.drop_last else 0)) * limits.epoch_limit

@@ -1,4 +1,5 @@
-"""What an import can tell of the task, the optimizer and the scheduler that a config names: nothing is made of them."""
+"""What an import can tell of the task, the optimizer, the scheduler and the hooks that a config names: nothing is made
+of them."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from torch.optim import SGD, Optimizer
 from lockstep.config.optimizing import Optimizer as OptimizerSettings
 from lockstep.config.schema import Component, RunConfig, Schedule
 from lockstep.errors import ConfigError
+from lockstep.train.own_hooks import hook_class
+from lockstep.train.schedules import AUTO
 from lockstep.train.task import check_arguments, import_object, task_class, try_on
 
 
@@ -28,6 +31,7 @@ def check_parts(config: RunConfig, trained_here: bool = True) -> None:
         (_check_optimizer, config.optimizer),
         (_check_scheduler, None if isinstance(config.scheduler, Schedule) else config.scheduler),
     ]
+    checks += [(_check_hook(index), each) for index, each in enumerate(config.hooks)]
     problems: list[str] = []
     for check, component in checks:
         try:
@@ -60,8 +64,19 @@ def _check_optimizer(component: OptimizerSettings) -> None:
 def _check_scheduler(component: Component) -> None:
     cls = _imported(component, "scheduler", _by_path("scheduler"))
     check_arguments(cls, component.arguments, "scheduler", object())
+    # How many steps there are (auto) is known when the data is: here any number does.
+    arguments = {name: 100 if value == AUTO else value for name, value in component.arguments.items()}
     # A cyclic schedule of the momentum wants an optimizer that has one.
-    try_on(cls, component.arguments, "scheduler", SGD([Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+    try_on(cls, arguments, "scheduler", SGD([Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+
+
+def _check_hook(index: int) -> Callable[[Component], None]:
+    def check(component: Component) -> None:
+        path = f"hooks[{index}]"
+        cls = _imported(component, path, lambda each: hook_class(each, path))
+        check_arguments(cls, component.arguments, path)
+
+    return check
 
 
 def _by_path(name: str) -> Callable[[Component], Any]:

@@ -470,28 +470,29 @@ class Run:
     def evaluate_or_leave(
         self,
         measure: Measure,
-        dataset: Dataset[Any],
+        datasets: Mapping[str, Dataset[Any]],
         batch_size: int,
         on: str,
         collate: Collate | None,
-        name: str = "validation",
-    ) -> dict[str, float] | None:
-        """The same for whoever can begin it anew after a resume: None as soon as a rank is asked to leave.
+    ) -> dict[str, dict[str, Any]] | None:
+        """The same, of several datasets by name, for whoever can begin it anew after a resume: None as soon as a rank
+        is asked to leave.
 
         Where weights are averaged, what is found with the averages is there too, as `ema/loss` beside `loss`.
         """
         return measured_beside(
             self._measured_averages,
             self.runtime,
-            lambda: self._evaluator.evaluate_or_leave(measure, dataset, batch_size, on, collate, name),
+            lambda: self._evaluator.evaluate_or_leave(measure, datasets, batch_size, on, collate),
         )
 
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
-    ) -> list[str]:
-        """The names of what `evaluate_or_leave` finds, known from one batch that leaves no trace."""
-        names = self._evaluator.names_of(measure, dataset, batch_size, collate)
-        return names + [PREFIX + name for name in names if self._measured_averages]
+    ) -> tuple[dict[str, Any], bool]:
+        """What `evaluate_or_leave` finds by name, on one batch that leaves no trace, and whether that is all."""
+        found, complete = self._evaluator.names_of(measure, dataset, batch_size, collate)
+        more = {PREFIX + name: value for name, value in found.items()} if self._measured_averages else {}
+        return found | more, complete
 
     @property
     def _measured_averages(self) -> list[Average]:

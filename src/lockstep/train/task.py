@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from lockstep.train.mean import Mean
 from lockstep.train.near_names import check_names, instead_of
 
 if TYPE_CHECKING:
+    from lockstep.train.hooks import Hook
     from lockstep.train.run import Run
 
 # What is being imported for a config right now: a file that starts a run when it is imported would start it once more
@@ -41,9 +42,10 @@ class Task(abc.ABC):
     def train_data(self) -> Dataset[Any]:
         """A map-style dataset."""
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Any]]:
         """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.
 
+        With a mapping beside it, `loss, {"name": value}`, these values are logged as means over the global batch too.
         Every task has one, but for those with a training_step of their own.
         """
         raise NotImplementedError
@@ -60,10 +62,32 @@ class Task(abc.ABC):
         lockstep.Mean(total, count), for a mean over something else."""
         return {}
 
-    def val_data(self) -> Dataset[Any] | None:
+    def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """What `torchmetrics` and `whole_set` are computed from, by name: tensors or lists with a row for every example
+        of the batch, such as {"preds": model(inputs), "target": labels}."""
+        raise NotImplementedError
+
+    def torchmetrics(self) -> Mapping[str, Any]:
+        """torchmetrics' Metric objects by name, made once; each is updated with those of the `outputs` that its own
+        update has an argument for."""
+        return {}
+
+    def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """Updates what `torchmetrics` returned, where the names of the outputs do not say all."""
+        for each in metrics.values():
+            each.update(**each._filter_kwargs(**outputs))
+
+    def whole_set(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Metrics of a whole set, such as {"auc": roc_auc_score(...)}: given the outputs of all its examples, each
+        exactly once and in the order of the dataset, in host memory. Called on rank 0."""
+        return {}
+
+    def val_data(self) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
+        """A map-style dataset, or several by name: their metrics are then `val/NAME/loss` and so on."""
         return None
 
-    def test_data(self) -> Dataset[Any] | None:
+    def test_data(self) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
+        """The same, measured once, at the end."""
         return None
 
     def optimizer(self, model: Any) -> Any:
@@ -71,7 +95,11 @@ class Task(abc.ABC):
         return None
 
     def scheduler(self, optimizer: Any) -> Any:
-        """Used where the config names no scheduler; stepped every epoch. One for each, where there are several."""
+        """Used where the config names no scheduler. One for each optimizer, where there are several.
+
+        Defined as scheduler(self, optimizer, total_steps), it is told how many steps the run has. It is stepped every
+        epoch; to step it otherwise, return lockstep.Schedule(scheduler, every="1 step").
+        """
         return None
 
     def shard_rules(self) -> dict[str, Any]:
@@ -88,6 +116,10 @@ class Task(abc.ABC):
         validation."""
         return None
 
+    def hooks(self) -> Sequence[Hook]:
+        """What else is to happen between steps; see lockstep.Hook. Those of the config come after them."""
+        return ()
+
     # A task may define collate(examples) to build batches in its own way.
 
 
@@ -99,6 +131,11 @@ def has_training_step(task: Task | type[Task]) -> bool:
 def has_loss(task: Task | type[Task]) -> bool:
     cls = task if inspect.isclass(task) else type(task)
     return cls.loss is not Task.loss
+
+
+def defines(task: Task, name: str) -> bool:
+    """Whether a task has a method of its own in place of the base class's."""
+    return getattr(type(task), name) is not getattr(Task, name)
 
 
 def has_init_weights(task: Task) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -14,21 +14,16 @@ from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments
-from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
-from lockstep.train.evaluation import BatchMean, Measure
-from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
+from lockstep.train.early_stop import EarlyStopping, known_as, metric_value, unknown_metric
+from lockstep.train.hooks import Checkpointing, Hook, Scheduling, Validation, evaluated
 from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
-from lockstep.train.making import set_up, total_steps
-from lockstep.train.mean import Mean
+from lockstep.train.making import set_up
+from lockstep.train.measuring import TaskMeasure
+from lockstep.train.own_hooks import OwnHooks, own_hooks
 from lockstep.train.run import Run
-from lockstep.train.stepper import loss_and_count
-from lockstep.train.task import (
-    Task,
-    create_task,
-    has_loss,
-    has_training_step,
-)
+from lockstep.train.schedules import run_length
+from lockstep.train.task import Task, create_task, has_training_step
 
 logger = logging.getLogger(__name__)
 
@@ -38,49 +33,53 @@ Datasets = dict[str, Dataset[Any]]
 def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
     task = create_task(config.task)
+    own = OwnHooks(own_hooks(task, config))
     datasets = _datasets(task, config)
     collate: Collate | None = getattr(task, "collate", None)
-    total = total_steps(config, datasets["train"])
-    schedulers, every = set_up(run, task, config, total)
-    measure = _measure(run, task)
+    length = run_length(config, _length(datasets["train"]) if hasattr(datasets["train"], "__len__") else None)
+    schedules = set_up(run, task, config, length)
+    measure = TaskMeasure(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
     validation = Validation(
-        datasets.get("val"), measure, batch_size, config.validation, stopping, collate, task.should_stop
-    )
+        _of_kind("val", datasets), measure, batch_size, config.validation, stopping, collate, task.should_stop,
+        own.after_validation,
+    )  # fmt: skip
+    scheduling = Scheduling(list(schedules.values()), validation)
     checkpointing = Checkpointing(config.checkpoint, validation)
     run.attach("validation", validation)
-    hooks: list[Hook] = [validation, checkpointing]
-    monitor = None
-    if schedulers:
-        schedule = Schedule(list(schedulers.values()), every, getattr(config.scheduler, "monitor", None), validation)
-        hooks.insert(1, schedule)
-        monitor = schedule.monitor
+    own.attach(run)
 
     arguments = OptimizerArguments.of(config.optimizer)
     run.attach("optimizer arguments", arguments)
     run.attach("lengths", _lengths(datasets, config))
+    run.attach("run length", length)
     run.restore()
     for name, optimizer in run.optimizers.items():
-        for change in arguments.apply(optimizer, schedulers.get(name)):
+        scheduler = schedules[name].scheduler if name in schedules else None
+        for change in arguments.apply(optimizer, scheduler):
             logger.info(change)
-    measured = run.names_of(measure, datasets["val"], batch_size, collate) if "val" in datasets else []
-    check_metrics(config, monitor, [f"val/{name}" for name in measured], has_training_step(task))
-    run.journal.begin(run.progress, total)
+    asked = metrics_asked_for(config, scheduling.monitors)
+    there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
+    open_ended = {"train": has_training_step(task), "val": not complete}
+    check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
+    run.journal.begin(run.progress, length.steps)
+    own.before_training(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
-    stopped = train(run, task, datasets["train"], collate, config, hooks, unfinished)
+    hooks: list[Hook] = [validation, scheduling, checkpointing]
+    stopped = train(run, task, datasets["train"], collate, config, hooks, own, unfinished)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
     checkpointing.save(run)
-    metrics = dict(validation.latest)
-    if "test" in datasets:
-        found = run.evaluate_or_leave(measure, datasets["test"], batch_size, config.validation.on, collate, "test")
-        if found is None:
+    metrics: dict[str, Any] = dict(validation.latest)
+    if test_data := _of_kind("test", datasets):
+        tested = evaluated(run, measure, test_data, batch_size, config.validation.on, collate)
+        if tested is None:
             run.leave()
-        tested = {f"test/{name}": value for name, value in found.items()}
         run.journal.write(run.progress, tested)
         metrics.update(tested)
+    own.after_training(run, dict(metrics))
     return {
         "status": "stopped early" if stopped else "completed",
         "reason": stopped,
@@ -89,36 +88,72 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], open_ended: bool) -> None:
-    """Refuse a metric that will never be there before the first step, not after the first epoch.
-
-    What a task logs in a training step of its own is not known before (`open_ended`).
-    """
+def metrics_asked_for(config: RunConfig, monitors: Sequence[str]) -> list[tuple[str, str]]:
+    """Where a metric is named, and its name."""
     keep, stopping = config.checkpoint.keep, config.early_stop
     asked = [("checkpoint.keep.metric", keep.metric)] if keep.best else []
     asked += [(f"early_stop.criteria[{index}].metric", each.metric)
               for index, each in enumerate(stopping.criteria if stopping else ())]  # fmt: skip
-    asked += [("scheduler.monitor", monitor)] if monitor else []
-    there = ["train/loss", *validated]
+    return asked + [("scheduler.monitor", each) for each in monitors]
+
+
+def _metric_names(
+    run: Run,
+    measure: TaskMeasure,
+    datasets: Datasets,
+    batch_size: int,
+    collate: Collate | None,
+    asked: Sequence[tuple[str, str]],
+) -> tuple[dict[str, Any], bool]:
+    """The metrics that there will be by name, each with a value to tell numbers from matrices by, and whether these are
+    all. Found on one batch: of data that is measured, or of that which is trained on, where somebody asks."""
+    there: dict[str, Any] = {"train/loss": 0.0}
+    validated, tested = _of_kind("val", datasets), _of_kind("test", datasets)
+    tried = validated or (tested if measure.whole_set is not None else {})
+    if not tried and any(known_as(name, there) is None for _, name in asked):
+        tried = _of_kind("train", datasets)
+    if not tried:
+        return there, True
+    found, complete = run.names_of(measure, next(iter(tried.values())), batch_size, collate)
+    there.update({f"train/{name}": 0.0 for name in measure.beside_loss})
+    there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
+    return there, complete
+
+
+def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], open_ended: Sequence[str] = ()) -> None:
+    """Refuse a metric that will never be there before the first step, not after the first epoch.
+
+    What a task logs in a training step of its own is not known before (`train` is open-ended), nor is what it computes
+    of a whole set, where a batch is not enough for it (`val` is).
+    """
     for path, name in asked:
-        known = known_as(name, there) is not None
         default = path == "checkpoint.keep.metric" and name == Keep().metric
-        if not known and not default and not (open_ended and not name.startswith("val/")):
+        if known_as(name, there) is not None:
+            metric_value(there, name, path)  # refuses what is no single number
+        elif default:
+            several = sorted(each for each in there if each.startswith("val/") and each.endswith("/loss"))
+            if several:
+                logger.warning(
+                    "checkpoint.keep.metric: there are several validation sets, and no %s: no checkpoint is kept as "
+                    "the best. Name one of %s", name, ", ".join(several),
+                )  # fmt: skip
+        elif ("val" if name.startswith("val/") else "train") not in open_ended:
             raise ConfigError(unknown_metric(path, name, there))
 
 
 def _datasets(task: Task, config: RunConfig) -> Datasets:
-    """Training, validation and test data: the task's own, or parts of its training data by the config's fractions."""
+    """Training, validation and test data: the task's own, or parts of its training data by the config's fractions.
+
+    By the beginning of their metrics' names: `train`, `val`, `test`, and `val/NAME` where there are several.
+    """
     train_data = task.train_data()
     check_dataset(train_data, "train_data()")
-    own = {name: data for name, data in (("val", task.val_data()), ("test", task.test_data())) if data is not None}
-    for name, data in own.items():
-        check_dataset(data, f"{name}_data()")
+    own = {**_named("val", task.val_data()), **_named("test", task.test_data())}
     fractions = config.data.split
     if fractions is None:
         return {"train": train_data, **own}
     asked = {"train": fractions.train, "val": fractions.val, "test": fractions.test}
-    both = [name for name in own if asked[name] > 0]
+    both = [kind for kind in (name.partition("/")[0] for name in own) if asked[kind] > 0]
     if both:
         raise ConfigError(
             f"data.split.{both[0]}: {asked[both[0]]:g}, but the task has {both[0]}_data() of its own: "
@@ -132,35 +167,36 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
     return {**parts, **own}
 
 
+def _named(kind: str, given: Any) -> Datasets:
+    """What `val_data` or `test_data` returned: nothing, a dataset, or several by name."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        check_dataset(given, f"{kind}_data()")
+        return {kind: given}
+    if not given:
+        raise ConfigError(f"task: {kind}_data() returned a mapping without any dataset: return None, or some by name")
+    for name, each in given.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(f"task: {kind}_data() has a dataset under {name!r}: a name is text without a slash")
+        check_dataset(each, f"{kind}_data()[{name!r}]")
+    return {f"{kind}/{name}": each for name, each in given.items()}
+
+
+def _of_kind(kind: str, datasets: Datasets) -> Datasets:
+    return {name: each for name, each in datasets.items() if name.partition("/")[0] == kind}
+
+
 def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
     fractions = config.data.split
     if fractions is None:
         return Lengths(None, {name: _length(each) for name, each in datasets.items() if name != "train"})
-    own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name)}
+    own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name.partition("/")[0])}
     return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own)  # a split leaves nothing out
 
 
 def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
-
-
-def _measure(run: Run, task: Task) -> Measure:
-    """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
-
-    def measure(batch: Any) -> Mapping[str, Any]:
-        model: Any = run.module if len(run.modules) == 1 else run.modules
-        with run.autocast():
-            return {**_loss_of(task, model, batch), **task.metrics(model, batch)}
-
-    return measure
-
-
-def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
-    if not has_loss(task):
-        return {}
-    loss = task.loss(model, batch)
-    value, _ = loss_and_count(loss)
-    return {"loss": loss if isinstance(loss, Mean) else BatchMean(value)}
 
 
 def _best(history: list[dict[str, float]], config: RunConfig) -> dict[str, Any] | None:

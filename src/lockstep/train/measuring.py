@@ -1,0 +1,90 @@
+"""What a task measures on a batch of a set: its loss, its metrics, and what metrics of the whole set are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.train.evaluation import BatchMean
+from lockstep.train.mean import Mean
+from lockstep.train.run import Run
+from lockstep.train.stepper import loss_and_count
+from lockstep.train.task import Task, has_loss
+from lockstep.train.whole_set import WholeSet, of_task
+
+
+class TaskMeasure:
+    """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
+
+    def __init__(self, run: Run, task: Task) -> None:
+        self._run, self._task = run, task
+        self.whole_set: WholeSet | None = of_task(task, run.runtime)
+        self.beside_loss: set[str] = set()  # names of values that the loss came with so far
+
+    def __call__(self, batch: Any) -> Mapping[str, Any]:
+        with self._run.autocast():
+            found = _loss_of(self._task, self._model, batch)
+            metrics = self._task.metrics(self._model, batch)
+        twice = [name for name in metrics if name in found and name != "loss"]
+        if twice:
+            raise ConfigError(
+                f"task: {type(self._task).__name__}.metrics() returns {twice[0]!r}, and so does loss(): give one of "
+                "them another name"
+            )
+        self.beside_loss.update(name for name in found if name != "loss")
+        return {**found, **metrics}
+
+    def outputs(self, batch: Any) -> Any:
+        with self._run.autocast():
+            return self._task.outputs(self._model, batch)
+
+    @property
+    def _model(self) -> Any:
+        return self._run.module if len(self._run.modules) == 1 else self._run.modules
+
+
+def loss_and_values(returned: Any, task: Task) -> tuple[Any, dict[str, Any]]:
+    """What `Task.loss` returned: the loss, and the values beside it."""
+    if not isinstance(returned, tuple):
+        return returned, {}
+    name = type(task).__name__
+    if len(returned) != 2 or not isinstance(returned[1], Mapping):
+        kinds = ", ".join(type(each).__name__ for each in returned)
+        raise ConfigError(
+            f'task: {name}.loss() returned a tuple of {kinds}: return the loss, or `loss, {{"name": value}}` with '
+            "values to log beside it"
+        )
+    loss, values = returned
+    if "loss" in values:
+        raise ConfigError(f"task: {name}.loss() returned a value {'loss'!r} beside the loss: give it another name")
+    for key, each in values.items():
+        if not (isinstance(each, (Mean, int, float)) or _is_single(each)):
+            raise ConfigError(
+                f"task: {name}.loss() returned {key!r} beside the loss, {_described(each)}: give a single number, the "
+                "mean over the batch, or a lockstep.Mean"
+            )
+    return loss, dict(values)
+
+
+def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
+    if not has_loss(task):
+        return {}
+    loss, values = loss_and_values(task.loss(model, batch), task)
+    loss_and_count(loss)  # refuses what is no loss
+    return {name: _as_mean(each) for name, each in {"loss": loss, **values}.items()}
+
+
+def _as_mean(value: Any) -> Any:
+    return value if isinstance(value, Mean) else BatchMean(torch.as_tensor(value).reshape(()))
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,161 @@
+"""Hooks of one's own: those of the task, then those of the config; called in that order, named where they fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.schema import Component, RunConfig
+from lockstep.distributed import trouble
+from lockstep.errors import LOST_PEER, ConfigError, HookFailed, LockstepError
+from lockstep.train.hook_names import STATE, check_hook, defines, returns_nothing
+from lockstep.train.run import Run
+from lockstep.train.task import Task, construct, import_object
+
+logger = logging.getLogger(__name__)
+
+
+class OwnHooks:
+    """All of them, asked one after the other at every moment that they have a method for."""
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._named = dict(zip(_names(hooks), hooks, strict=True))
+        # Where no hook can give a reason, ranks need not tell each other whether one has.
+        self._may_stop = {
+            moment: any(defines(each, moment) and not returns_nothing(each, moment) for each in hooks)
+            for moment in ("after_step", "after_validation", "after_epoch")
+        }
+        # A reason to stop that was given before a validation which was given up: the run goes on from there.
+        self._reason: str | None = None
+
+    def attach(self, run: Run) -> None:
+        """Have the states saved with every checkpoint, and restored."""
+        for name, hook in self._named.items():
+            if defines(hook, STATE[0]):
+                run.attach(f"hook {name}", _State(name, hook, run))
+        if self._named:
+            run.attach("hooks", self)
+
+    def before_training(self, run: Run) -> None:
+        self._call("before_training", run)
+
+    def after_step(self, run: Run) -> None:
+        self._reason = self._asked("after_step", run)
+
+    def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
+        return self._asked("after_validation", run, metrics)
+
+    def after_epoch(self, run: Run) -> str | None:
+        return self._asked("after_epoch", run) if run.progress.epoch_ended else None
+
+    def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._call("after_training", run, metrics)
+
+    def take_reason(self) -> str | None:
+        """The reason that `after_step` gave, once."""
+        reason, self._reason = self._reason, None
+        return reason
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reason": self._reason}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reason = state["reason"]
+
+    def _asked(self, moment: str, run: Run, *arguments: Any) -> str | None:
+        """The first reason to stop that a hook has, on any rank: the same on all of them."""
+        reason = self._call(moment, run, *arguments)
+        if not self._may_stop[moment]:
+            return None
+        told = run.gather(reason, f"whether a hook stops the run {moment.replace('_', ' ')} {run.progress.step}")
+        return next((each for each in told if each), None)
+
+    def _call(self, moment: str, run: Run, *arguments: Any) -> str | None:
+        reasons = []
+        for name, hook in self._named.items():
+            if not defines(hook, moment):
+                continue
+            returned = _guarded(name, hook, moment, run, *arguments)
+            if returned is not None and not (isinstance(returned, str) and self._may_stop.get(moment)):
+                allowed = "a reason to stop, as text, or None" if self._may_stop.get(moment) else "nothing"
+                raise ConfigError(f"hook {name}.{moment} returned {returned!r}: it may return {allowed}")
+            reasons += [f"{returned} (hook {name})"] if returned else []
+        return reasons[0] if reasons else None
+
+
+def own_hooks(task: Task, config: RunConfig) -> list[Any]:
+    """Those of the task, then those of the config, each checked before anything is trained."""
+    given = task.hooks()
+    if isinstance(given, (str, dict)) or not hasattr(given, "__iter__"):
+        raise ConfigError(f"task: {type(task).__name__}.hooks() must return a list, got a {type(given).__name__}")
+    hooks = list(given)
+    for index, hook in enumerate(hooks):
+        if isinstance(hook, type):
+            raise ConfigError(f"task: hooks()[{index}] is the class {hook.__name__}: return {hook.__name__}(...)")
+        check_hook(hook, f"task: hooks()[{index}]")
+    for index, component in enumerate(config.hooks):
+        cls = hook_class(component, f"hooks[{index}]", config.task.type)
+        hook = construct(cls, component.arguments, f"hooks[{index}]")
+        check_hook(hook, f"hooks[{index}]")
+        hooks.append(hook)
+    return hooks
+
+
+def hook_class(component: Component, path: str, task: str = "") -> Any:
+    """What a config names as a hook, with everything that can be known of it without making one.
+
+    A file of hooks next to the task's travels with it: on another host it is next to the task's there.
+    """
+    file, _, name = component.type.rpartition(":")
+    beside = Path(task.rpartition(":")[0]).parent / Path(file).name
+    there = file.endswith(".py") and not Path(file).exists() and beside.exists()
+    cls = import_object(f"{beside}:{name}" if there else component.type, path)
+    if isinstance(cls, type):
+        check_hook(cls, path)
+    elif not callable(cls):
+        raise ConfigError(f"{path}: {component.type} is a {type(cls).__name__}, not a class of hooks (lockstep.Hook)")
+    return cls
+
+
+class _State:
+    """A hook's state, with the hook named where it cannot be had."""
+
+    def __init__(self, name: str, hook: Any, run: Run) -> None:
+        self._name, self._hook, self._run = name, hook, run
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = _guarded(self._name, self._hook, "state_dict", self._run, without_run=True)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _guarded(self._name, self._hook, "load_state_dict", self._run, state, without_run=True)
+
+
+def _guarded(name: str, hook: Any, method: str, run: Run, *arguments: Any, without_run: bool = False) -> Any:
+    """What a hook's method returns; what it raises is said to be its own."""
+    given = arguments if without_run else (run, *arguments)
+    activity = run.group.activity
+    limit = 0.0 if method == "after_step" else activity.patience  # after an epoch it may well draw samples
+    try:
+        with activity.within(f"hook {name}.{method}", limit=limit):
+            return getattr(hook, method)(*given)
+    except Exception as error:
+        if isinstance(error, LockstepError) or trouble.of(error) is not None or _lost_peer(error):
+            raise  # which says by itself what it is: that another rank is gone, that memory is
+        raise HookFailed(name, method, run.progress.step, run.rank, error) from error
+
+
+def _lost_peer(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)
+
+
+def _names(hooks: Sequence[Any]) -> list[str]:
+    """Class names; of several of one class, the second is `Name 2`."""
+    found: list[str] = []
+    for hook in hooks:
+        kind = type(hook).__name__
+        number = 1 + sum(type(each).__name__ == kind for each in hooks[: len(found)])
+        found.append(kind if number == 1 else f"{kind} {number}")
+    return found
