@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
+from lockstep.data.orders import Order
 from lockstep.errors import ConfigError
 from lockstep.train.hooks import Hook
 from lockstep.train.run import Run
@@ -23,6 +24,7 @@ def train(
     config: RunConfig,
     hooks: Sequence[Hook],
     unfinished: bool = False,
+    order: Order | None = None,
 ) -> str | None:
     """Train until a limit is reached; returns why it stopped before that, if it did.
 
@@ -36,7 +38,7 @@ def train(
         batches = run.batches(
             data,
             limits.batch_size,
-            shuffle=config.data.shuffle,
+            order=order,
             drop_last=config.data.drop_last,
             accumulate=limits.accumulate,
             collate=collate,

@@ -15,7 +15,7 @@ from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import EVERY_EPOCH, Component, Keep, RunConfig
 from lockstep.config.values import Interval
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.order import split_dataset
+from lockstep.data.split import Part, split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments, apply_changes
 from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
@@ -25,6 +25,7 @@ from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
 from lockstep.train.mean import Mean
 from lockstep.train.models import DEFAULT
+from lockstep.train.ordering import order_of
 from lockstep.train.run import Run
 from lockstep.train.stepper import loss_and_count
 from lockstep.train.task import (
@@ -46,6 +47,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
     task = create_task(config.task)
     datasets = _datasets(task, config)
+    order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
     schedulers, every = _set_up(run, task, config)
     measure = _measure(run, task)
@@ -67,16 +69,19 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
     arguments = OptimizerArguments(config.optimizer.arguments if config.optimizer else None)
     run.attach("optimizer arguments", arguments)
-    run.attach("lengths", _lengths(datasets, config))
-    run.restore()
+    lengths = _lengths(datasets, config)
+    run.attach("lengths", lengths)
+    if run.restore() and config.data.split:
+        lengths.restored()
+        order = order_of(task, config, datasets["train"])  # of the examples that the run has had from its beginning
     for name, optimizer in run.optimizers.items():
         for change in apply_changes(optimizer, schedulers.get(name), arguments.saved, arguments.current):
             logger.info(change)
     measured = run.names_of(measure, datasets["val"], batch_size, collate) if "val" in datasets else []
     check_metrics(config, monitor, [f"val/{name}" for name in measured], has_training_step(task))
-    run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
+    run.journal.begin(run.progress, _total_steps(config, order.length))
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
-    stopped = train(run, task, datasets["train"], collate, config, hooks, unfinished)
+    stopped = train(run, task, datasets["train"], collate, config, hooks, unfinished, order)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
@@ -156,7 +161,7 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
             f"data.split.{both[0]}: {asked[both[0]]:g}, but the task has {both[0]}_data() of its own: "
             "take one of them away"
         )
-    parts = split_dataset(train_data, asked, config.seed)
+    parts = split_dataset(train_data, asked, config.seed, in_order=not config.data.shuffle)
     if "train" not in parts:
         raise ConfigError(
             f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on"  # type: ignore[arg-type]
@@ -169,7 +174,9 @@ def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
     if fractions is None:
         return Lengths(None, {name: _length(each) for name, each in datasets.items() if name != "train"})
     own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name)}
-    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own)  # a split leaves nothing out
+    train = datasets["train"]
+    drawing = train.split if isinstance(train, Part) else None
+    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own, drawing)  # it leaves nothing out
 
 
 def _length(dataset: Dataset[Any]) -> int:
