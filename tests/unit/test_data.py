@@ -20,7 +20,7 @@ from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
 from lockstep.data.order import GlobalBatches, MicroBatch
 from lockstep.data.orders import Sequential, Shuffled, ShuffledBefore
 from lockstep.data.permutation import SORTED_UP_TO, Indices
-from lockstep.data.split import Part, Split, split_dataset
+from lockstep.data.split import Split, split_dataset
 from lockstep.errors import ConfigError
 
 # Each plan is quick to draw, but a busy machine is no reason to fail.

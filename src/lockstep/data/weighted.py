@@ -65,7 +65,9 @@ def checked_weights(given: Any, count: int) -> Numbers:
         )
     if not weights.any():
         raise ConfigError(f"data.order: all {count} weights are 0, so that there is nothing to draw")
-    if not np.isfinite(weights.sum()):
+    with np.errstate(over="ignore"):
+        total = weights.sum()
+    if not np.isfinite(total):
         raise ConfigError(f"data.order: the {count} weights add up to more than a number can hold: scale them down")
     return weights
 
