@@ -23,7 +23,7 @@ VERIFY_PYTHON = $(TEST_PYTHON)
 endif
 
 BENCHMARKS = benchmarks/overhead.py benchmarks/startup.py benchmarks/checkpoint.py \
-    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py benchmarks/ray.py
+    benchmarks/rollcall.py benchmarks/fingerprint.py benchmarks/control.py benchmarks/data.py benchmarks/ray.py
 # Hosts of network namespaces are made by root alone.
 ifeq ($(shell id -u),0)
 BENCHMARKS += benchmarks/hosts.py

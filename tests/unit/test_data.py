@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
-from lockstep.data.order import GlobalBatches, MicroBatch, example_order, split, split_dataset
+from lockstep.data.order import GlobalBatches, MicroBatch
+from lockstep.data.orders import Sequential, Shuffled, ShuffledBefore
+from lockstep.data.permutation import SORTED_UP_TO, Indices
+from lockstep.data.split import Split, split_dataset
 from lockstep.errors import ConfigError
 
 # Each plan is quick to draw, but a busy machine is no reason to fail.
@@ -25,9 +28,16 @@ quick = settings(deadline=None, max_examples=60)
 
 # The order
 
+
+def example_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> Indices:
+    return (Shuffled(count, seed) if shuffle else Sequential(count)).at(epoch, np.arange(count))
+
+
 GOLDEN_ORDER = [2, 0, 1, 4, 5, 6, 7, 8, 3, 9]
 GOLDEN_ORDER_OF_EPOCH_ONE = [3, 8, 6, 5, 7, 9, 4, 1, 2, 0]
 GOLDEN_ORDER_OF_A_LARGE_SEED = [6, 3, 2, 7, 1, 9, 0, 8, 4, 5]
+GOLDEN_ORDER_OF_A_BILLION = [968023382, 892053929, 733338896, 251345594, 417717712, 652928015]
+GOLDEN_ORDER_OF_A_BILLION_IN_EPOCH_ONE = [810363805, 904798078]
 GOLDEN_SPLIT = {"train": [0, 4, 5, 6, 7, 8, 9], "val": [1, 2, 3]}
 
 
@@ -36,6 +46,16 @@ def test_the_order_never_changes() -> None:
     assert example_order(10, seed=0, epoch=0).tolist() == GOLDEN_ORDER
     assert example_order(10, seed=0, epoch=1).tolist() == GOLDEN_ORDER_OF_EPOCH_ONE
     assert example_order(10, seed=2**63 - 1, epoch=3).tolist() == GOLDEN_ORDER_OF_A_LARGE_SEED
+    billion = Shuffled(10**9, seed=0)
+    assert billion.at(0, np.arange(6)).tolist() == GOLDEN_ORDER_OF_A_BILLION
+    assert billion.at(1, np.array([0, 999_999_999])).tolist() == GOLDEN_ORDER_OF_A_BILLION_IN_EPOCH_ONE
+
+
+def test_up_to_65536_examples_the_order_is_that_of_every_version() -> None:
+    for count, same_order in ((1, True), (SORTED_UP_TO, True), (SORTED_UP_TO + 1, False)):
+        before = ShuffledBefore(count, 3).at(2, np.arange(count))
+        assert np.array_equal(before, example_order(count, 3, 2)) is same_order
+        assert np.array_equal(np.sort(before), np.arange(count))
 
 
 @quick
@@ -57,6 +77,11 @@ def test_without_shuffling_examples_come_as_they_are() -> None:
 
 
 # The split
+
+
+def split(count: int, fractions: dict[str, float], seed: int) -> dict[str, Indices]:
+    drawn = Split(count, fractions, seed)
+    return {name: drawn.at(name, np.arange(drawn.length(name))) for name in fractions}
 
 
 def test_the_split_never_changes() -> None:

@@ -225,7 +225,7 @@ def test_a_dataset_that_is_made_anew_for_every_epoch_is_one_source(new_run: Runs
     [
         (numbered(16), {"batch_size": 2}, "batch_size 4 -> 2"),
         (numbered(20), {"batch_size": 4}, "count 16 -> 20"),
-        (numbered(16), {"batch_size": 4, "shuffle": False}, "shuffle True -> False"),
+        (numbered(16), {"batch_size": 4, "shuffle": False}, "order 'shuffled' -> 'sequential'"),
     ],
 )
 def test_an_own_loop_is_not_gone_on_with_what_its_position_does_not_fit(

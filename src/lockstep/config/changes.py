@@ -17,6 +17,7 @@ FIXED = {
     "train.batch_size": "the position in the data is counted in batches of this size",
     "data.split": "examples would move between training and validation",
     "data.shuffle": "the order of examples is a function of it",
+    "data.order": "the position in the data is a place in this order",
     "data.drop_last": "the number of batches in an epoch depends on it",
     "optimizer.type": "the saved state belongs to this optimizer",
     "train.freeze": "the optimizer's state belongs to the parameters that are trained",

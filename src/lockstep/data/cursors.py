@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data.order import MicroBatch
+from lockstep.data.orders import Sequential, ShuffledBefore
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Cursor:
     is_open: bool = False
     opened: int = 0  # when it was opened last, in the order of all openings
     to_skip: int = 0  # passes of the epoch under way that were done before the run was restored
+    before_facts: bool = False  # whether it was restored from a checkpoint that does not say
 
     def advance(self, micro: MicroBatch) -> None:
         self.batch, self.ended = micro.batch + 1, micro.completes_epoch
@@ -46,6 +48,11 @@ class Cursor:
         self.passes += 1
         if finished or self.ended:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
+
+    @property
+    def was_shuffled_before(self) -> bool:
+        """Whether it was first walked before 0.6, in the random order of that time: it keeps that to the end."""
+        return self.before_facts or (self.facts or {}).get("order") == ShuffledBefore.name
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes")}
@@ -65,7 +72,7 @@ class Cursors:
 
     def open(self, dataset: Any, facts: Facts, name: str | None = None) -> Cursor | None:
         """The cursor of a source that is about to be walked; None where this pass was done before a restore."""
-        cursor = self._find(dataset, facts, name)
+        cursor = self.find(dataset, facts.get("count"), name)
         if cursor.is_open:
             raise ConfigError(
                 f"run.batches: {cursor.name} is being walked already: its position would be counted twice. Leave the "
@@ -89,9 +96,16 @@ class Cursors:
         return [{**each, "passes": 0} for each in states] if epoch_is_done else states
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        self._cursors = [Cursor(**state, to_skip=state["passes"]) for state in states]
+        self._cursors = [_restored(state) for state in states]
 
-    def _find(self, dataset: Any, facts: Facts, name: str | None) -> Cursor:
+    def find(self, dataset: Any, count: int | None, name: str | None) -> Cursor:
+        """The cursor of a source, whether it is walked or not."""
+        cursor = self._find(dataset, count, name)
+        if not cursor.is_open:
+            cursor.dataset = dataset
+        return cursor
+
+    def _find(self, dataset: Any, count: int | None, name: str | None) -> Cursor:
         if name is not None:
             known = [each for each in self._cursors if each.name == name]
             return known[0] if known else self._new(name)
@@ -107,9 +121,7 @@ class Cursors:
         alike = [
             each
             for each in self._cursors
-            if not each.is_open
-            and type(each.dataset) is type(dataset)
-            and (each.facts or {})["count"] == facts["count"]
+            if not each.is_open and type(each.dataset) is type(dataset) and (each.facts or {}).get("count") == count
         ]
         return min(alike, key=lambda each: each.opened) if alike else self._new(f"source {len(self._cursors) + 1}")
 
@@ -120,11 +132,13 @@ class Cursors:
     def _check(self, cursor: Cursor, facts: Facts) -> None:
         """Refuse to go on in the midst of a pass with anything that its position depends on being different."""
         before = cursor.facts or {}
+        in_the_midst = bool(cursor.batch and not cursor.ended)
+        # Which examples there are in which place may be new in every pass: in the midst of one, it may not.
         changed = [f"{name} {before[name]!r} -> {value!r}" for name, value in facts.items()
-                   if name in before and before[name] != value]  # fmt: skip
+                   if name in before and before[name] != value and (in_the_midst or name != "examples")]  # fmt: skip
         if not changed:
             return
-        if cursor.batch and not cursor.ended:
+        if in_the_midst:
             raise ConfigError(
                 f"run.batches: {cursor.batch} batches of this pass over {cursor.name} are done, and it cannot be gone "
                 f"on with {', '.join(changed)}: examples would be trained on twice, or never. Take the change back "
@@ -138,3 +152,10 @@ class Cursors:
                 "%s. Where it is a random part of other data, of which another part is for validation, examples may "
                 "have moved between the two", told,
             )  # fmt: skip
+
+
+def _restored(state: dict[str, Any]) -> Cursor:
+    facts = None if state["facts"] is None else dict(state["facts"])
+    if facts and "shuffle" in facts:  # of a version that had two orders
+        facts["order"] = ShuffledBefore.name if facts.pop("shuffle") else Sequential.name
+    return Cursor(**{**state, "facts": facts}, to_skip=state["passes"], before_facts=facts is None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from lockstep.data import workers
-from lockstep.data.order import GlobalBatches, Indices, MicroBatch
+from lockstep.data.order import GlobalBatches, MicroBatch
+from lockstep.data.permutation import Indices
+from lockstep.data.split import Part
 from lockstep.distributed.signals import QUIET_SIGNALS
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
 
 Collate = Callable[[list[Any]], Any]
 
-_FETCH_STREAM = 3  # the order of examples and the split have 1 and 2
+_FETCH_STREAM = 3  # orders.py has the others
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Loader:
             return self._from_workers(epoch, start)
         return self._from_here(epoch, start)
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether others fetch: then a batch may be asked for early, without drawing random numbers of this process."""
+        return self._loading.workers > 0
+
     def first(self) -> tuple[MicroBatch, Any]:
         """The first micro-batch, fetched here."""
         micro = next(iter(self.plan.micro_batches(0)))
@@ -63,9 +71,8 @@ class Loader:
             yield micro, (pinned(batch) if pin else batch)
 
     def _from_workers(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
-        plan = self.plan
-        micros = list(plan.micro_batches(epoch, start))
-        self._keys.keys = [(plan.seed, epoch, each.batch, plan.rank, each.indices) for each in micros]
+        asked: deque[MicroBatch] = deque()  # of the workers, and not handed out yet
+        self._keys.next_ones = self._asking(epoch, start, asked)
         if self._worker_loader is None:
             self._worker_loader = DataLoader(
                 _MicroBatchDataset(self._fetch),
@@ -82,7 +89,16 @@ class Loader:
             )
         with _signals_kept_back():
             fetched = iter(self._worker_loader)
-        yield from zip(micros, fetched, strict=True)
+        for batch in fetched:
+            yield asked.popleft(), batch
+        assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
+
+    def _asking(self, epoch: int, start: int, asked: deque[MicroBatch]) -> Iterator[Any]:
+        """What the workers are to fetch, one micro-batch after the other, as they get to it."""
+        plan = self.plan
+        for micro in plan.micro_batches(epoch, start):
+            asked.append(micro)
+            yield plan.seed, epoch, micro.batch, plan.rank, micro.indices
 
     def close(self, at_once: bool = False) -> None:
         """End the worker processes."""
@@ -107,6 +123,8 @@ def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Call
     Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is
     asked for one example at a time, as torch's DataLoader does.
     """
+    if isinstance(dataset, Part):
+        return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate))
     if collate is None and type(dataset) is Subset and type(dataset.dataset) in (TensorDataset, Subset):
         within = np.asarray(dataset.indices, dtype=np.int64)
         within = np.where(within < 0, within + len(dataset.dataset), within)  # type: ignore[arg-type]
@@ -119,6 +137,10 @@ def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Call
 
 
 # Plain functions, not lambdas: worker processes that are spawned receive them pickled.
+
+
+def _fetch_part(part: Part, fetch: Callable[[Indices], Any], indices: Indices) -> Any:
+    return fetch(part.whole(indices))
 
 
 def _fetch_within(within: Indices, fetch: Callable[[Indices], Any], indices: Indices) -> Any:
@@ -151,16 +173,13 @@ def check_dataset(dataset: Any, name: str) -> int:
 
 
 class _Keys(Sampler[Any]):
-    """What the workers are to fetch next; filled anew for each epoch, so that the workers can stay."""
+    """What the workers are to fetch next; given anew for each epoch, so that the workers can stay."""
 
     def __init__(self) -> None:
-        self.keys: list[Any] = []
+        self.next_ones: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
+        return self.next_ones
 
 
 class _MicroBatchDataset(Dataset[Any]):
@@ -174,7 +193,8 @@ class _MicroBatchDataset(Dataset[Any]):
         # Random augmentation then depends on the batch alone, not on which worker fetched it or when a run resumed.
         key_words = [_FETCH_STREAM, seed, epoch, batch, rank, int(indices[0])]
         words = np.random.SeedSequence(key_words).generate_state(3, np.uint64)
-        torch.manual_seed(int(words[0] >> np.uint64(1)))
+        # Not torch.manual_seed, which writes down a stack trace for the GPUs that a worker does not have.
+        torch.default_generator.manual_seed(int(words[0] >> np.uint64(1)))
         random.seed(int(words[1]))
         np.random.seed(int(words[2] & np.uint64(0xFFFFFFFF)))
         return self._fetch(indices)

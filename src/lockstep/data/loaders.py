@@ -38,12 +38,16 @@ class Loaders:
         )  # fmt: skip
 
     def for_training(self, source: str, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None) -> Loader:
-        """The one loader of a source. Another function to collate by (a new lambda) takes the place of the last."""
+        """The one loader of a source. Another function to collate by (a new lambda) takes the place of the last.
+
+        Another plan is no other loader: its workers fetch what they are asked for.
+        """
         known = self._training.get(source)
-        if known is None or (known.dataset is not dataset) or known.collate != collate or known.plan != plan:
+        if known is None or (known.dataset is not dataset) or known.collate != collate:
             if known is not None:
                 known.close()
             known = self._training[source] = Loader(dataset, plan, collate, self._loading)
+        known.plan = plan
         return known
 
     def for_evaluation(

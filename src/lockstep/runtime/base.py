@@ -46,6 +46,8 @@ class Runtime(abc.ABC):
     compiles_everything: bool = False
     # Whether reading a value at once would hold up what the device is doing, so that it is better read later.
     reads_later: bool = False
+    # Whether a copy to the device can go on beside what the device computes.
+    copies_ahead: bool = False
     # What examples or tokens are counted in: exact for any number that a batch can have.
     count_dtype: torch.dtype = torch.float64
 
@@ -128,8 +130,12 @@ class Runtime(abc.ABC):
         return None
 
     def move(self, batch: Any) -> Any:
-        """A batch with all its tensors on the device, in the same nesting."""
+        """A batch with all its tensors on the device, in the same nesting; what begin_move gave goes on from there."""
         return moved(batch, self.device)
+
+    def begin_move(self, batch: Any) -> Any:
+        """Begin to copy a batch to the device, where that goes on by itself; `move` takes what is returned."""
+        return batch
 
     def identity(self) -> str:
         """The physical device, by a name that no other device on any host has."""

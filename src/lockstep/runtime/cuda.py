@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.ahead import Arriving
 from lockstep.runtime.base import Copy, Runtime
 
 
 class CudaRuntime(Runtime):
     name: ClassVar[str] = "cuda"
     reads_later = True
+    copies_ahead = True
 
     def __init__(self, local_rank: int = 0, share: bool = False) -> None:
         present = torch.cuda.device_count()
         super().__init__(torch.device("cuda", local_rank % max(present, 1) if share else local_rank))
         # NCCL refuses two ranks on one device; gloo carries their tensors through the host.
         self.backend = "gloo" if share else "nccl"
+        self._copying: torch.cuda.Stream | None = None
 
     @property
     def mesh_backend(self) -> str:
@@ -45,6 +48,16 @@ class CudaRuntime(Runtime):
         super().set_rng_state(state)
         if "cuda" in state:  # absent where the checkpoint was written on another device family
             torch.cuda.set_rng_state(state["cuda"], self.device)
+
+    def move(self, batch: Any) -> Any:
+        """Also without having begun before: the copy does not queue up behind the step that the GPU is at."""
+        begun: Arriving = batch if isinstance(batch, Arriving) else self.begin_move(batch)
+        return begun.arrive()
+
+    def begin_move(self, batch: Any) -> Arriving:
+        if self._copying is None:
+            self._copying = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return Arriving(batch, self.device, self._copying)
 
     def copy_to_host(self, values: list[torch.Tensor]) -> Copy | None:
         return _CopyToHost(values)

@@ -11,10 +11,13 @@ from torch.utils.data import Dataset
 
 from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
+from lockstep.data.ahead import one_ahead
+from lockstep.data.choosing import Asked, choose
 from lockstep.data.cursors import Cursor, Cursors
-from lockstep.data.loader import Collate
+from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.loaders import Loaders
 from lockstep.data.order import MicroBatch
+from lockstep.data.orders import Shuffled
 from lockstep.data.progress import Progress
 from lockstep.data.stream import streamed
 from lockstep.distributed.group import Group
@@ -45,7 +48,7 @@ class Feed:
         """`safe_point` is called where nothing is half done, and says whether to go on; `abandon` forgets gradients."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
         self._profiler, self._guard, self._safe_point, self._abandon = profiler, guard, safe_point, abandon
-        self._fixed_shapes = runtime.fixed_shapes
+        self._runtime, self._fixed_shapes = runtime, runtime.fixed_shapes
         self._seed = settings.seed
         self._loaders = Loaders(
             share_of(strategy, group), strategy.shares, settings.seed, settings.data, runtime, strategy.batch_multiple
@@ -106,28 +109,40 @@ class Feed:
         shuffle: bool,
         drop_last: bool,
         accumulate: int,
+        order: Asked = None,
     ) -> Iterator[Any]:
         accumulate *= self._strategy.micro_batches
         self._tell_uneven_shares(batch_size)
-        plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, shuffle=shuffle, drop_last=drop_last)
+        check_dataset(dataset, "the dataset")
+        chosen = choose(order, shuffle, dataset, batch_size, self._seed)
+        source = self.cursors.find(dataset, chosen.count, name)
+        if source.was_shuffled_before and isinstance(chosen, Shuffled):
+            chosen = chosen.as_before()
+        plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, given=chosen, drop_last=drop_last)
         if plan.batches == 0:
             raise ConfigError(
-                f"the training data has {plan.count} examples, fewer than one batch of {batch_size}, and "
+                f"the training data has {chosen.length} examples, fewer than one batch of {batch_size}, and "
                 "drop_last leaves out what does not fill a batch: lower batch_size or set drop_last to false"
             )
         facts = {
             "count": plan.count,
             "batch_size": batch_size,
-            "shuffle": shuffle,
             "drop_last": drop_last,
             "seed": self._seed,
+            **chosen.facts(source.epoch),
         }
+        is_new = not source.opened
         cursor = self._open(dataset, facts, name)
         if cursor is None:
             return
+        if is_new or chosen.drawn_anew:
+            self._compare(cursor, facts)
         loader = self._loaders.for_training(cursor.name, dataset, plan, collate)
         start = plan.batches if cursor.ended else cursor.batch
-        yield from self._hand_out(cursor, loader.epoch(cursor.epoch, start), accumulate)
+        micros = loader.epoch(cursor.epoch, start)
+        if self._runtime.copies_ahead and loader.fetches_ahead:
+            micros = one_ahead(micros, self._runtime.begin_move)
+        yield from self._hand_out(cursor, micros, accumulate)
 
     def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str) -> Iterator[Any]:
         if self._strategy.shares != self._group.world_size:
@@ -251,6 +266,20 @@ class Feed:
             if self.step.was_left and self.step.pending:
                 self._abandon()
             self.step = None
+
+    def _compare(self, cursor: Cursor, facts: dict[str, Any]) -> None:
+        """Ranks take their shares of one order: with another on one of them, examples would be left out."""
+        if self._group.world_size == 1:
+            return
+        everywhere = self._group.gather(facts, f"the order of {cursor.name}")
+        for rank, other in enumerate(everywhere):
+            differ = [f"{name} {everywhere[0].get(name)!r} on rank 0, {other.get(name)!r} on rank {rank}"
+                      for name in {**everywhere[0], **other} if everywhere[0].get(name) != other.get(name)]  # fmt: skip
+            if differ:
+                raise ConfigError(
+                    f"run.batches: the ranks do not have the same order of {cursor.name}: {'; '.join(differ)}. Data, "
+                    "weights, lengths and an order of one's own must be the same on all ranks: make them from the seed"
+                )
 
     def _tell_uneven_shares(self, batch_size: int) -> None:
         uneven = uneven_shares(batch_size, self._strategy.shares, "batch_size")

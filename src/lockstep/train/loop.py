@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
+from lockstep.data.orders import Order
 from lockstep.errors import ConfigError
 from lockstep.train.hooks import Hook
 from lockstep.train.measuring import loss_and_values
@@ -26,6 +27,7 @@ def train(
     hooks: Sequence[Hook],
     own: OwnHooks,
     unfinished: bool = False,
+    order: Order | None = None,
 ) -> str | None:
     """Train until a limit is reached; returns why it stopped before that, if it did.
 
@@ -40,7 +42,7 @@ def train(
         batches = run.batches(
             data,
             limits.batch_size,
-            shuffle=config.data.shuffle,
+            order=order,
             drop_last=config.data.drop_last,
             accumulate=limits.accumulate,
             collate=collate,

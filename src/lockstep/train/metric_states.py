@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.order import Indices
+from lockstep.data.permutation import Indices
 from lockstep.errors import ConfigError
 
 # With so many examples each of two parts has some to compare: a correlation of one with itself is none.

@@ -23,6 +23,7 @@ from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.config.optimizing import Compile, Ema
 from lockstep.config.schema import COMM_HOOKS, Precision, RunSettings
+from lockstep.data.choosing import Asked
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due, Progress
 from lockstep.distributed.group import Group
@@ -366,16 +367,19 @@ class Run:
         accumulate: int = 1,
         collate: Collate | None = None,
         name: str | None = None,
+        order: Asked = None,
     ) -> Iterator[Any]:
         """This rank's share of every global batch of a pass over the data, on the device.
 
         With `accumulate`, a share comes in so many micro-batches; `step` acts on the last. Between two batches is where
         a run that was asked to stop saves itself and leaves, on all ranks at once. Leaving the loop early leaves the
         pass where it is: the next call goes on from there. Every dataset has a position of its own; `name` tells two
-        uses of one dataset apart.
+        uses of one dataset apart. `order` is as `data.order` in the config: "shuffled", "sequential",
+        {"type": "weighted", "weights": [...]}, {"type": "buckets", "lengths": [...]}, or a function of
+        (epoch, seed, count).
         """
         return self._feed.batches(
-            dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate
+            dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate, order=order
         )
 
     @property

@@ -90,6 +90,21 @@ class Task(abc.ABC):
         """The same, measured once, at the end."""
         return None
 
+    def order(self, epoch: int, seed: int, count: int) -> Sequence[int]:
+        """The order of an epoch's examples, where `data.order` is `own` or not given: the same on all ranks.
+
+        Every index of range(count) once; with `order_repeats = True` in the class, any of them any number of times.
+        """
+        raise NotImplementedError
+
+    def weights(self) -> Sequence[float]:
+        """For `data.order: weighted`: how often each example of train_data() is drawn, in proportion."""
+        raise NotImplementedError
+
+    def lengths(self) -> Sequence[float]:
+        """For `data.order: buckets`: how long each example of train_data() is."""
+        raise NotImplementedError
+
     def optimizer(self, model: Any) -> Any:
         """Used where the config names no optimizer; given several models, one for each, by the same names."""
         return None

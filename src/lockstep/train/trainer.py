@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.order import split_dataset
+from lockstep.data.split import Part, split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments
 from lockstep.train.early_stop import EarlyStopping, known_as, metric_value, unknown_metric
@@ -20,6 +20,7 @@ from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
 from lockstep.train.making import set_up
 from lockstep.train.measuring import TaskMeasure
+from lockstep.train.ordering import order_of
 from lockstep.train.own_hooks import OwnHooks, own_hooks
 from lockstep.train.run import Run
 from lockstep.train.schedules import run_length
@@ -35,8 +36,9 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     task = create_task(config.task)
     own = OwnHooks(own_hooks(task, config))
     datasets = _datasets(task, config)
+    order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
-    length = run_length(config, _length(datasets["train"]) if hasattr(datasets["train"], "__len__") else None)
+    length = run_length(config, order.length)
     schedules = set_up(run, task, config, length)
     measure = TaskMeasure(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
@@ -52,9 +54,12 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
     arguments = OptimizerArguments.of(config.optimizer)
     run.attach("optimizer arguments", arguments)
-    run.attach("lengths", _lengths(datasets, config))
+    lengths = _lengths(datasets, config)
+    run.attach("lengths", lengths)
     run.attach("run length", length)
-    run.restore()
+    if run.restore() and config.data.split:
+        lengths.restored()
+        order = order_of(task, config, datasets["train"])  # of the examples that the run has had from its beginning
     for name, optimizer in run.optimizers.items():
         scheduler = schedules[name].scheduler if name in schedules else None
         for change in arguments.apply(optimizer, scheduler):
@@ -67,7 +72,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     own.before_training(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     hooks: list[Hook] = [validation, scheduling, checkpointing]
-    stopped = train(run, task, datasets["train"], collate, config, hooks, own, unfinished)
+    stopped = train(run, task, datasets["train"], collate, config, hooks, own, unfinished, order)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
@@ -159,7 +164,7 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
             f"data.split.{both[0]}: {asked[both[0]]:g}, but the task has {both[0]}_data() of its own: "
             "take one of them away"
         )
-    parts = split_dataset(train_data, asked, config.seed)
+    parts = split_dataset(train_data, asked, config.seed, in_order=not config.data.shuffle)
     if "train" not in parts:
         raise ConfigError(
             f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on"  # type: ignore[arg-type]
@@ -192,7 +197,9 @@ def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
     if fractions is None:
         return Lengths(None, {name: _length(each) for name, each in datasets.items() if name != "train"})
     own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name.partition("/")[0])}
-    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own)  # a split leaves nothing out
+    train = datasets["train"]
+    drawing = train.split if isinstance(train, Part) else None
+    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own, drawing)  # it leaves nothing out
 
 
 def _length(dataset: Dataset[Any]) -> int:

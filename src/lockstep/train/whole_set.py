@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.order import Indices, MicroBatch
+from lockstep.data.order import MicroBatch
+from lockstep.data.permutation import Indices
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors, tensors_of
