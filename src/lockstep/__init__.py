@@ -9,6 +9,7 @@ import types  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
+    from lockstep.data.tar import TarShards
     from lockstep.errors import ConfigError, LockstepError, WorkerFailed
     from lockstep.launcher.function import launch
     from lockstep.start.function import train
@@ -23,6 +24,7 @@ __all__ = [
     "LockstepError",
     "Mean",
     "Run",
+    "TarShards",
     "Task",
     "WorkerFailed",
     "__version__",
@@ -36,6 +38,7 @@ _HOMES = {
     "LockstepError": "lockstep.errors",
     "Mean": "lockstep.train.mean",
     "Run": "lockstep.train.run",
+    "TarShards": "lockstep.data.tar",
     "Task": "lockstep.train.task",
     "WorkerFailed": "lockstep.errors",
     "launch": "lockstep.launcher.function",

@@ -199,6 +199,9 @@ class Data(Section):
     prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that every worker fetches ahead")
     drop_last: bool = False
     shuffle: bool = True
+    shuffle_buffer: int | None = Field(
+        None, gt=1, description="for streams: shuffle the examples of each shard in blocks of so many"
+    )
     split: Split | None = None
 
     @model_validator(mode="after")

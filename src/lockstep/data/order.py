@@ -7,7 +7,7 @@ has, and a run may go on with another number of processes and still see every ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class MicroBatch(NamedTuple):
     whole: int  # how many examples the global batch has, over all ranks
     completes_batch: bool
     completes_epoch: bool
+    # Of a stream: says where it is once the batch is done, as plain data.
+    place: Callable[[], Any] | None = None
 
     @property
     def scale(self) -> float:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.stream import counted
 from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
 from lockstep.strategy.base import Strategy
@@ -67,20 +69,39 @@ class Evaluator:
         name: str,
         leaves: Callable[[], bool],
     ) -> dict[str, float] | None:
-        count = check_dataset(dataset, name)
-        self._checkpointer.equalize_buffers()
         together = self._strategy.measures_together
         alone = on == "rank0" and not together
-        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+        count, batches, compare = self._examples(dataset, batch_size, collate, alone, name)
+        self._checkpointer.equalize_buffers()
 
         def here() -> Any:
             with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
                 move = self._next_of(name, leaves)
-                found = measure_sums(measure, loader, move, self._runtime.end_of_program, together)
+                found = measure_sums(measure, batches(), move, self._runtime.end_of_program, together)
                 return found if self._strategy.speaks else ({}, 0)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
-        return None if None in parts else combine(parts, count, name)
+        if None in parts:
+            return None
+        compare()
+        if count is None and not any(seen for _, seen in parts):
+            raise ConfigError(f"{name}: {type(dataset).__name__} has no examples: there is nothing to measure")
+        return combine(parts, count, name)
+
+    def _examples(
+        self, dataset: Any, batch_size: int, collate: Collate | None, alone: bool, name: str
+    ) -> tuple[int | None, Callable[[], Iterable[Any]], Callable[[], None]]:
+        """How many examples there are, where that is known; this rank's batches of them; and what to make sure of once
+        all ranks have measured theirs."""
+        if not is_stream(dataset):
+            count = check_dataset(dataset, name)
+            loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+            return count, lambda: loader.epoch(0), lambda: None
+        check_stream(dataset, name)
+        walk = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone)
+        if self._strategy.measures_together:
+            return None, lambda: walk.in_step(self._group), lambda: None
+        return None, walk.micro_batches, (lambda: None) if alone else lambda: walk.compare(self._group)
 
     def evaluate_stream(
         self, measure: Measure, batches: Iterator[Any], count: Callable[[Any], int], expected: int | None, name: str
@@ -89,13 +110,17 @@ class Evaluator:
         with evaluating(self._models.modules.values()):
             mine = sums_of(measure, counted(batches, count), self._next_of(name), self._runtime.end_of_program)
         parts = self._group.gather(mine, name)
-        return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
+        return combine(parts, expected, name)
 
     def names_of(self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None) -> list[str]:
         """The names of what `measure` returns, found on one batch that leaves no trace: no generator moves on."""
         states = generator_states(self._runtime)
-        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=self._group.world_size == 1)
-        micro, batch = loader.first()
+        alone = self._group.world_size == 1
+        if is_stream(dataset):
+            check_stream(dataset, "the data to measure")
+            micro, batch = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone).first()
+        else:
+            micro, batch = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone).first()
         with evaluating(self._models.modules.values()):
             found, _ = sums_of(measure, [(micro.examples or 1, len(micro.indices), batch)], self._strategy.move)
         self._runtime.end_of_program()

@@ -16,6 +16,7 @@ from lockstep.config.schema import EVERY_EPOCH, Component, Keep, RunConfig
 from lockstep.config.values import Interval
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import split_dataset
+from lockstep.data.sources import check_stream, is_stream
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments, apply_changes
 from lockstep.train.early_stop import EarlyStopping, known_as, unknown_metric
@@ -74,7 +75,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
             logger.info(change)
     measured = run.names_of(measure, datasets["val"], batch_size, collate) if "val" in datasets else []
     check_metrics(config, monitor, [f"val/{name}" for name in measured], has_training_step(task))
-    run.journal.begin(run.progress, _total_steps(config, len(datasets["train"])))  # type: ignore[arg-type]
+    run.journal.begin(run.progress, _total_steps(config, _length(datasets["train"])))
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     stopped = train(run, task, datasets["train"], collate, config, hooks, unfinished)
     if stopped:
@@ -142,11 +143,22 @@ def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], 
 def _datasets(task: Task, config: RunConfig) -> Datasets:
     """Training, validation and test data: the task's own, or parts of its training data by the config's fractions."""
     train_data = task.train_data()
-    check_dataset(train_data, "train_data()")
+    _check(train_data, "train_data()")
+    streams = is_stream(train_data)
+    if config.data.shuffle_buffer is not None and not streams:
+        raise ConfigError(
+            f"data.shuffle_buffer: {config.data.shuffle_buffer} is for streams, and train_data() is a "
+            f"{type(train_data).__name__}, all of which is shuffled (data.shuffle): take it away"
+        )
     own = {name: data for name, data in (("val", task.val_data()), ("test", task.test_data())) if data is not None}
     for name, data in own.items():
-        check_dataset(data, f"{name}_data()")
+        _check(data, f"{name}_data()")
     fractions = config.data.split
+    if fractions is not None and streams:
+        raise ConfigError(
+            f"data.split: train_data() is a stream ({type(train_data).__name__}), of which nobody knows how long it is "
+            "or can take any part: give the task val_data() and test_data() of its own (other files, other shards)"
+        )
     if fractions is None:
         return {"train": train_data, **own}
     asked = {"train": fractions.train, "val": fractions.val, "test": fractions.test}
@@ -167,13 +179,23 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
 def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
     fractions = config.data.split
     if fractions is None:
-        return Lengths(None, {name: _length(each) for name, each in datasets.items() if name != "train"})
+        known = {name: _length(each) for name, each in datasets.items() if name != "train"}
+        return Lengths(None, {name: count for name, count in known.items() if count is not None})
     own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name)}
-    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own)  # a split leaves nothing out
+    split = [_length(each) or 0 for name, each in datasets.items() if name not in own]
+    return Lengths(sum(split), {name: count for name, count in own.items() if count is not None})  # nothing is left out
 
 
-def _length(dataset: Dataset[Any]) -> int:
-    return len(dataset)  # type: ignore[arg-type]
+def _check(data: Any, name: str) -> None:
+    if is_stream(data):
+        check_stream(data, f"task: {name}")
+    else:
+        check_dataset(data, name)
+
+
+def _length(dataset: Dataset[Any]) -> int | None:
+    """How many examples there are; None of a stream."""
+    return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
@@ -238,10 +260,12 @@ def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
     return {"loss": loss if isinstance(loss, Mean) else BatchMean(value)}
 
 
-def _total_steps(config: RunConfig, examples: int) -> int | None:
+def _total_steps(config: RunConfig, examples: int | None) -> int | None:
     limits = config.train
     if limits.steps is not None:
         return limits.steps
+    if examples is None:
+        return None
     whole, rest = divmod(examples, limits.batch_size)
     per_epoch = whole + (1 if rest and not config.data.drop_last else 0)
     return per_epoch * limits.epoch_limit if limits.epoch_limit is not None else None
