@@ -43,8 +43,8 @@ class Division:
         if self.kind == OWN:
             raise ConfigError(
                 f"{self.name}: it divides itself (is_share), and this pass was begun with {len(shares)} ranks x "
-                f"{len(shares[0])} readers, so that {cut.shares} x {self.lanes} cannot go on with it: go on with as many "
-                "as before, or from a checkpoint at the end of an epoch. A stream with num_shards and "
+                f"{len(shares[0])} readers, so that {cut.shares} x {self.lanes} cannot go on with it: go on with as "
+                "many as before, or from a checkpoint at the end of an epoch. A stream with num_shards and "
                 "shard(num_shards, index) can be divided anew"
             )
         return self._divided_anew([Lane.of(each) for share in shares for each in share])

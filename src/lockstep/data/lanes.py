@@ -1,8 +1,8 @@
 """One reader of a stream: it takes examples of its pieces, one piece after the other, and can tell where it is.
 
-A piece is read in chunks. At the beginning of each the state of the stream is noted and the generators are seeded by the
-place in the data, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by the
-same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used.
+A piece is read in chunks. At the beginning of each the state of the stream is noted and the generators are seeded by
+the place in the data, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by
+the same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ class Reader:
 
     def _shorter(self, done: int, found: int) -> ConfigError:
         return ConfigError(
-            f"{self._reading.source.name}: {done} examples of piece {self.piece} were done when the checkpoint was made, "
-            f"but it ends after {found}: it is not the same data, or not in the same order. Give it back as it was, or "
-            "go on from a checkpoint at the end of an epoch"
+            f"{self._reading.source.name}: {done} examples of shard {self.piece} were done when the checkpoint was "
+            f"made, but it ends after {found}: it is not the same data. Give it back as it was, or go on from a "
+            "checkpoint at the end of an epoch"
         )
 
     def _begin_chunk(self) -> None:

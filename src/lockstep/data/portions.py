@@ -91,7 +91,7 @@ class Cut:
     def micro_batches(
         self, number: int, portion: Portion | None, counts: Sequence[int], ends_epoch: bool, spare: Any, place: Any
     ) -> Iterator[tuple[MicroBatch, Any]]:
-        """This rank's micro-batches of a global batch of which the shares have so many examples: on all ranks as many."""
+        """This rank's micro-batches of a global batch of which shares have so many examples: as many on all ranks."""
         whole, mine = sum(counts), counts[self.share]
         parts: list[tuple[Any, int, int]] = []  # the batch, how many examples it counts for, how many it has
         for piece in range(min(self.micros, max(counts))):

@@ -1,8 +1,8 @@
 """What a stream is: data that is read from its beginning on, the pieces it falls into, and how one is opened.
 
 Three kinds. One that can be asked for a piece of itself, by Hugging Face's names `num_shards` and `shard(num_shards,
-index)`, is divided by its pieces. Any other is read whole by every rank, each of which keeps its examples. One that is a
-rank's share already (`is_share`) is not divided at all.
+index)`, is divided by its pieces. Any other is read whole by every rank, each of which keeps its examples. One that is
+a rank's share already (`is_share`) is not divided at all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def check_stream(data: Any, name: str) -> None:
     """Refuse what cannot be read again, or is not made of examples."""
     if getattr(data, "batch_sampler", None) is not None:
         raise ConfigError(
-            f"{name}: a {type(data).__name__} makes batches, and Lockstep divides examples among ranks and puts them into "
-            "batches itself: return its dataset (data.workers sets how many workers read it), or make the loader with "
-            "batch_size=None. Batches of a loader of one's own are for run.stream"
+            f"{name}: a {type(data).__name__} makes batches, and Lockstep divides examples among ranks and puts them "
+            "into batches itself: return its dataset (data.workers sets how many workers read it), or make the loader "
+            "with batch_size=None. Batches of a loader of one's own are for run.stream"
         )
     if hasattr(data, "__next__") and not is_stateful(data):
         raise ConfigError(
@@ -135,7 +135,8 @@ def keeps_all(stream: Any) -> bool:
         each = waiting.pop()
         if type(each).__name__ == "BufferShuffledExamplesIterable" or _batches_tables(each):
             return False
-        waiting += [inner for inner in (getattr(each, "ex_iterable", None), *getattr(each, "ex_iterables", ())) if inner]
+        inner = (getattr(each, "ex_iterable", None), *getattr(each, "ex_iterables", ()))
+        waiting += [within for within in inner if within is not None]
     return True
 
 

@@ -100,8 +100,10 @@ class _Ahead:
         with self._random_numbers():
             found = next(iter(self._source), None)
         if found is None:
-            raise ConfigError(f"{self._name!r}: this rank ran out of it, and it cannot be read again: its __iter__ must "
-                              "begin anew each time")  # fmt: skip
+            raise ConfigError(
+                f"{self._name!r}: this rank ran out of it, and it cannot be read again: its __iter__ must begin anew "
+                "each time"
+            )
         return found
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """Brings the ranks' shares of a stream into step: read here or by workers, and what each step is made of.
 
 Every rank has its lanes, one for each of its workers, and takes a batch of one after the other. Shares need not be
-equal: before a batch is handed out all ranks tell each other how many examples they have for it, one batch ahead so that
-the last is known as such. docs/decisions/025-streams.md
+equal: before a batch is handed out all ranks tell each other how many examples they have for it, one batch ahead so
+that the last is known as such. docs/decisions/025-streams.md
 """
 
 from __future__ import annotations
@@ -230,9 +230,9 @@ class Pass:
         if self.kind == WHOLE and len(known) > 1:
             other = next(rank for rank, each in enumerate(digests) if each != digests[0])
             raise ConfigError(
-                f"{name}: every rank reads all of it and keeps its part, but the first batch of rank {other} is not that "
-                "of rank 0. If it is divided by rank already (torch.distributed, split_by_node), say so with an attribute "
-                "`is_share = True`; if it shuffles by itself, let every rank shuffle alike"
+                f"{name}: every rank reads all of it and keeps its part, but the first batch of rank {other} is not "
+                "that of rank 0. If it is divided by rank already (torch.distributed, split_by_node), say so with an "
+                "attribute `is_share = True`; if it shuffles by itself, let every rank shuffle alike"
             )
         if self.kind == OWN and len(known) < self._cut.shares and not self._start:
             logger.warning(
@@ -331,8 +331,8 @@ def shared_counts(told: Sequence[tuple[int, int]], shares: int, name: str) -> li
     for rank, (share, count) in enumerate(told):
         if counts.setdefault(share, count) != count:
             raise ConfigError(
-                f"{name}: rank {rank} has {count} examples for a batch, and another rank that computes the same share of "
-                f"it {counts[share]}: ranks with the same share must read the same, in the same order"
+                f"{name}: rank {rank} has {count} examples for a batch, and another rank that computes the same share "
+                f"of it {counts[share]}: ranks with the same share must read the same, in the same order"
             )
     return [counts[share] for share in range(shares)]
 

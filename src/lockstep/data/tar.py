@@ -1,7 +1,7 @@
 """Examples from tar files, as WebDataset lays them out: members of the same base name are one example.
 
-`000017.jpg` and `000017.cls` become `{"__key__": "000017", "jpg": bytes, "cls": bytes}`. Nothing is unpacked to the disk,
-and nothing that is read is ever unpickled: what the bytes mean is for `decode` to say.
+`000017.jpg` and `000017.cls` become `{"__key__": "000017", "jpg": bytes, "cls": bytes}`. Nothing is unpacked to the
+disk, and nothing that is read is ever unpickled: what the bytes mean is for `decode` to say.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TarShards(IterableDataset[Any]):
             self._shard = self._samples = self._offset = 0
         self._goes_on = False
         while self._shard < len(self.paths):
-            for sample, self._offset in _samples(self.paths[self._shard], self._samples, self._offset):
-                self._samples += 1
+            for sample, offset in _samples(self.paths[self._shard], self._samples, self._offset):
+                self._samples, self._offset = self._samples + 1, offset
                 yield sample if self.decode is None else self.decode(sample)
             self._shard, self._samples, self._offset = self._shard + 1, 0, 0
 

@@ -208,9 +208,9 @@ class Feed:
         saved = cursor.stream["shares"]
         if len(saved) != self._strategy.shares:
             raise ConfigError(
-                f"run.stream: {cursor.batch} batches of this pass over {name!r} were done by {len(saved)} ranks, each of "
-                f"which had a share of it, and now there are {self._strategy.shares}: go on with {len(saved)}, or from a "
-                "checkpoint at the end of an epoch"
+                f"run.stream: {cursor.batch} batches of this pass over {name!r} were done by {len(saved)} ranks, each "
+                f"of which had a share of it, and now there are {self._strategy.shares}: go on with {len(saved)}, or "
+                "from a checkpoint at the end of an epoch"
             )
         batches.load_state_dict(saved[self._share])
 

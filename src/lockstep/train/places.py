@@ -16,7 +16,7 @@ _LENGTH_BYTES = 8
 
 
 def gathered(group: Group, share: int, shares: int, places: Sequence[Any], names: Sequence[str]) -> list[list[Any]]:
-    """For each of several streams, where each of its shares is. Plain data; states of streams may have tensors in it."""
+    """For each of several streams, where each of its shares is: plain data, and tensors where a state has any."""
     payload = _packed(share, places, names)
     found: list[list[Any]] = [[None] * shares for _ in places]
     for message in group.rendezvous("where every rank is in its streams", payload):
