@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import lockstep
+from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Loading
 from lockstep.data.portions import Cut
 from lockstep.data.sources import Source, check_stream, is_stream
@@ -22,6 +23,7 @@ from lockstep.data.streams import Pass
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.train.run import Run
+from lockstep.train.trainer import _datasets, _length, _total_steps
 
 Runs = Callable[..., Run]
 
@@ -124,8 +126,7 @@ UNEVEN = [5, 1, 9, 0, 4, 7]
 # Who reads what
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shares", [1, 2, 3])
+@pytest.mark.parametrize(("shares", "workers"), [(1, 0), (2, 0), (3, 0), (2, 2)])
 def test_every_example_of_every_shard_is_read_once(shares: int, workers: int) -> None:
     data = Sharded(UNEVEN)
     found = [value for walk in passes(data, shares, workers=workers, shuffle=True) for value in read(walk)]
@@ -135,9 +136,12 @@ def test_every_example_of_every_shard_is_read_once(shares: int, workers: int) ->
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_has_no_shards_has_the_same_batches_on_any_number_of_ranks_and_workers(workers: int) -> None:
     whole = [list(map(float, range(start, min(start + 6, 20)))) for start in range(0, 20, 6)]
-    for shares in (1, 2, 3):
+    for shares in (1, 2, 3) if not workers else (2,):
         found = [list(walk._portions()) for walk in passes(Numbers(20), shares, workers=workers)]
-        assert [[float(v) for rank in step for v in rank.batches[0][: rank.count]] for step in zip(*found, strict=True)] == whole
+        steps = [
+            [float(v) for rank in step for v in rank.batches[0][: rank.count]] for step in zip(*found, strict=True)
+        ]
+        assert steps == whole
 
 
 def test_a_stream_that_looks_for_its_worker_is_not_divided_twice() -> None:
@@ -190,15 +194,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("buffer", [None, 4])
+@pytest.mark.parametrize(("buffer", "workers"), [(None, 0), (4, 0), (4, 2)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_goes_on_where_it_was(kind: str, buffer: int | None, workers: int) -> None:
     """Left after any number of batches, the rest is bit for bit what it would have been."""
     how: dict[str, Any] = {"workers": workers, "buffer": buffer, "shuffle": True, "epoch": 2}
     expected, _ = portions_of(passes(KINDS[kind](), 1, **how)[0], 100)
     assert len(expected) > 4
-    for stop in range(1, len(expected) + 1) if not workers else (1, 3):
+    for stop in range(1, len(expected) + 1) if not workers else (3,):
         walk = passes(KINDS[kind](), 1, **how)[0]
         before, place = portions_of(walk, stop)
         saved = {"kind": walk.kind, "shares": [place]}
@@ -222,15 +225,23 @@ def test_what_has_none_is_read_from_the_start_and_says_so(caplog: pytest.LogCapt
     assert "300 examples that are done already are read again and discarded" in caplog.text
     assert portions_of(again, 1)[0] == [[300.0, 301.0, 302.0, 303.0, 304.0, 305.0]]
     shorter = passes(Numbers(200), 1, start=50, saved={"kind": "whole", "shares": [place]})[0]
-    with pytest.raises(ConfigError, match="300 examples of shard 0 were done .* ends after 200"):
+    with pytest.raises(ConfigError, match=r"300 examples of shard 0 were done .* ends after 200"):
         portions_of(shorter, 1)
 
 
 @pytest.mark.parametrize("buffer", [None, 4])
-@pytest.mark.parametrize(("before", "after"), [((2, 0), (1, 0)), ((2, 0), (3, 0)), ((1, 2), (2, 0)), ((3, 0), (2, 2))])
+@pytest.mark.parametrize(("before", "after"), [((2, 0), (1, 0)), ((2, 0), (3, 0)), ((3, 0), (2, 0))])
 def test_on_another_number_of_ranks_every_remaining_example_comes_once(
     before: tuple[int, int], after: tuple[int, int], buffer: int | None
 ) -> None:
+    _assert_every_example_once(before, after, buffer)
+
+
+def test_on_another_number_of_workers_every_remaining_example_comes_once() -> None:
+    _assert_every_example_once((1, 2), (2, 0), None)
+
+
+def _assert_every_example_once(before: tuple[int, int], after: tuple[int, int], buffer: int | None) -> None:
     data = Sharded(UNEVEN)
     for stop in (1, 2, 3):
         parts = [portions_of(walk, stop) for walk in passes(data, before[0], workers=before[1], buffer=buffer)]
@@ -528,3 +539,39 @@ def test_tar_shards_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> Non
         (tmp_path / "cut.tar").write_bytes(whole[:size])
         with pytest.raises(ConfigError, match=r"cut\.tar"):
             list(lockstep.TarShards(tmp_path / "cut.tar"))
+
+
+# In a task
+
+
+class OfNumbers(lockstep.Task):
+    def __init__(self, stream: bool) -> None:
+        self.stream = stream
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def train_data(self) -> Any:
+        return Numbers(20) if self.stream else TensorDataset(torch.ones(20, 1))
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).mean()
+
+
+@pytest.mark.parametrize(
+    ("stream", "data", "said"),
+    [
+        (True, {"split": {"train": 0.8, "val": 0.2}}, r"data\.split: train_data\(\) is a stream \(Numbers\)"),
+        (False, {"shuffle_buffer": 10}, r"data\.shuffle_buffer: 10 is for streams"),
+    ],
+)
+def test_settings_that_do_not_fit_the_data_are_refused(stream: bool, data: dict[str, Any], said: str) -> None:
+    config = RunConfig.model_validate({"task": {"type": "x:Y"}, "train": {"epochs": 1, "batch_size": 4}, "data": data})
+    with pytest.raises(ConfigError, match=said):
+        _datasets(OfNumbers(stream), config)
+
+
+def test_the_steps_of_a_stream_are_known_where_they_are_limited() -> None:
+    for limits, total in (({"epochs": 2}, None), ({"steps": 7}, 7)):
+        config = RunConfig.model_validate({"task": {"type": "x:Y"}, "train": {"batch_size": 4, **limits}})
+        assert _total_steps(config, _length(Numbers(20))) == total

@@ -8,6 +8,7 @@ the same random numbers. A place is therefore the beginning of a chunk, and how 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from lockstep.errors import ConfigError
 # beginning}. Plain data: it is saved.
 Mark = dict[str, Any]
 
+_FOR_READING = np.random.MT19937(0)
 _READING, _SHUFFLING, _PIECES, _COLLATING = 4, 5, 6, 7  # the order of examples, the split and the loader have 1, 2, 3
 
 
@@ -209,19 +211,21 @@ def _permutation(count: int, key: Sequence[int]) -> list[int]:
 
 def seed_by(key: Sequence[int]) -> None:
     """Seed what data code draws from: all of it on the host. Generators of devices are none of its business."""
-    words = np.random.SeedSequence(list(key)).generate_state(3, np.uint64)
-    torch.default_generator.manual_seed(int(words[0] >> np.uint64(1)))
-    random.seed(int(words[1]))
-    np.random.seed(int(words[2] & np.uint64(0xFFFFFFFF)))
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=20).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    random.seed(int.from_bytes(digest[8:16], "big"))
+    np.random.seed(int.from_bytes(digest[16:], "big"))
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """What is read here draws from generators that were seeded for it; training goes on with its own."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = torch.get_rng_state(), random.getstate()
+    ours = np.random.get_bit_generator()  # another takes its place: reading its state would take longer than a batch
+    np.random.set_bit_generator(_FOR_READING)
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-        np.random.set_state(states[2])
+        np.random.set_bit_generator(ours)

@@ -109,9 +109,10 @@ class Cut:
         for index, (batch, examples, length) in enumerate(parts):
             last = index == len(parts) - 1
             weight = examples * self.shares / whole
-            yield MicroBatch(
-                number, index, np.arange(length), examples, weight, whole, last, last and ends_epoch, place
-            ), batch
+            yield (
+                MicroBatch(number, index, np.arange(length), examples, weight, whole, last, last and ends_epoch, place),
+                batch,
+            )
 
     def _collated(self, examples: list[Any]) -> Any:
         return (self.collate or default_collate)(examples)

@@ -56,7 +56,8 @@ class Readers:
                     return
                 # All read all of what cannot be divided: workers take turns with its batches.
                 if self.kind != WHOLE or (batch - self.start) % len(self.lanes) == number:
-                    reader.seed_for_collating(cut.share)
+                    if cut.collate is not None:  # the usual one draws nothing
+                        reader.seed_for_collating(cut.share)
                     mine = cut.mine(taken) if self.kind == WHOLE else taken
                     told = _digest(taken) if digest else None
                     digest = False
@@ -212,9 +213,7 @@ class Pass:
 
     # In step
 
-    def _next(
-        self, group: Group, portions: Iterator[Portion], first: bool = False
-    ) -> tuple[Portion | None, list[int]]:
+    def _next(self, group: Group, portions: Iterator[Portion], first: bool = False) -> tuple[Portion | None, list[int]]:
         portion = next(portions, None)
         cut, name = self._cut, self._source.name
         told: list[Any] = [cut.share, portion.count if portion else 0, portion.digest if portion and first else None]

@@ -27,9 +27,7 @@ class TarShards(IterableDataset[Any]):
     `paths` are files, or a pattern such as `data/train-*.tar`. Every sample goes through `decode`, where one is given.
     """
 
-    def __init__(
-        self, paths: str | Path | Sequence[str | Path], decode: Callable[[Sample], Any] | None = None
-    ) -> None:
+    def __init__(self, paths: str | Path | Sequence[str | Path], decode: Callable[[Sample], Any] | None = None) -> None:
         self.paths = _files(paths)
         self.decode = decode
         self._shard = self._samples = 0  # where it is: which file, and how many samples of it were read
