@@ -58,7 +58,7 @@ def test_ranks_that_run_out_at_different_times_are_weighed_by_what_is_there(proj
     tiny = Tiny(examples=sum(SHARDS))
     model, (inputs, labels) = tiny.model(), tiny.train_data().tensors  # type: ignore[attr-defined]
     model.load_state_dict(last_weights(run))
-    expected = float(F.cross_entropy(model(inputs), labels))
+    expected = float(F.cross_entropy(model(inputs), labels).detach())
     assert validated(run) == pytest.approx([expected], rel=1e-5)
     assert summary(run)["metrics"]["train/loss"] == pytest.approx(expected, rel=1e-5)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 from lockstep.data.sources import Opened, Source
 from lockstep.errors import ConfigError
@@ -221,11 +222,11 @@ def seed_by(key: Sequence[int]) -> None:
 def generators_kept() -> Iterator[None]:
     """What is read here draws from generators that were seeded for it; training goes on with its own."""
     states = torch.get_rng_state(), random.getstate()
-    ours = np.random.get_bit_generator()  # another takes its place: reading its state would take longer than a batch
-    np.random.set_bit_generator(_FOR_READING)
+    ours = mtrand.get_bit_generator()  # another takes its place: reading its state would take longer than a batch
+    mtrand.set_bit_generator(_FOR_READING)
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-        np.random.set_bit_generator(ours)
+        mtrand.set_bit_generator(ours)

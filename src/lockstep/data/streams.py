@@ -99,7 +99,7 @@ class Pass:
         self._readers = Readers(self.kind, reading, lanes, cut, start)
         self._places = [(0, lane.marks.get(lane.pieces[0]) if lane.pieces else None) for lane in lanes]
         self._loader: DataLoader[Any] | None = None
-        self.closed = False
+        self.closed, self._evaluates = False, evaluates
         self._digest: str | None = None
         if discarded := max(lane.to_discard for lane in lanes):
             logger.info(
@@ -257,7 +257,7 @@ class Pass:
         if not sum(counts):
             raise self._empty()
         lacking = [share for share, count in enumerate(counts) if count == 0]
-        if lacking and self.kind != WHOLE:
+        if lacking and self.kind != WHOLE and not self._evaluates:
             raise ConfigError(
                 f"{ranks_text(lacking)} of {len(counts)} got no examples of {self._source.name}: all must have some. "
                 "Spread them over the shards evenly, or train with fewer processes"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.order import MicroBatch
+from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 from lockstep.record.meters import Sums, numbers
 from lockstep.train.mean import Mean
@@ -28,7 +28,7 @@ class BatchMean:
 
 def measure_sums(
     measure: Measure,
-    micros: Iterable[tuple[MicroBatch, Any]],
+    loader: Loader,
     move: Callable[[Any], Any],
     measured: Callable[[], None] = lambda: None,
     together: bool = False,
@@ -37,7 +37,7 @@ def measure_sums(
 
     Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
     """
-    batches = ((micro.examples, len(micro.indices), batch) for micro, batch in micros)
+    batches = ((micro.examples, len(micro.indices), batch) for micro, batch in loader.epoch(0))
     return sums_of(measure, batches, move, measured, together)
 
 

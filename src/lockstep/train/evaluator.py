@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -71,13 +71,13 @@ class Evaluator:
     ) -> dict[str, float] | None:
         together = self._strategy.measures_together
         alone = on == "rank0" and not together
-        count, batches, compare = self._examples(dataset, batch_size, collate, alone, name)
+        count, measured, compare = self._measuring(measure, dataset, batch_size, collate, alone, name)
         self._checkpointer.equalize_buffers()
 
         def here() -> Any:
             with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
                 move = self._next_of(name, leaves)
-                found = measure_sums(measure, batches(), move, self._runtime.end_of_program, together)
+                found = measured(move)
                 return found if self._strategy.speaks else ({}, 0)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
@@ -88,20 +88,26 @@ class Evaluator:
             raise ConfigError(f"{name}: {type(dataset).__name__} has no examples: there is nothing to measure")
         return combine(parts, count, name)
 
-    def _examples(
-        self, dataset: Any, batch_size: int, collate: Collate | None, alone: bool, name: str
-    ) -> tuple[int | None, Callable[[], Iterable[Any]], Callable[[], None]]:
-        """How many examples there are, where that is known; this rank's batches of them; and what to make sure of once
+    def _measuring(
+        self, measure: Measure, dataset: Any, batch_size: int, collate: Collate | None, alone: bool, name: str
+    ) -> tuple[int | None, Callable[[Callable[[Any], Any]], Any], Callable[[], None]]:
+        """How many examples there are, where that is known; what measures this rank's; and what to make sure of once
         all ranks have measured theirs."""
+        ended, together = self._runtime.end_of_program, self._strategy.measures_together
         if not is_stream(dataset):
             count = check_dataset(dataset, name)
             loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
-            return count, lambda: loader.epoch(0), lambda: None
+            return count, lambda move: measure_sums(measure, loader, move, ended, together), lambda: None
         check_stream(dataset, name)
         walk = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone)
-        if self._strategy.measures_together:
-            return None, lambda: walk.in_step(self._group), lambda: None
-        return None, walk.micro_batches, (lambda: None) if alone else lambda: walk.compare(self._group)
+
+        def measured(move: Callable[[Any], Any]) -> Any:
+            micros = walk.in_step(self._group) if together else walk.micro_batches()
+            parts = ((micro.examples, len(micro.indices), batch) for micro, batch in micros)
+            return sums_of(measure, parts, move, ended, together)
+
+        compares = not (alone or together)
+        return None, measured, lambda: walk.compare(self._group) if compares else None
 
     def evaluate_stream(
         self, measure: Measure, batches: Iterator[Any], count: Callable[[Any], int], expected: int | None, name: str

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_streams import passes, portions_of, read
+from test_stream_readers import passes, portions_of, read
 
 datasets = pytest.importorskip("datasets")
 
