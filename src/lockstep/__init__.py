@@ -9,6 +9,7 @@ import types  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
+    from lockstep.data.tar import TarShards
     from lockstep.errors import ConfigError, LockstepError, WorkerFailed
     from lockstep.launcher.function import launch
     from lockstep.start.function import train
@@ -27,6 +28,7 @@ __all__ = [
     "Mean",
     "Run",
     "Schedule",
+    "TarShards",
     "Task",
     "WorkerFailed",
     "__version__",
@@ -42,6 +44,7 @@ _HOMES = {
     "Mean": "lockstep.train.mean",
     "Run": "lockstep.train.run",
     "Schedule": "lockstep.train.schedules",
+    "TarShards": "lockstep.data.tar",
     "Task": "lockstep.train.task",
     "WorkerFailed": "lockstep.errors",
     "launch": "lockstep.launcher.function",

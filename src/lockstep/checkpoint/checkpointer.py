@@ -162,6 +162,8 @@ class Checkpointer:
                     saved = state["attached"].pop(name)
                     part.load_state_dict(read_like(saved, part.state_dict()) if slices else saved)
             self._unclaimed = {name: read_like(each, None) for name, each in state["attached"].items()}
+            if "cursors" in state:
+                state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
             loaded.close()
         self._restore_generators(state["generators"], step)

@@ -241,6 +241,9 @@ class Data(Section):
     prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that every worker fetches ahead")
     drop_last: bool = False
     shuffle: bool = Field(True, description="false is short for order: sequential")
+    shuffle_buffer: int | None = Field(
+        None, gt=1, description="for streams: shuffle the examples of each shard in blocks of so many"
+    )
     order: Annotated[Ordering, as_mapping(Ordering)] | None = Field(
         None, description="where not given: the task's own, if it has one, else shuffled"
     )

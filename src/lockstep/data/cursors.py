@@ -8,7 +8,7 @@ other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,10 @@ class Cursor:
     # until the loop has been left, and a run that is resumed there finds the pass empty.
     ended: bool = False
     passes: int = 0  # how often the loop over it was left in this epoch of the run
+    # Of a stream in the midst of a pass, where all shares of it were when the run was saved; None of any other source.
+    stream: dict[str, Any] | None = None
+    place: Callable[[], Any] | None = field(default=None, repr=False)  # where this rank's share of it is now
+    kind: str = ""  # of stream that it is, which says what its places mean
     dataset: Any = field(default=None, repr=False)
     is_open: bool = False
     opened: int = 0  # when it was opened last, in the order of all openings
@@ -41,6 +45,7 @@ class Cursor:
 
     def advance(self, micro: MicroBatch) -> None:
         self.batch, self.ended = micro.batch + 1, micro.completes_epoch
+        self.place = None if self.ended else micro.place
 
     def leave(self, finished: bool) -> None:
         """The loop over the source was left, at its end or before."""
@@ -48,6 +53,7 @@ class Cursor:
         self.passes += 1
         if finished or self.ended:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
+            self.stream = self.place = None
 
     @property
     def was_shuffled_before(self) -> bool:
@@ -55,7 +61,8 @@ class Cursor:
         return self.before_facts or (self.facts or {}).get("order") == ShuffledBefore.name
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes")}
+        state = {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes")}
+        return state if self.stream is None else {**state, "stream": self.stream}
 
 
 class Cursors:
@@ -86,6 +93,11 @@ class Cursors:
         self._openings += 1
         cursor.facts, cursor.is_open, cursor.opened = dict(facts), True, self._openings
         return cursor
+
+    @property
+    def moved_on(self) -> list[Cursor]:
+        """Those of streams of which a batch is done since they were opened or saved."""
+        return [each for each in self._cursors if each.place is not None]
 
     def begin_epoch(self) -> None:
         for cursor in self._cursors:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from lockstep.data import workers
 from lockstep.data.order import GlobalBatches, MicroBatch
 from lockstep.data.permutation import Indices
 from lockstep.data.split import Part
-from lockstep.distributed.signals import QUIET_SIGNALS
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
 
@@ -87,7 +84,7 @@ class Loader:
                 # Of its own, since making an iterator draws a number: a resumed epoch makes one more than the original.
                 generator=torch.Generator(),
             )
-        with _signals_kept_back():
+        with workers.signals_kept_back():
             fetched = iter(self._worker_loader)
         for batch in fetched:
             yield asked.popleft(), batch
@@ -105,16 +102,6 @@ class Loader:
         loader, self._worker_loader = self._worker_loader, None
         if loader is not None:
             workers.end(loader, at_once)
-
-
-@contextlib.contextmanager
-def _signals_kept_back() -> Iterator[None]:
-    """Workers that are being made cannot take notice of any signal before they have said which they ignore."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, QUIET_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Callable[[Indices], Any]:
@@ -164,7 +151,8 @@ def check_dataset(dataset: Any, name: str) -> int:
     """The number of examples; refuses what is not map-style or has nothing in it."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
-            f"task: {name} must return a map-style dataset (with __len__ and __getitem__), got {type(dataset).__name__}"
+            f"task: {name} must return a map-style dataset (with __len__ and __getitem__) or a stream (with __iter__), "
+            f"got {type(dataset).__name__}"
         )
     count = len(dataset)
     if count == 0:

@@ -22,7 +22,7 @@ class Loaders:
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._fill, self._multiple = runtime.fixed_shapes, multiple
         pin = runtime.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
-        self._loading = Loading(settings.workers, pin, settings.prefetch)
+        self.loading = Loading(settings.workers, pin, settings.prefetch)
         self._training: dict[str, Loader] = {}
         self._evaluating: dict[tuple[int, int, bool], Loader] = {}
 
@@ -46,7 +46,7 @@ class Loaders:
         if known is None or (known.dataset is not dataset) or known.collate != collate:
             if known is not None:
                 known.close()
-            known = self._training[source] = Loader(dataset, plan, collate, self._loading)
+            known = self._training[source] = Loader(dataset, plan, collate, self.loading)
         known.plan = plan
         return known
 
@@ -60,7 +60,7 @@ class Loaders:
         if known is None or known.collate != collate:
             if known is not None:
                 known.close()
-            known = Loader(dataset, self.plan(dataset, batch_size, alone=alone, shuffle=False), collate, self._loading)
+            known = Loader(dataset, self.plan(dataset, batch_size, alone=alone, shuffle=False), collate, self.loading)
         self._evaluating[key] = known
         while len(self._evaluating) > _KEPT_FOR_EVALUATION:
             self._evaluating.pop(next(iter(self._evaluating))).close()

@@ -8,10 +8,10 @@ example once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class MicroBatch(NamedTuple):
     whole: int  # how many examples the global batch has, over all ranks
     completes_batch: bool
     completes_epoch: bool
+    # Of a stream: says where it is once the batch is done, as plain data.
+    place: Callable[[], Any] | None = None
 
     @property
     def scale(self) -> float:

@@ -1,48 +1,126 @@
-"""Batches from a source that cannot be asked for by index, brought into step.
+"""Batches from a source of one's own, of which every rank has a share, brought into step.
 
-Every rank has a share of the source, and the shares need not be equal. So before a batch is handed out, all ranks tell
-each other how many examples they have for it: a gathering per step, one batch ahead so that the last is known as such.
+The shares need not be equal. So before a batch is handed out, all ranks tell each other how many examples they have for
+it: a gathering per step, one batch ahead so that the last is known as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from lockstep.data.lanes import generators_kept, seed_by
 from lockstep.data.order import MicroBatch
+from lockstep.data.streams import shared_counts
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError
 
 Count = Callable[[Any], int]
 
+_BATCHES = 8  # random numbers for what is read: 1 to 7 are others'
 
-def streamed(group: Group, batches: Iterator[Any], count: Count, name: str) -> Iterator[tuple[MicroBatch, Any]]:
-    """This rank's micro-batch of every global batch, until no rank has any examples left."""
+
+def streamed(
+    group: Group,
+    batches: Iterable[Any],
+    count: Count,
+    name: str,
+    share: int | None = None,
+    shares: int | None = None,
+    start: int = 0,
+    key: Sequence[int] | None = None,
+) -> Generator[tuple[MicroBatch, Any], None, None]:
+    """This rank's micro-batch of every global batch from `start` on, until no rank has any examples left.
+
+    With a `key`, batches have a state that is noted with each; they are read with random numbers of their own, so that
+    reading ahead of a save changes nothing.
+    """
+    share, shares = group.rank if share is None else share, group.world_size if shares is None else shares
+    reading = _Ahead(group, batches, count, name, share, shares, start, key)
     spare: Any = None  # what a rank that has run out computes, to take part: it counts for nothing
-    number, batch, counts = 0, *_next(group, batches, count, name)
-    lacking = [rank for rank, examples in enumerate(counts) if examples == 0]
-    if lacking:
+    number, (batch, counts, place) = start, reading.next()
+    lacking = [each for each, examples in enumerate(counts) if examples == 0]
+    if lacking and not start:
         raise ConfigError(
             f"{ranks_text(lacking)} of {len(counts)} got no examples of {name!r}: all ranks must have some. Split the "
             "source into more pieces (Ray Data: dataset.repartition), or use fewer workers"
         )
     while sum(counts):
-        following, coming = _next(group, batches, count, name)
-        mine, whole = counts[group.rank], sum(counts)
-        spare = batch if mine else spare
-        weight = mine * group.world_size / whole
-        none = np.empty(0, dtype=np.int64)
-        yield MicroBatch(number, 0, none, mine, weight, whole, True, not sum(coming)), batch if mine else spare
-        number, batch, counts = number + 1, following, coming
+        following = reading.next()
+        mine, whole = counts[share], sum(counts)
+        spare = batch if mine else spare if spare is not None else reading.again()
+        weight, none = mine * shares / whole, np.empty(0, dtype=np.int64)
+        yield (
+            MicroBatch(number, 0, none, mine, weight, whole, True, not sum(following[1]), place),
+            batch if mine else spare,
+        )
+        number, (batch, counts, place) = number + 1, following
 
 
-def _next(group: Group, batches: Iterator[Any], count: Count, name: str) -> tuple[Any, list[int]]:
-    batch = next(batches, None)
-    examples = 0 if batch is None else count(batch)
-    return batch, group.gather(examples, f"how many examples of {name!r} every rank has")
+class _Ahead:
+    """Reads batches, and tells the other ranks how many examples each has."""
+
+    def __init__(
+        self,
+        group: Group,
+        batches: Iterable[Any],
+        count: Count,
+        name: str,
+        share: int,
+        shares: int,
+        number: int,
+        key: Sequence[int] | None,
+    ) -> None:
+        self._group, self._source, self._count, self._name = group, batches, count, name
+        self._share, self._shares, self._key, self._number = share, shares, key, number
+        with self._random_numbers():
+            self._batches: Iterator[Any] = iter(batches)
+
+    def next(self) -> tuple[Any, list[int], Callable[[], Any] | None]:
+        """The next batch, how many examples each share has, and where this one is once the batch is done."""
+        with self._random_numbers():
+            batch = next(self._batches, None)
+        self._number += 1
+        examples = 0 if batch is None else self._count(batch)
+        place = None
+        if self._key is not None:
+            state = copy.deepcopy(self._source.state_dict())  # type: ignore[attr-defined]
+            place = partial(_same, state)
+        told = self._group.gather([self._share, examples], f"how many examples of {self._name!r} every rank has")
+        return batch, shared_counts([(share, found) for share, found in told], self._shares, self._name), place
+
+    def again(self) -> Any:
+        """A batch for a rank that ran out before the run was resumed: it has none at hand."""
+        with self._random_numbers():
+            found = next(iter(self._source), None)
+        if found is None:
+            raise ConfigError(
+                f"{self._name!r}: this rank ran out of it, and it cannot be read again: its __iter__ must begin anew "
+                "each time"
+            )
+        return found
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        if self._key is None:
+            return contextlib.nullcontext()
+        return _seeded([_BATCHES, *self._key, self._share, self._number])
+
+
+@contextlib.contextmanager
+def _seeded(key: Sequence[int]) -> Iterator[None]:
+    with generators_kept():
+        seed_by(key)
+        yield
+
+
+def _same(state: Any) -> Any:
+    return state
 
 
 def counted(batches: Iterator[Any], count: Count) -> Iterator[tuple[int, int, Any]]:

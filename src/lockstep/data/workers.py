@@ -7,8 +7,10 @@ SIGTERM, also for one that is stuck, and the system ends them where the rank its
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
+from collections.abc import Iterator
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from typing import Any
 
@@ -25,6 +27,16 @@ def begin(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET_SIGNALS)
     die_with_parent()
+
+
+@contextlib.contextmanager
+def signals_kept_back() -> Iterator[None]:
+    """Workers that are being made cannot take notice of any signal before they have said which they ignore."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, QUIET_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def context() -> BaseContext:

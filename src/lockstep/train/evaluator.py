@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ from torch.utils.data import Dataset
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import MicroBatch
+from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.stream import counted
 from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
 from lockstep.strategy.base import Strategy
@@ -81,11 +83,10 @@ class Evaluator:
         name: str,
         leaves: Callable[[], bool],
     ) -> dict[str, Any] | None:
-        count = check_dataset(dataset, name)
-        self._checkpointer.equalize_buffers()
         together = self._strategy.measures_together
         alone = on == "rank0" and not together
-        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+        count, micros, compare = self._micro_batches(dataset, batch_size, collate, alone, name)
+        self._checkpointer.equalize_buffers()
         whole = whole_set_of(measure)
         collected: list[Collected] = []
 
@@ -98,14 +99,36 @@ class Evaluator:
 
             with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
                 move = self._next_of(name, leaves)
-                found = measure_sums(measure, loader, move, self._runtime.end_of_program, together, collect)
+                found = measure_sums(measure, micros(), move, self._runtime.end_of_program, together, collect)
                 return found if self._strategy.speaks else ({}, 0)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
         if None in parts:
             return None
+        compare()
+        if count is None and not any(seen for _, seen in parts):
+            raise ConfigError(f"{name}: {type(dataset).__name__} has no examples: there is nothing to measure")
         means = combine(parts, count, name)
         return means if whole is None else {**means, **self._of_whole_set(whole, collected, means, alone, name)}
+
+    def _micro_batches(
+        self, dataset: Any, batch_size: int, collate: Collate | None, alone: bool, name: str
+    ) -> tuple[int | None, Callable[[], Iterable[tuple[MicroBatch, Any]]], Callable[[], None]]:
+        """How many examples there are, where that is known; this rank's micro-batches; and what to make sure of once
+        all ranks have measured theirs."""
+        if not is_stream(dataset):
+            count = check_dataset(dataset, name)
+            loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
+            return count, lambda: loader.epoch(0), lambda: None
+        check_stream(dataset, name)
+        walk = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone)
+        together = self._strategy.measures_together
+        compares = not (alone or together)
+        return (
+            None,
+            lambda: walk.in_step(self._group) if together else walk.micro_batches(),
+            lambda: walk.compare(self._group) if compares else None,
+        )
 
     def _of_whole_set(
         self, whole: WholeSet, collected: list[Collected], means: Mapping[str, Any], alone: bool, name: str
@@ -130,7 +153,7 @@ class Evaluator:
         with evaluating(self._models.modules.values()):
             mine = sums_of(measure, counted(batches, count), self._next_of(name), self._runtime.end_of_program)
         parts = self._group.gather(mine, name)
-        return combine(parts, sum(seen for _, seen in parts) if expected is None else expected, name)
+        return combine(parts, expected, name)
 
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None
@@ -138,8 +161,12 @@ class Evaluator:
         """What `measure` finds by name on one batch that leaves no trace (no generator moves on), and whether that is
         all: a metric of a whole set may have no value for so few examples."""
         states = generator_states(self._runtime)
-        loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=self._group.world_size == 1)
-        micro, batch = loader.first()
+        alone = self._group.world_size == 1
+        if is_stream(dataset):
+            check_stream(dataset, "the data to measure")
+            micro, batch = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone).first()
+        else:
+            micro, batch = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone).first()
         whole = whole_set_of(measure)
         tried: list[dict[str, Any] | None] = []
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -19,12 +20,15 @@ from lockstep.data.loaders import Loaders
 from lockstep.data.order import MicroBatch
 from lockstep.data.orders import Shuffled
 from lockstep.data.progress import Progress
+from lockstep.data.sources import check_stream, is_stateful, is_stream
 from lockstep.data.stream import streamed
+from lockstep.data.streams import Pass, Streams
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy, share_of
+from lockstep.train import places
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.step import Step
 
@@ -50,9 +54,14 @@ class Feed:
         self._profiler, self._guard, self._safe_point, self._abandon = profiler, guard, safe_point, abandon
         self._runtime, self._fixed_shapes = runtime, runtime.fixed_shapes
         self._seed = settings.seed
+        self._share, self._shuffle_buffer = share_of(strategy, group), settings.data.shuffle_buffer
         self._loaders = Loaders(
-            share_of(strategy, group), strategy.shares, settings.seed, settings.data, runtime, strategy.batch_multiple
+            self._share, strategy.shares, settings.seed, settings.data, runtime, strategy.batch_multiple
         )
+        self._streams = Streams(
+            self._share, strategy.shares, settings.seed, self._loaders.loading, runtime.fixed_shapes,
+            strategy.batch_multiple,
+        )  # fmt: skip
         self.progress = Progress()
         self.cursors = Cursors()
         self.step: Step | None = None  # under way, or just done, until what follows it begins
@@ -84,6 +93,7 @@ class Feed:
         done = explicit and self._in_epochs and self.cursors.between_passes
         if done:
             self._saved_as_done = self.progress.epoch
+        self._exchange_places()
         return {
             "progress": self.progress.state_dict(epoch_is_done=done),
             "cursors": self.cursors.state_dict(epoch_is_done=done),
@@ -112,6 +122,14 @@ class Feed:
         order: Asked = None,
     ) -> Iterator[Any]:
         accumulate *= self._strategy.micro_batches
+        if is_stream(dataset):
+            if order is not None:
+                raise ConfigError(
+                    f"run.batches: order is for data that has an index, and {type(dataset).__name__} is a stream, which "
+                    "comes in the order that it has: leave it out"
+                )
+            yield from self._batches_of_stream(dataset, batch_size, collate, name, shuffle, drop_last, accumulate)
+            return
         self._tell_uneven_shares(batch_size)
         check_dataset(dataset, "the dataset")
         chosen = choose(order, shuffle, dataset, batch_size, self._seed)
@@ -144,29 +162,94 @@ class Feed:
             micros = one_ahead(micros, self._runtime.begin_move)
         yield from self._hand_out(cursor, micros, accumulate)
 
-    def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str) -> Iterator[Any]:
-        if self._strategy.shares != self._group.world_size:
-            raise ConfigError(
-                f"strategy.mesh: {self._group.world_size} ranks work on {self._strategy.shares} shares of a batch, but "
-                f"of {name!r} every rank has one of its own: a stream needs a mesh of the axis data alone"
-            )
+    def _batches_of_stream(
+        self,
+        data: Any,
+        batch_size: int,
+        collate: Collate | None,
+        name: str | None,
+        shuffle: bool,
+        drop_last: bool,
+        accumulate: int,
+    ) -> Iterator[Any]:
+        check_stream(data, "run.batches")
+        source = self._streams.source(data)
+        facts = {
+            "count": source.pieces,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "shuffle_buffer": self._shuffle_buffer,
+            "drop_last": drop_last,
+            "seed": self._seed,
+        }
+        cursor = self._open(data, facts, name)
+        if cursor is None:
+            return
+        if cursor.ended:
+            cursor.leave(finished=True)
+            return
+        self._exchange_places()  # of a pass that was left in its midst and is gone on with
+        walk = self._streams.training(
+            data, batch_size, collate, accumulate, drop_last, epoch=cursor.epoch, start=cursor.batch,
+            shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream,
+        )  # fmt: skip
+        cursor.kind = walk.kind
+        with contextlib.closing(walk.in_step(self._group)) as micros:
+            yield from self._hand_out(cursor, _plain_places(micros, source.name), accumulate)
+
+    def stream(self, batches: Iterable[Any], count: Callable[[Any], int], name: str) -> Iterator[Any]:
         cursor = self._open(batches, {}, name)
         if cursor is None:
             return
         if cursor.ended:
             cursor.leave(finished=True)
             return
-        if cursor.batch:
+        self._exchange_places()
+        stateful = is_stateful(batches)
+        if stateful and cursor.stream is not None:
+            self._load_place(cursor, batches, name)
+        elif cursor.batch:
             logger.warning(
                 "epoch %d was interrupted after %d batches; %r cannot be entered in the middle, so that these are "
                 "trained on again", self.progress.epoch, cursor.batch, name,
             )  # fmt: skip
-            cursor.batch = 0
-        yield from self._hand_out(cursor, streamed(self._group, batches, count, name), 1)
+            cursor.batch, cursor.stream = 0, None
+        cursor.kind = "batches"
+        micros = streamed(
+            self._group, batches, count, name, self._share, self._strategy.shares, cursor.batch,
+            [self._seed, cursor.epoch] if stateful else None,
+        )  # fmt: skip
+        with contextlib.closing(micros):
+            yield from self._hand_out(cursor, _plain_places(micros, name), 1)
+
+    def _load_place(self, cursor: Cursor, batches: Any, name: str) -> None:
+        """Give a source of batches with a state the one that this rank's share of it had."""
+        assert cursor.stream is not None
+        saved = cursor.stream["shares"]
+        if len(saved) != self._strategy.shares:
+            raise ConfigError(
+                f"run.stream: {cursor.batch} batches of this pass over {name!r} were done by {len(saved)} ranks, each "
+                f"of which had a share of it, and now there are {self._strategy.shares}: go on with {len(saved)}, or "
+                "from a checkpoint at the end of an epoch"
+            )
+        batches.load_state_dict(saved[self._share])
+
+    def _exchange_places(self) -> None:
+        """Where streams are that have moved on: known by all ranks of all shares, as it is saved."""
+        moved = self.cursors.moved_on
+        if not moved:
+            return
+        mine = [each.place() for each in moved if each.place is not None]
+        found = places.gathered(self._group, self._share, self._strategy.shares, mine, [each.name for each in moved])
+        for cursor, shares in zip(moved, found, strict=True):
+            cursor.stream, cursor.place = {"kind": cursor.kind, "shares": shares}, None
 
     def for_evaluation(self, *args: Any, **how: Any) -> Any:
         """The loader of a dataset that is evaluated."""
         return self._loaders.for_evaluation(*args, **how)
+
+    def evaluation_of_stream(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
+        return self._streams.evaluating(data, batch_size, collate, alone)
 
     def count_step(self) -> bool:
         """An optimizer has stepped. The first one of a step moves progress on; whether this was it."""
@@ -182,6 +265,7 @@ class Feed:
 
     def close(self, at_once: bool = False) -> None:
         self._loaders.close(at_once)
+        self._streams.close(at_once)
 
     # Inside
 
@@ -286,3 +370,13 @@ class Feed:
         if uneven and batch_size not in self._told_uneven:
             self._told_uneven.add(batch_size)
             logger.info(uneven)
+
+
+def _plain_places(micros: Iterator[tuple[MicroBatch, Any]], name: str) -> Generator[tuple[MicroBatch, Any], None, None]:
+    """Micro-batches of a stream, after a look at whether the place in it can be saved at all."""
+    looked = False
+    for micro, batch in micros:
+        if not looked and micro.place is not None:
+            places.require_plain(micro.place(), name)
+            looked = True
+        yield micro, batch

@@ -10,14 +10,23 @@ from torch.utils.data import Dataset
 from lockstep.config.schema import Ordering, RunConfig
 from lockstep.data.choosing import make_order
 from lockstep.data.orders import Order
+from lockstep.data.sources import is_stream
+from lockstep.errors import ConfigError
 from lockstep.train.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order:
-    """The config's order; where it names none, the task's own, if it has one, else shuffled."""
+def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | None:
+    """The config's order; where it names none, the task's own, if it has one, else shuffled. None for a stream."""
     asked = config.data.order
+    if is_stream(dataset):
+        if asked is not None:
+            raise ConfigError(
+                f"data.order: {asked.type}: train_data() is a stream ({type(dataset).__name__}), which comes in the "
+                "order that it has: take it away (data.shuffle and data.shuffle_buffer are for streams)"
+            )
+        return None
     if asked is None:
         own = _defines(task, "order")
         if _defines(task, "weights"):

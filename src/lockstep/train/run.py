@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, overload
 
@@ -176,6 +176,16 @@ class Run:
     @property
     def strategy(self) -> str:
         return self._strategy.name
+
+    @property
+    def share(self) -> int:
+        """Which share of every batch this rank computes. Ranks that split a model between them have the same one."""
+        return share_of(self._strategy, self.group)
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a batch is divided: the ranks, unless several work on one share."""
+        return self._strategy.shares
 
     @property
     def process_index(self) -> int:
@@ -371,6 +381,7 @@ class Run:
     ) -> Iterator[Any]:
         """This rank's share of every global batch of a pass over the data, on the device.
 
+        The data is a map-style dataset or a stream (docs/data.md).
         With `accumulate`, a share comes in so many micro-batches; `step` acts on the last. Between two batches is where
         a run that was asked to stop saves itself and leaves, on all ranks at once. Leaving the loop early leaves the
         pass where it is: the next call goes on from there. Every dataset has a position of its own; `name` tells two
@@ -387,11 +398,13 @@ class Run:
         """Whether this start of the run went on training, or would have, had there been anything left to do."""
         return self._feed.was_asked
 
-    def stream(self, batches: Iterator[Any], count: Callable[[Any], int], name: str = "train") -> Iterator[Any]:
+    def stream(self, batches: Iterable[Any], count: Callable[[Any], int], name: str = "train") -> Iterator[Any]:
         """Batches from a source that every rank has a share of, of whatever sizes, until no rank has any left.
 
-        For data that cannot be asked for by index. Gradients are those of the mean over all examples that the ranks
-        have at hand, and every example counts once. An epoch that was interrupted starts again from its beginning.
+        For batches that are made elsewhere: a loader of one's own, of which rank after rank has a part (`share` of
+        `shares`). Gradients are those of the mean over all examples that the ranks have at hand, and every example
+        counts once. An epoch that was interrupted goes on where it was, if the source has state_dict and
+        load_state_dict, on as many ranks; otherwise it starts again from its beginning.
         """
         return self._feed.stream(batches, count, name)
 

@@ -40,7 +40,8 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def train_data(self) -> Dataset[Any]:
-        """A map-style dataset."""
+        """A map-style dataset, or a stream: an IterableDataset, a Hugging Face streaming dataset, lockstep.TarShards,
+        or anything else that can be iterated over again. docs/data.md"""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Any]]:
         """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.

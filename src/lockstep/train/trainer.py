@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.split import Part, split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments
@@ -38,7 +39,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     datasets = _datasets(task, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
-    length = run_length(config, order.length)
+    length = run_length(config, order.length if order is not None else None)
     schedules = set_up(run, task, config, length)
     measure = TaskMeasure(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
@@ -152,9 +153,20 @@ def _datasets(task: Task, config: RunConfig) -> Datasets:
     By the beginning of their metrics' names: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
     train_data = task.train_data()
-    check_dataset(train_data, "train_data()")
+    _check(train_data, "train_data()")
+    streams = is_stream(train_data)
+    if config.data.shuffle_buffer is not None and not streams:
+        raise ConfigError(
+            f"data.shuffle_buffer: {config.data.shuffle_buffer} is for streams, and train_data() is a "
+            f"{type(train_data).__name__}, all of which is shuffled (data.shuffle): take it away"
+        )
     own = {**_named("val", task.val_data()), **_named("test", task.test_data())}
     fractions = config.data.split
+    if fractions is not None and streams:
+        raise ConfigError(
+            f"data.split: train_data() is a stream ({type(train_data).__name__}), of which nobody knows how long it is "
+            "or can take any part: give the task val_data() and test_data() of its own (other files, other shards)"
+        )
     if fractions is None:
         return {"train": train_data, **own}
     asked = {"train": fractions.train, "val": fractions.val, "test": fractions.test}
@@ -177,14 +189,14 @@ def _named(kind: str, given: Any) -> Datasets:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        check_dataset(given, f"{kind}_data()")
+        _check(given, f"{kind}_data()")
         return {kind: given}
     if not given:
         raise ConfigError(f"task: {kind}_data() returned a mapping without any dataset: return None, or some by name")
     for name, each in given.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"task: {kind}_data() has a dataset under {name!r}: a name is text without a slash")
-        check_dataset(each, f"{kind}_data()[{name!r}]")
+        _check(each, f"{kind}_data()[{name!r}]")
     return {f"{kind}/{name}": each for name, each in given.items()}
 
 
@@ -195,15 +207,26 @@ def _of_kind(kind: str, datasets: Datasets) -> Datasets:
 def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
     fractions = config.data.split
     if fractions is None:
-        return Lengths(None, {name: _length(each) for name, each in datasets.items() if name != "train"})
+        known = {name: _length(each) for name, each in datasets.items() if name != "train"}
+        return Lengths(None, {name: count for name, count in known.items() if count is not None})
     own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name.partition("/")[0])}
+    split = [_length(each) or 0 for name, each in datasets.items() if name not in own]
     train = datasets["train"]
     drawing = train.split if isinstance(train, Part) else None
-    return Lengths(sum(map(_length, datasets.values())) - sum(own.values()), own, drawing)  # it leaves nothing out
+    counts = {name: count for name, count in own.items() if count is not None}
+    return Lengths(sum(split), counts, drawing)  # a split leaves nothing out
 
 
-def _length(dataset: Dataset[Any]) -> int:
-    return len(dataset)  # type: ignore[arg-type]
+def _check(data: Any, name: str) -> None:
+    if is_stream(data):
+        check_stream(data, f"task: {name}")
+    else:
+        check_dataset(data, name)
+
+
+def _length(dataset: Dataset[Any]) -> int | None:
+    """How many examples there are; None of a stream."""
+    return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
 
 
 def _best(history: list[dict[str, float]], config: RunConfig) -> dict[str, Any] | None:

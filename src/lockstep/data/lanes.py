@@ -1,0 +1,232 @@
+"""One reader of a stream: it takes examples of its pieces, one piece after the other, and can tell where it is.
+
+A piece is read in chunks. At the beginning of each the state of the stream is noted and the generators are seeded by
+the place in the data, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by
+the same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+from lockstep.data.sources import Opened, Source
+from lockstep.errors import ConfigError
+
+# {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream, at its
+# beginning}. Plain data: it is saved.
+Mark = dict[str, Any]
+
+_FOR_READING = np.random.MT19937(0)
+_READING, _SHUFFLING, _PIECES, _COLLATING = 4, 5, 6, 7  # the order of examples, the split and the loader have 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the pieces of one pass are read: the same for all lanes."""
+
+    source: Source
+    pieces: int  # how many there are, of all lanes
+    chunk: int  # examples
+    shuffle: bool = False  # the examples of a chunk
+    seed: int = 0
+    epoch: int = 0
+    set_epoch: bool = True
+    own: tuple[int, ...] = ()  # which share and worker, where each of them has another stream
+
+
+@dataclass
+class Lane:
+    """What one reader has to read: pieces, and where those are gone on with that were begun before."""
+
+    pieces: list[int]
+    marks: dict[int, Mark] = field(default_factory=dict)
+    number: int = 0  # which of its rank's lanes it is, for streams that are another one in every worker
+
+    @property
+    def to_discard(self) -> int:
+        """Examples that have to be read from the beginning to come back to where it was, since there is no state."""
+        return sum(mark["read"] + mark["offset"] for mark in self.marks.values() if mark["state"] is None)
+
+    def rest(self, at: int, mark: Mark | None) -> Lane:
+        """What is left, once the reader is in piece number `at`."""
+        pieces = self.pieces[at:]
+        marks = {piece: self.marks[piece] for piece in pieces[1:] if piece in self.marks}
+        return Lane(pieces, {**({pieces[0]: mark} if mark and pieces else {}), **marks}, self.number)
+
+    def plain(self) -> dict[str, Any]:
+        marks = {str(piece): mark for piece, mark in self.marks.items()}
+        return {"pieces": self.pieces, "marks": marks, "number": self.number}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Lane:
+        marks = {int(piece): mark for piece, mark in plain["marks"].items()}
+        return cls(list(plain["pieces"]), marks, plain["number"])
+
+
+class Reader:
+    """Takes examples from a lane."""
+
+    def __init__(self, reading: Reading, lane: Lane) -> None:
+        self._reading, self._lane = reading, lane
+        self._at = 0
+        self._opened: Opened | None = None
+        self._chunk: list[Any] = []
+        self._offset = self._read = 0
+        self._size = reading.chunk
+        self._state: Any = None  # at the beginning of the chunk
+
+    def take(self, count: int) -> list[Any]:
+        """The next examples; fewer at the end."""
+        taken: list[Any] = []
+        while len(taken) < count and (self._offset < len(self._chunk) or self._read_on()):
+            part = self._chunk[self._offset : self._offset + count - len(taken)]
+            self._offset += len(part)
+            taken += part
+        return taken
+
+    def place(self) -> tuple[int, Mark | None]:
+        """Which piece it is in, and where in it; to be given to `Lane.rest`."""
+        if self._opened is None:
+            pieces = self._lane.pieces
+            return self._at, self._lane.marks.get(pieces[self._at]) if self._at < len(pieces) else None
+        if self._offset == len(self._chunk):
+            if self._ended:
+                return self._at + 1, None
+            self._begin_chunk()
+        return self._at, {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
+
+    @property
+    def position(self) -> int:
+        """Examples that were taken of the piece at hand."""
+        return self._read + self._offset
+
+    @property
+    def piece(self) -> int:
+        pieces = self._lane.pieces
+        return pieces[min(self._at, len(pieces) - 1)] if pieces else 0
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    # Inside
+
+    @property
+    def _ended(self) -> bool:
+        return self._opened is not None and self._opened.ended
+
+    def _read_on(self) -> bool:
+        """Read the next chunk that has an example; False where there is none left."""
+        while self._at < len(self._lane.pieces):
+            if self._opened is None:
+                self._open()
+            elif self._ended:
+                self._opened.close()
+                self._opened, self._at = None, self._at + 1
+                continue
+            else:
+                if self._chunk:
+                    self._begin_chunk()
+                self._read_chunk()
+            if self._offset < len(self._chunk):
+                return True
+        return False
+
+    def _open(self) -> None:
+        """Open the piece at hand, and come to where it was left."""
+        how, piece = self._reading, self._lane.pieces[self._at]
+        mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None})
+        self._chunk, self._offset = [], 0
+        self._read, self._size, self._state = mark["read"], mark["size"], mark["state"]
+        self._seed(_READING, 0)
+        self._opened = how.source.open(piece, how.pieces, how.epoch if how.set_epoch else None, self._state)
+        if self._state is None and self._read:
+            self._discard(self._read)
+        self._read_chunk()
+        self._offset = mark["offset"]
+        if self._offset > len(self._chunk):
+            raise self._shorter(self._read + self._offset, self._read + len(self._chunk))
+
+    def _discard(self, count: int) -> None:
+        """Read what was done already: in the same chunks, so that a stream that draws random numbers draws the same."""
+        assert self._opened is not None
+        for first in range(0, count, self._size):
+            self._seed(_READING, first)
+            found = sum(1 for _ in islice(self._opened.examples, self._size))
+            if found < self._size:
+                raise self._shorter(count, first + found)
+
+    def _shorter(self, done: int, found: int) -> ConfigError:
+        return ConfigError(
+            f"{self._reading.source.name}: {done} examples of shard {self.piece} were done when the checkpoint was "
+            f"made, but it ends after {found}: it is not the same data. Give it back as it was, or go on from a "
+            "checkpoint at the end of an epoch"
+        )
+
+    def _begin_chunk(self) -> None:
+        """All of the chunk is used: the next begins here."""
+        assert self._opened is not None
+        self._read, self._offset, self._chunk = self._read + len(self._chunk), 0, []
+        self._state = self._opened.state()
+
+    def _read_chunk(self) -> None:
+        assert self._opened is not None
+        self._seed(_READING, self._read)
+        self._chunk = list(islice(self._opened.examples, self._size))
+        self._opened.ended = len(self._chunk) < self._size
+        if self._reading.shuffle:
+            key = [_SHUFFLING, *self._key(self._read)]
+            self._chunk = [self._chunk[index] for index in _permutation(len(self._chunk), key)]
+
+    def _key(self, position: int) -> list[int]:
+        how = self._reading
+        return [how.seed, how.epoch, self.piece, position, *how.own]
+
+    def _seed(self, purpose: int, position: int) -> None:
+        seed_by([purpose, *self._key(position)])
+
+    def seed_for_collating(self, share: int) -> None:
+        """A batch is put together with random numbers of its own: those of its last example's place."""
+        seed_by([_COLLATING, *self._key(self.position), share])
+
+
+def piece_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    return _permutation(count, [_PIECES, seed, epoch]) if shuffle else list(range(count))
+
+
+def _permutation(count: int, key: Sequence[int]) -> list[int]:
+    # As in order.py: words of a bit generator never change, what is made of them may.
+    words = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
+    return [int(index) for index in np.argsort(words, kind="stable")]
+
+
+def seed_by(key: Sequence[int]) -> None:
+    """Seed what data code draws from: all of it on the host. Generators of devices are none of its business."""
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=20).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    random.seed(int.from_bytes(digest[8:16], "big"))
+    np.random.seed(int.from_bytes(digest[16:], "big"))
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is read here draws from generators that were seeded for it; training goes on with its own."""
+    states = torch.get_rng_state(), random.getstate()
+    ours = mtrand.get_bit_generator()  # another takes its place: reading its state would take longer than a batch
+    mtrand.set_bit_generator(_FOR_READING)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        mtrand.set_bit_generator(ours)

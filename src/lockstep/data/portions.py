@@ -1,0 +1,123 @@
+"""What one rank has of a global batch of a stream, put into micro-batches.
+
+A worker does not know what the other ranks have, so it prepares for all that may be asked of it: a micro-batch without
+examples is one that counts for nothing, and where shapes are fixed a short one comes with what takes its filler back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from lockstep.data.loader import Collate
+from lockstep.data.order import MicroBatch
+from lockstep.data.permutation import Indices
+from lockstep.runtime.moving import pinned
+
+
+@dataclass
+class Portion:
+    """A rank's examples of one global batch."""
+
+    lane: int
+    count: int  # examples
+    batches: list[Any]  # one for every micro-batch
+    fillers: list[Any]  # for each of them what takes its filler back, where it has any
+    place: Any  # where the lane is, once the batch is done
+    digest: str | None = None  # of what was read, for the first batch of a pass
+
+    def pin_memory(self) -> Portion:
+        self.batches, self.fillers = pinned(self.batches), pinned(self.fillers)
+        return self
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How examples of a rank are cut into micro-batches."""
+
+    share: int
+    shares: int
+    batch_size: int  # of the global batch
+    accumulate: int = 1
+    drop_last: bool = False
+    fill: bool = False  # give every micro-batch the same number of examples
+    multiple: int = 1
+    collate: Collate | None = None
+
+    @property
+    def size(self) -> int:
+        """Examples that this rank takes of a global batch, of pieces of its own."""
+        return self.batch_size * (self.share + 1) // self.shares - self.batch_size * self.share // self.shares
+
+    @property
+    def micros(self) -> int:
+        return max(1, min(self.accumulate, -(-self.batch_size // self.shares)))
+
+    @property
+    def full(self) -> int:
+        """Examples of a micro-batch, where all have the same number."""
+        return -(-self.batch_size // (self.shares * self.accumulate * self.multiple)) * self.multiple
+
+    def mine(self, whole: Sequence[Any]) -> Sequence[Any]:
+        """This rank's examples of a global batch that all of them read: the same slice as of map-style data."""
+        first, last = (len(whole) * share // self.shares for share in (self.share, self.share + 1))
+        return whole[first:last]
+
+    def piece_size(self, count: int, number: int) -> int:
+        """How many of a rank's examples are in one of its micro-batches."""
+        return count // self.micros + (number < count % self.micros)
+
+    def batches(self, mine: Sequence[Any], spare: Any) -> tuple[list[Any], list[Any]]:
+        """Micro-batches, and what takes their filler back; `spare` is an example to compute where there is none."""
+        batches, fillers, first = [], [], 0
+        for number in range(self.micros):
+            piece = list(mine[first : first + self.piece_size(len(mine), number)])
+            first += len(piece)
+            short = self.fill and 0 < len(piece) < self.full
+            last = piece[-1] if piece else spare
+            missing = self.full - len(piece) if self.fill else int(not piece)
+            batches.append(self._collated(piece + [last] * missing))
+            fillers.append(self._collated([last] * self.full) if short else None)
+        return batches, fillers
+
+    def spare(self, example: Any, usual: bool) -> Any:
+        """What a rank without examples computes; of the usual size, where it has run out and others go on."""
+        size = self.full if self.fill else -(-self.size // self.micros) if usual else 1
+        return self._collated([example] * max(size, 1))
+
+    def micro_batches(
+        self, number: int, portion: Portion | None, counts: Sequence[int], ends_epoch: bool, spare: Any, place: Any
+    ) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's micro-batches of a global batch of which shares have so many examples: as many on all ranks."""
+        whole, mine = sum(counts), counts[self.share]
+        parts: list[tuple[Any, int, Indices]] = []  # the batch, how many examples it counts for, and their numbers
+        first = number * self.batch_size + self.batch_size * self.share // self.shares
+        for piece in range(min(self.micros, max(counts))):
+            there = portion is not None and piece < len(portion.batches)
+            batch = portion.batches[piece] if portion is not None and there else spare()
+            size = self.piece_size(mine, piece)
+            length = self.full if self.fill else max(size, 1)
+            numbers = first + np.minimum(np.arange(length), max(size - 1, 0))  # its last example fills a batch up
+            first += size
+            if not self.fill:
+                parts.append((batch, size, numbers))
+                continue
+            parts.append((batch, self.full if size else 0, numbers))
+            if any(0 < self.piece_size(count, piece) < self.full for count in counts):
+                short = portion is not None and there and 0 < size < self.full
+                filler = portion.fillers[piece] if portion is not None and short else batch
+                parts.append((filler, size - self.full if short else 0, numbers))
+        for index, (batch, examples, numbers) in enumerate(parts):
+            last = index == len(parts) - 1
+            weight = examples * self.shares / whole
+            yield (
+                MicroBatch(number, index, numbers, examples, weight, whole, last, last and ends_epoch, place),
+                batch,
+            )
+
+    def _collated(self, examples: list[Any]) -> Any:
+        return (self.collate or default_collate)(examples)

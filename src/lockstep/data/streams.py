@@ -1,0 +1,367 @@
+"""Brings the ranks' shares of a stream into step: read here or by workers, and what each step is made of.
+
+Every rank has its lanes, one for each of its workers, and takes a batch of one after the other. Shares need not be
+equal: before a batch is handed out all ranks tell each other how many examples they have for it, one batch ahead so
+that the last is known as such. docs/decisions/025-streams.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from lockstep.data import workers
+from lockstep.data.division import Division
+from lockstep.data.lanes import Lane, Reader, Reading, generators_kept, piece_order
+from lockstep.data.loader import Collate, Loading
+from lockstep.data.order import MicroBatch
+from lockstep.data.portions import Cut, Portion
+from lockstep.data.sources import OWN, PIECES, WHOLE, Source
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import ranks_text
+from lockstep.errors import ConfigError
+from lockstep.runtime.moving import tensors_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Readers:
+    """All that a worker needs to know to read one of the lanes of its rank."""
+
+    kind: str
+    reading: Reading
+    lanes: list[Lane]
+    cut: Cut
+    start: int
+
+    def read(self, number: int) -> Generator[Portion, None, None]:
+        """The portions of one lane."""
+        cut, lane, batch = self.cut, self.lanes[number], self.start
+        own = (cut.share, lane.number) if self.kind == OWN else ()
+        size = cut.batch_size if self.kind == WHOLE else max(cut.size, 1)
+        reader, digest = Reader(replace(self.reading, own=own), lane), True
+        try:
+            while taken := reader.take(size):
+                if len(taken) < size and cut.drop_last:
+                    return
+                # All read all of what cannot be divided: workers take turns with its batches.
+                if self.kind != WHOLE or (batch - self.start) % len(self.lanes) == number:
+                    if cut.collate is not None:  # the usual one draws nothing
+                        reader.seed_for_collating(cut.share)
+                    mine = cut.mine(taken) if self.kind == WHOLE else taken
+                    told = _digest(taken) if digest else None
+                    digest = False
+                    yield Portion(number, len(mine), *cut.batches(mine, taken[0]), reader.place(), told)
+                batch += 1
+        finally:
+            reader.close()
+
+
+class Pass:
+    """One pass of one rank over a stream, from its beginning or from where it was left."""
+
+    def __init__(
+        self,
+        source: Source,
+        cut: Cut,
+        loading: Loading,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        start: int = 0,
+        shuffle: bool = False,
+        buffer: int | None = None,
+        saved: dict[str, Any] | None = None,
+        evaluates: bool = False,
+    ) -> None:
+        """`start` is the global batch to begin with, and `saved` where all ranks were then. `shuffle` is for the order
+        of pieces; a `buffer` shuffles the examples of each in blocks of so many."""
+        self._source, self._cut, self._loading, self._start, self._epoch = source, cut, loading, start, epoch
+        self.kind = saved["kind"] if saved else source.kind(cut.shares)
+        pieces = (source.pieces or 1) if self.kind == PIECES else 1
+        self._order = piece_order(pieces, seed, epoch, shuffle)
+        division = Division(source.name, self.kind, self._order, cut, loading.workers)
+        if not evaluates:
+            division.check(resumes=saved is not None)
+        lanes = division.resume(saved) if saved else division.begin()
+        chunk = buffer or (cut.batch_size if self.kind == WHOLE else max(cut.size, 1))
+        reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates)
+        self._readers = Readers(self.kind, reading, lanes, cut, start)
+        self._places = [(0, lane.marks.get(lane.pieces[0]) if lane.pieces else None) for lane in lanes]
+        self._loader: DataLoader[Any] | None = None
+        self.closed, self._evaluates = False, evaluates
+        self._digest: str | None = None
+        if discarded := max(lane.to_discard for lane in lanes):
+            logger.info(
+                "%s has no state to go on from (state_dict and load_state_dict): %d examples that are done already are "
+                "read again and discarded", source.name, discarded,
+            )  # fmt: skip
+
+    def micro_batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """This rank's part of every global batch, for a rank that need not wait for others."""
+        counts = [0] * self._cut.shares
+        for number, portion in enumerate(self._portions()):
+            self._digest = self._digest or portion.digest
+            counts[self._cut.share] = portion.count
+            if portion.count:
+                yield from self._cut.micro_batches(number, portion, counts, False, self._spare, None)
+
+    def compare(self, group: Group) -> None:
+        """After `micro_batches` on all ranks: whether those that read all of a stream read the same."""
+        if self.kind == WHOLE:
+            self._compare(group.gather(self._digest, f"the first examples of {self._source.name!r}"))
+
+    def in_step(self, group: Group) -> Generator[tuple[MicroBatch, Any], None, None]:
+        """This rank's part of every global batch, until no rank has any examples left."""
+        portions, number = self._portions(), self._start
+        try:
+            portion, counts = self._next(group, portions, first=True)
+            self._require_examples(counts)
+            while sum(counts):
+                place = self._once_done(portion)
+                following, coming = self._next(group, portions)
+                yield from self._cut.micro_batches(number, portion, counts, not sum(coming), self._spare, place)
+                number, portion, counts = number + 1, following, coming
+        finally:
+            portions.close()
+
+    def first(self) -> tuple[MicroBatch, Any]:
+        """What a batch looks like, by one example."""
+        length = self._cut.full if self._cut.fill else 1
+        micro = MicroBatch(0, 0, np.arange(length), length, 1.0, length, True, False)
+        return micro, self._cut.spare(self._first_example, usual=False)
+
+    def close(self, at_once: bool = False) -> None:
+        """End the worker processes."""
+        self.closed = True
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            workers.end(loader, at_once)
+
+    # Reading
+
+    def _portions(self) -> Generator[Portion, None, None]:
+        return self._from_workers() if self._loading.workers else self._from_here()
+
+    def _from_here(self) -> Generator[Portion, None, None]:
+        pin = self._loading.pin_memory and torch.cuda.is_available()
+        portions = self._readers.read(0)
+        try:
+            while True:
+                with generators_kept():
+                    portion = next(portions, None)
+                if portion is None:
+                    return
+                yield portion.pin_memory() if pin else portion
+        finally:
+            portions.close()
+            self.close()
+
+    def _from_workers(self) -> Generator[Portion, None, None]:
+        self._loader = DataLoader(
+            _InWorker(self._readers),
+            batch_size=None,
+            num_workers=len(self._readers.lanes),
+            collate_fn=_as_it_is,
+            pin_memory=self._loading.pin_memory and torch.cuda.is_available(),
+            prefetch_factor=self._loading.prefetch or 2,
+            persistent_workers=True,  # by which they can be found, to end them
+            multiprocessing_context=workers.context(),
+            worker_init_fn=workers.begin,
+            generator=torch.Generator(),  # of its own, since making an iterator draws a number
+        )
+        with workers.signals_kept_back():
+            fetched = iter(self._loader)
+        try:
+            yield from fetched
+        finally:
+            self.close()
+
+    @cached_property
+    def _first_example(self) -> Any:
+        """The first example of this rank's share, or of another's where it has none."""
+        share = self._cut.share % len(self._order)
+        for piece in self._order[share:] + self._order[:share]:
+            with generators_kept():
+                reader = Reader(self._readers.reading, Lane([piece]))
+                found = reader.take(1)
+                reader.close()
+            if found:
+                return found[0]
+        raise self._empty()
+
+    @cached_property
+    def _for_nothing(self) -> Any:
+        return self._cut.spare(self._first_example, usual=True)
+
+    def _spare(self) -> Any:
+        """What a rank computes that has run out while others have not, to take part: it counts for nothing.
+
+        It is read anew: so it is the same for a rank that ran out before the run was interrupted.
+        """
+        return self._for_nothing
+
+    # In step
+
+    def _next(self, group: Group, portions: Iterator[Portion], first: bool = False) -> tuple[Portion | None, list[int]]:
+        portion = next(portions, None)
+        cut, name = self._cut, self._source.name
+        told: list[Any] = [cut.share, portion.count if portion else 0, portion.digest if portion and first else None]
+        found = group.gather(told, f"how many examples of {name!r} every rank has")
+        counts = shared_counts([(share, count) for share, count, _ in found], cut.shares, name)
+        if first:
+            self._compare([digest for _, _, digest in found])
+        return portion, counts
+
+    def _compare(self, digests: Sequence[str | None]) -> None:
+        """What all ranks read whole must be the same; what each has a share of, another on each."""
+        name, known = self._source.name, {each for each in digests if each is not None}
+        if self.kind == WHOLE and len(known) > 1:
+            other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+            raise ConfigError(
+                f"{name}: every rank reads all of it and keeps its part, but the first batch of rank {other} is not "
+                "that of rank 0. If it is divided by rank already (torch.distributed, split_by_node), say so with an "
+                "attribute `is_share = True`; if it shuffles by itself, let every rank shuffle alike"
+            )
+        if self.kind == OWN and len(known) < self._cut.shares and not self._start:
+            logger.warning(
+                "%s says that it divides itself by rank (is_share), but some ranks begin with the same examples: these "
+                "may be trained on several times", name,
+            )  # fmt: skip
+
+    def _once_done(self, portion: Portion | None) -> Callable[[], Any]:
+        """Where this rank is once the batch is done: as plain data, when it is asked for."""
+        lanes, following = self._readers.lanes, 0
+        if portion is not None:
+            self._places = [*self._places]
+            self._places[portion.lane] = portion.place
+            following = portion.lane + 1
+            if self.kind == WHOLE:
+                return partial(_plain, lanes[:1], [portion.place])
+        turn = [(following + index) % len(lanes) for index in range(len(lanes))]  # who is next comes first
+        return partial(_plain, [lanes[lane] for lane in turn], [self._places[lane] for lane in turn])
+
+    def _require_examples(self, counts: list[int]) -> None:
+        if self._start:
+            return
+        if not sum(counts):
+            raise self._empty()
+        lacking = [share for share, count in enumerate(counts) if count == 0]
+        if lacking and self.kind != WHOLE and not self._evaluates:
+            raise ConfigError(
+                f"{ranks_text(lacking)} of {len(counts)} got no examples of {self._source.name}: all must have some. "
+                "Spread them over the shards evenly, or train with fewer processes"
+            )
+
+    def _empty(self) -> ConfigError:
+        name, again = self._source.name, "Can it be read more than once? Its __iter__ must begin anew each time"
+        if self._cut.drop_last:
+            return ConfigError(
+                f"{name} has no batch of {self._cut.batch_size} examples in epoch {self._epoch}, and drop_last leaves "
+                f"out what does not fill a batch: lower batch_size or set drop_last to false. {again}"
+            )
+        return ConfigError(f"{name} has no examples in epoch {self._epoch}. {again}")
+
+
+class _InWorker(IterableDataset[Any]):
+    """Runs in a worker: reads its lane."""
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+
+    def __iter__(self) -> Iterator[Portion]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        own, lanes = self._readers.kind == OWN, self._readers.lanes
+        # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
+        # find itself in the same worker as before it was interrupted.
+        number = lanes[info.id].number
+        same = torch_worker.WorkerInfo(id=number, num_workers=len(lanes), seed=info.seed, dataset=info.dataset)
+        torch_worker._worker_info = same if own else None
+        return self._readers.read(info.id)
+
+
+class Streams:
+    """The streams of a run, as one rank reads them."""
+
+    def __init__(self, share: int, shares: int, seed: int, loading: Loading, fill: bool, multiple: int) -> None:
+        self._share, self._shares, self._seed, self._loading = share, shares, seed, loading
+        self._fill, self._multiple = fill, multiple
+        self._sources: dict[int, Source] = {}
+        self._passes: list[Pass] = []
+
+    def source(self, data: Any) -> Source:
+        """The one source of a stream. It holds on to its data, so that no other can come to have the same id."""
+        return self._sources.setdefault(id(data), Source(data, type(data).__name__))
+
+    def training(
+        self, data: Any, batch_size: int, collate: Collate | None, accumulate: int, drop_last: bool, **how: Any
+    ) -> Pass:
+        cut = Cut(self._share, self._shares, batch_size, accumulate, drop_last, self._fill, self._multiple, collate)
+        return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, **how))
+
+    def evaluating(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
+        share, shares = (0, 1) if alone else (self._share, self._shares)
+        cut = Cut(share, shares, batch_size, fill=self._fill, multiple=self._multiple, collate=collate)
+        return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, evaluates=True))
+
+    def close(self, at_once: bool = False) -> None:
+        for each in self._passes:
+            each.close(at_once)
+
+    def _opened(self, made: Pass) -> Pass:
+        self._passes = [*(each for each in self._passes if not each.closed), made]
+        return made
+
+
+def shared_counts(told: Sequence[tuple[int, int]], shares: int, name: str) -> list[int]:
+    """How many examples each share has, of what every rank tells of its own; several may have the same share."""
+    counts: dict[int, int] = {}
+    for rank, (share, count) in enumerate(told):
+        if counts.setdefault(share, count) != count:
+            raise ConfigError(
+                f"{name}: rank {rank} has {count} examples for a batch, and another rank that computes the same share "
+                f"of it {counts[share]}: ranks with the same share must read the same, in the same order"
+            )
+    return [counts[share] for share in range(shares)]
+
+
+def _as_it_is(portion: Any) -> Any:
+    return portion
+
+
+def _plain(lanes: list[Lane], places: list[Any]) -> list[dict[str, Any]]:
+    return [lane.rest(*place).plain() for lane, place in zip(lanes, places, strict=True)]
+
+
+def _digest(examples: list[Any]) -> str:
+    """The same for the same examples, as far as they can be compared."""
+    digest = hashlib.blake2b(digest_size=8)
+    for example in examples:
+        for path, tensor in tensors_of(example):
+            digest.update(path.encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(_text(example).encode())
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufSU":
+        return value.tobytes().hex()
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{_text(each)}" for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return ",".join(_text(each) for each in value)
+    return type(value).__name__
