@@ -125,8 +125,8 @@ class Feed:
         if is_stream(dataset):
             if order is not None:
                 raise ConfigError(
-                    f"run.batches: order is for data that has an index, and {type(dataset).__name__} is a stream, which "
-                    "comes in the order that it has: leave it out"
+                    f"run.batches: order is for data that has an index, and {type(dataset).__name__} is a stream, "
+                    "which comes in the order that it has: leave it out"
                 )
             yield from self._batches_of_stream(dataset, batch_size, collate, name, shuffle, drop_last, accumulate)
             return
