@@ -83,7 +83,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     return {
         "status": "stopped early" if stopped else "completed",
         "reason": stopped,
-        "metrics": metrics,
+        "metrics": {name: value for name, value in metrics.items() if not isinstance(value, list)},
         "best": _best(validation.history, config),
     }
 
