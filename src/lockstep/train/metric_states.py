@@ -89,8 +89,8 @@ def require_reducible(
             found = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
         if not _alike(expected, found):
             raise ConfigError(
-                f"task: torchmetrics()[{name!r}]: a {type(metrics[name]).__name__} cannot be combined over ranks: a few "
-                f"examples give {_brief(expected)} at once, and {_brief(found)} in two parts. "
+                f"task: torchmetrics()[{name!r}]: a {type(metrics[name]).__name__} cannot be combined over ranks: a "
+                f"few examples give {_brief(expected)} at once, and {_brief(found)} in two parts. "
                 f'{_unreduced(metrics[name])}Give its states a dist_reduce_fx that adds up ("sum", "cat", "min", '
                 '"max"), or compute it in whole_set(outputs), which is given all examples at once'
             )
