@@ -79,6 +79,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
             run.leave()
         run.journal.write(run.progress, tested)
         metrics.update(tested)
+    own.have_stopped(run)
     own.after_training(run, dict(metrics))
     return {
         "status": "stopped early" if stopped else "completed",
