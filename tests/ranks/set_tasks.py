@@ -61,8 +61,8 @@ class Measured(lockstep.Task):
 
     def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         super().update_metrics({name: each for name, each in metrics.items() if name != "perplexity"}, outputs)
-        if "perplexity" in metrics:  # of texts of one token
-            metrics["perplexity"].update(outputs["preds"][:, None], outputs["target"][:, None])
+        # Of texts of one token.
+        metrics["perplexity"].update(outputs["preds"][:, None], outputs["target"][:, None])
 
     def whole_set(self, outputs: Mapping[str, Tensor]) -> dict[str, Any]:
         right = outputs["target"] == 0

@@ -16,6 +16,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
 from lockstep.errors import ConfigError, HookFailed
 from lockstep.train.hook_names import check_hook
+from lockstep.train.own_hooks import OwnHooks
 from lockstep.train.parts import check_parts
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
@@ -114,6 +115,24 @@ def test_a_reason_to_stop_ends_the_run_at_once(moment: tuple[str, int], new_run:
     run = new_run()
     found = fit(run, config(train={"epochs": 9, "batch_size": 2}))
     assert (found["status"], found["reason"], run.progress.step) == ("stopped early", "enough (hook Noting)", moment[1])
+
+
+def test_a_run_that_is_killed_at_its_stop_stops_there_still(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save of its stop has the reason; a run that has stopped may be resumed to go on."""
+    chosen[:] = [Noting(stop=("step", 5))]
+    long = config(train={"epochs": 9, "batch_size": 2})
+    with monkeypatch.context() as patched:
+        patched.setattr(OwnHooks, "have_stopped", lambda self, run: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            fit(new_run(), long)
+    chosen[:] = [Noting()]
+    run = new_run()
+    assert (fit(run, long)["reason"], run.progress.step) == ("enough (hook Noting)", 5)
+    chosen[:] = [Noting()]
+    run = new_run()
+    assert (fit(run, long)["status"], run.progress.step, chosen[0].seen) == ("completed", 45, 45)
 
 
 def test_the_state_of_each_hook_is_saved_and_restored_by_its_name(new_run: Callable[..., Run]) -> None:

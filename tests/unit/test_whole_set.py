@@ -116,14 +116,12 @@ class Many(Scored):
         }
 
     def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        two = {"pearson", "spearman", "r2"}
-        super().update_metrics(
-            {name: each for name, each in metrics.items() if name not in two | {"retrieval"}}, outputs
-        )
-        for name in two & set(metrics):
-            metrics[name].update(outputs["first"], outputs["second"])
-        if "retrieval" in metrics:
-            metrics["retrieval"].update(outputs["first"], outputs["second"] > 0, indexes=outputs["group"])
+        apart = {name: metrics[name] for name in ("pearson", "spearman", "r2")}
+        rest = {name: each for name, each in metrics.items() if name not in (*apart, "retrieval")}
+        super().update_metrics(rest, outputs)
+        for each in apart.values():
+            each.update(outputs["first"], outputs["second"])
+        metrics["retrieval"].update(outputs["first"], outputs["second"] > 0, indexes=outputs["group"])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -136,8 +134,8 @@ def test_torchmetrics_are_those_of_one_process(world_size: int, batch_size: int,
     assert found["confusion"] == confusion_matrix(labels, scores.argmax(1)).astype(float).tolist()
     assert [name for name in found if name.startswith("each/")] == [f"each/multiclassrecall_{n}" for n in range(4)]
     outputs = Many().outputs(nn.Identity(), (scores, labels, torch.arange(COUNT)))
-    for name, metric in (each := Many()).torchmetrics().items():
-        each.update_metrics({name: metric}, outputs)
+    Many().update_metrics(alone := Many().torchmetrics(), outputs)
+    for name, metric in alone.items():
         if name not in ("each", "confusion"):
             assert found[name] == pytest.approx(float(metric.compute()), rel=1e-5), name
 
@@ -167,7 +165,9 @@ def tried(task: lockstep.Task, rows: int = 12) -> dict[str, Any] | None:
 def test_a_metric_that_cannot_be_combined_is_refused_by_name(reduce: str | None) -> None:
     class Task(Many):
         def torchmetrics(self) -> dict[str, Any]:
-            return {"latest": Last(reduce)}
+            return {"latest": Last(reduce), "mean": torchmetrics.MeanMetric()}
+
+        update_metrics = lockstep.Task.update_metrics
 
     with pytest.raises(ConfigError) as refused:
         tried(Task())
@@ -245,6 +245,19 @@ def test_what_is_no_metric_is_refused_before_training() -> None:
             of_task(task, CpuRuntime())
     with pytest.raises(ConfigError, match="metric 'f1' is there twice"):
         tried(Twice())
+
+
+def test_a_metric_that_would_be_given_nothing_is_refused_with_what_there_is() -> None:
+    class Task(Scored):
+        def torchmetrics(self) -> Any:
+            return {"largest": torchmetrics.MaxMetric()}
+
+    with pytest.raises(ConfigError) as refused:
+        tried(Task())
+    assert str(refused.value) == (
+        "task: torchmetrics()['largest']: MaxMetric is updated with value, and outputs() has preds, target, number, "
+        "name, not value: return it under that name, or define update_metrics(self, metrics, outputs)"
+    )
 
 
 def test_a_collection_is_taken_apart_into_its_metrics() -> None:

@@ -65,7 +65,7 @@ class Validation(Hook):
         early_stopping: EarlyStopping | None,
         collate: Collate | None,
         should_stop: Callable[[dict[str, float]], str | None],
-        after_validation: Callable[[Run, dict[str, Any]], str | None] = lambda run, metrics: None,
+        after_validation: Callable[[Run, dict[str, Any]], None] = lambda run, metrics: None,
     ) -> None:
         """Datasets by the beginning of their metrics' names: `val`, or `val/NAME` for each of several."""
         self._should_stop, self._after_validation = should_stop, after_validation
@@ -110,8 +110,8 @@ class Validation(Hook):
         self.load_state_dict(decision["state"])
         run.journal.write(run.progress, metrics)
         stop: str | None = decision["stop"]
-        told = self._after_validation(run, dict(metrics))
-        return stop or told
+        self._after_validation(run, dict(metrics))
+        return stop
 
     def _decide(self, run: Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
         stop = self._early_stopping.update(metrics) if self._early_stopping is not None else None

@@ -37,6 +37,8 @@ def train(
     limits = config.train
     if unfinished and (stop := _after_hooks_of_ones_own(run, hooks, own)):
         return stop
+    if own.reason is not None:  # which the run was ended over before it could stop by itself
+        return own.reason
     training_step = _own_step if has_training_step(task) else _usual_step
     for _ in run.epochs(limits.epoch_limit):
         batches = run.batches(
@@ -67,9 +69,9 @@ def _after_hooks_of_ones_own(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> 
     """What follows, so that a save at the end has everything that was done for the step."""
     *before, saving = hooks
     reasons = [hook.after_step(run) for hook in before]
-    reasons = [own.take_reason(), *reasons, own.after_epoch(run)]
+    own.after_epoch(run)
     saving.after_step(run)
-    return next((reason for reason in reasons if reason), None)
+    return own.reason or next((reason for reason in reasons if reason), None)
 
 
 def _usual_step(run: Run, task: Task, batch: Any) -> bool:

@@ -9,7 +9,7 @@ put together, and what `compute` makes of that is its own affair.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,33 +64,50 @@ def computed(metric: Any, found: Sequence[States]) -> Any:
     return metric.compute()
 
 
-def require_reducible(name: str, metric: Any, update: Callable[[Any, Indices], None], rows: int) -> None:
+def require_reducible(
+    metrics: Mapping[str, Any], update: Callable[[Mapping[str, Any], Indices], None], rows: int
+) -> None:
     """Refuse a metric whose value depends on how examples are spread over ranks, tried on a few of them.
 
-    `update(metric, rows)` gives it some of the rows at hand. A metric that has no value for so few is not judged.
+    `update(metrics, rows)` gives some of the rows at hand to all of them. A metric that has no value for so few is not
+    judged.
     """
     taken = np.resize(np.arange(rows), max(rows, _FEWEST))  # again from the first, where there are fewer
     parts = np.split(taken, [len(taken) // 3])
-    whole, *pieces = [copy.deepcopy(metric) for _ in range(3)]
-    for part in parts:
-        update(whole, part)
-    try:
-        expected = plain(whole.compute(), name)
-    except Exception:
-        return
+    whole, *pieces, together = [copy.deepcopy(dict(metrics)) for _ in range(4)]
     for piece, part in zip(pieces, parts, strict=True):
+        update(whole, part)
         update(piece, part)
-    try:
-        found = plain(computed(copy.deepcopy(metric), [states_of(each) for each in pieces]), name)
-    except Exception as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
-    if not _alike(expected, found):
-        raise ConfigError(
-            f"task: torchmetrics()[{name!r}]: a {type(metric).__name__} cannot be combined over ranks: a few examples "
-            f"give {_brief(expected)} at once, and {_brief(found)} in two parts. {_unreduced(metric)}Give its states a "
-            'dist_reduce_fx that adds up ("sum", "cat", "min", "max"), or compute it in whole_set(outputs), which is '
-            "given all examples at once"
-        )
+    for name in metrics:
+        try:
+            expected = plain(whole[name].compute(), name)
+        except Exception:
+            continue
+        try:
+            found = plain(computed(together[name], [states_of(piece[name]) for piece in pieces]), name)
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+        if not _alike(expected, found):
+            raise ConfigError(
+                f"task: torchmetrics()[{name!r}]: a {type(metrics[name]).__name__} cannot be combined over ranks: a "
+                f"few examples give {_brief(expected)} at once, and {_brief(found)} in two parts. "
+                f'{_unreduced(metrics[name])}Give its states a dist_reduce_fx that adds up ("sum", "cat", "min", '
+                '"max"), or compute it in whole_set(outputs), which is given all examples at once'
+            )
+
+
+def require_arguments(metrics: Mapping[str, Any], outputs: Collection[str]) -> None:
+    """Refuse a metric that would not be given what it is updated with, by the names of the outputs."""
+    for name, metric in metrics.items():
+        parameters = metric._update_signature.parameters.values()
+        plainly = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        missing = [each.name for each in plainly if each.default is each.empty and each.name not in outputs]
+        if missing and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            raise ConfigError(
+                f"task: torchmetrics()[{name!r}]: {type(metric).__name__} is updated with "
+                f"{', '.join(each.name for each in plainly)}, and outputs() has {', '.join(outputs) or 'nothing'}, not "
+                f"{missing[0]}: return it under that name, or define update_metrics(self, metrics, outputs)"
+            )
 
 
 def plain(value: Any, name: str) -> Any:

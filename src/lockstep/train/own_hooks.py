@@ -27,8 +27,8 @@ class OwnHooks:
             moment: any(defines(each, moment) and not returns_nothing(each, moment) for each in hooks)
             for moment in ("after_step", "after_validation", "after_epoch")
         }
-        # A reason to stop that was given before a validation which was given up: the run goes on from there.
-        self._reason: str | None = None
+        # The reason to stop that one of them gave: saved, so that a run that is ended before it has stopped still does.
+        self.reason: str | None = None
 
     def attach(self, run: Run) -> None:
         """Have the states saved with every checkpoint, and restored."""
@@ -42,35 +42,37 @@ class OwnHooks:
         self._call("before_training", run)
 
     def after_step(self, run: Run) -> None:
-        self._reason = self._asked("after_step", run)
+        self._ask("after_step", run)
 
-    def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
-        return self._asked("after_validation", run, metrics)
+    def after_validation(self, run: Run, metrics: dict[str, Any]) -> None:
+        self._ask("after_validation", run, metrics)
 
-    def after_epoch(self, run: Run) -> str | None:
-        return self._asked("after_epoch", run) if run.progress.epoch_ended else None
+    def after_epoch(self, run: Run) -> None:
+        if run.progress.epoch_ended:
+            self._ask("after_epoch", run)
 
     def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
         self._call("after_training", run, metrics)
 
-    def take_reason(self) -> str | None:
-        """The reason that `after_step` gave, once."""
-        reason, self._reason = self._reason, None
-        return reason
+    def have_stopped(self, run: Run) -> None:
+        """The run is at its end: who resumes it to go on is not stopped by the same reason again."""
+        if self.reason is not None:
+            self.reason = None
+            last = run.checkpointer.last
+            run.checkpoint(value=last.value if last else None, metrics=last.metrics if last else None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reason": self._reason}
+        return {"reason": self.reason}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._reason = state["reason"]
+        self.reason = state["reason"]
 
-    def _asked(self, moment: str, run: Run, *arguments: Any) -> str | None:
-        """The first reason to stop that a hook has, on any rank: the same on all of them."""
+    def _ask(self, moment: str, run: Run, *arguments: Any) -> None:
+        """Call them, and keep the first reason to stop that one has on any rank: the same on all of them."""
         reason = self._call(moment, run, *arguments)
-        if not self._may_stop[moment]:
-            return None
-        told = run.gather(reason, f"whether a hook stops the run {moment.replace('_', ' ')} {run.progress.step}")
-        return next((each for each in told if each), None)
+        if self._may_stop[moment]:
+            told = run.gather(reason, f"whether a hook stops the run {moment.replace('_', ' ')} {run.progress.step}")
+            self.reason = self.reason or next((each for each in told if each), None)
 
     def _call(self, moment: str, run: Run, *arguments: Any) -> str | None:
         reasons = []

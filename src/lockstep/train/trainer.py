@@ -85,11 +85,12 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
             run.leave()
         run.journal.write(run.progress, tested)
         metrics.update(tested)
+    own.have_stopped(run)
     own.after_training(run, dict(metrics))
     return {
         "status": "stopped early" if stopped else "completed",
         "reason": stopped,
-        "metrics": metrics,
+        "metrics": {name: value for name, value in metrics.items() if not isinstance(value, list)},
         "best": _best(validation.history, config),
     }
 

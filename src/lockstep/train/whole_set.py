@@ -19,7 +19,14 @@ from lockstep.data.permutation import Indices
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors, tensors_of
-from lockstep.train.metric_states import computed, plain, require_metrics, require_reducible, states_of
+from lockstep.train.metric_states import (
+    computed,
+    plain,
+    require_arguments,
+    require_metrics,
+    require_reducible,
+    states_of,
+)
 from lockstep.train.task import Task, defines
 
 logger = logging.getLogger(__name__)
@@ -93,13 +100,15 @@ class WholeSet:
         """What there is of a few examples, after making sure that it does not matter which rank has them; None where
         so few have no value."""
         rows = min(map(len, outputs.values()), default=0)
-        for name, metric in self.metrics.items():
 
-            def update(one: Any, some: Indices, name: str = name) -> None:
-                self._task.update_metrics({name: one}, {key: _chosen(each, some) for key, each in outputs.items()})
+        def update(metrics: Mapping[str, Any], some: Indices) -> None:
+            self._task.update_metrics(metrics, {name: _chosen(each, some) for name, each in outputs.items()})
 
-            metric.reset()
-            require_reducible(name, metric, update, rows)
+        self.begin()
+        if self.metrics:
+            if not defines(self._task, "update_metrics"):
+                require_arguments(self.metrics, outputs)
+            require_reducible(self.metrics, update, rows)
         try:
             collected = self.begin()
             collected.add(np.arange(rows, dtype=np.int64), outputs)
