@@ -20,7 +20,7 @@ def data() -> TensorDataset:
 
 
 class Overflowing(nn.Module):
-    """Its gradients overflow float16 at a scale of 65536, and not at a smaller one."""
+    """The larger the boost, the smaller the scale at which its gradients fit into float16."""
 
     def __init__(self, boost: float) -> None:
         super().__init__()
@@ -34,19 +34,24 @@ class Overflowing(nn.Module):
 
 
 def train(
-    run: Run, steps: int = 12, boost: float = 1.0, kill_at: int = 0, precision: str = "fp16", accumulate: int = 1
+    run: Run,
+    steps: int = 16,
+    boost: float = 1.0,
+    share: float = 1.0,
+    kill_at: int = 0,
+    precision: str = "fp16",
+    accumulate: int = 1,
 ) -> dict[str, Any]:
-    """Train from a checkpoint where there is one, saving every second step; everything that must be the same at the end."""
+    """Train from a checkpoint where there is one, saving every second step; what must be the same at the end."""
     model = Overflowing(boost)
     run.setup(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision=precision, clip_norm=1.0, ema=0.9
     )  # fmt: skip
     run.restore()
-    skipped = run.journal.state_dict()["skips"]
     for _ in run.epochs(None):
         for inputs, targets in run.batches(data(), 16, accumulate=accumulate):
             with run.autocast():
-                loss = nn.functional.mse_loss(run.model(inputs), targets)
+                loss = share * nn.functional.mse_loss(run.model(inputs), targets)
             run.backward(loss)
             run.log(loss=loss)
             if not run.step():
@@ -77,3 +82,27 @@ def _local(run: Run) -> list[Tensor]:
 
 def _part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def half_weights(run: Run) -> None:
+    run.setup(nn.Linear(2, 1).half(), precision="fp16")
+
+
+def compiled(run: Run, mode: str) -> None:
+    model = Overflowing(1.0)
+    run.setup(model, torch.optim.AdamW(model.parameters()), compile={"mode": mode, "dynamic": False}, ema=0.9)
+    run.restore()
+    for inputs, targets in run.batches(data(), 16, accumulate=2):
+        run.backward(nn.functional.mse_loss(run.model(inputs), targets))
+        run.step()
+    found = run.evaluate(lambda batch: {"error": (run.module(batch[0]) - batch[1]).abs()}, data(), 16)
+    assert found["error"] < 10
+
+
+def normalised(run: Run) -> Any:
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for inputs, targets in run.batches(data(), 16):
+        run.backward(nn.functional.mse_loss(run.model(inputs).squeeze(-1), targets))
+        run.step()
+    return model[1].running_mean.numpy(force=True)
