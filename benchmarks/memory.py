@@ -19,7 +19,7 @@ import yaml
 
 TASK = Path(__file__).with_name("memory_task.py")
 RANKS = (1, 2, 4)
-SIZE = {"layers": 12, "width": 1024, "steps": 4}
+SIZE = {"layers": 48, "width": 640, "steps": 4}
 QUICK = {"layers": 2, "width": 64, "steps": 2}
 NONE = {"layers": 0, "width": 8}
 # A block that is freed goes back to the system, so that the host's own bookkeeping is not what is measured.
@@ -37,6 +37,8 @@ def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--runtime", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: 48)")
+    parser.add_argument("--width", type=int, help="and their width (default: 640)")
     parser.add_argument("--only", nargs="+", choices=["lockstep", "hand"], default=["lockstep", "hand"])
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
@@ -49,7 +51,8 @@ def main() -> None:
 
 
 def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
-    size = QUICK if chosen.quick else SIZE
+    size = dict(QUICK if chosen.quick else SIZE)
+    size |= {name: value for name in ("layers", "width") if (value := getattr(chosen, name))}
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for ranks, way in report.interleaved([(ranks, way) for ranks in chosen.ranks for way in chosen.only], chosen):
         try:
