@@ -122,6 +122,28 @@ def test_the_readmes_task_trains_with_the_readmes_config(tmp_path: Path, shell: 
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_config_of_training_trains(tmp_path: Path, shell: dict[str, str], compiled: bool) -> None:
+    """In one process, one after the other: with the task that `lockstep init` writes."""
+    configs = [yaml.safe_load(text) for _, text in blocks(ROOT / "docs" / "training.md", "yaml")]
+    configs = [each for each in configs if ("compile" in each.get("train", {})) is compiled]
+    (tmp_path / "all.json").write_text(json.dumps(configs))
+    (tmp_path / "each.py").write_text(
+        "import json, lockstep\n"
+        "if __name__ == '__main__':\n"
+        "    for each in json.load(open('all.json')):\n"
+        "        train = {'epochs': None, 'steps': 5, **each.pop('train', {})}\n"
+        "        config = {'task': 'start/task.py:MyTask', 'data': {'split': {'train': 0.9, 'val': 0.1}}, **each}\n"
+        "        train.update({'steps': None} if train['epochs'] else {})\n"
+        "        assert lockstep.train({'processes': 1, **config, 'train': train})['status'] == 'completed', each\n"
+    )
+    finished = subprocess.run(
+        ["bash", "-euc", "lockstep init start && python each.py"],
+        cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
 def test_the_loops_side_by_side_are_those_of_the_examples() -> None:
     """The README shows them shortened; what it shows of `run.` must be what the example does."""
     _, ours = (text for _, text in blocks(ROOT / "README.md", "py"))
@@ -142,6 +164,10 @@ def test_every_key_of_the_config_is_documented() -> None:
 
 def keys(schema: dict, node: dict, path: str) -> list[str]:  # type: ignore[type-arg]
     """The leaves of the config, by their path."""
+    kinds = [kind for option in [node, *node.get("anyOf", [])] for kind in option.get("oneOf", [])]
+    if kinds:  # two kinds of mapping, or a value that may also be a mapping: `compile: true`
+        short = [path] if any("$ref" not in kind for kind in kinds) else []
+        return [*short, *(leaf for kind in kinds if "$ref" in kind for leaf in keys(schema, kind, path))]
     for option in [node, *node.get("anyOf", []), *node.get("allOf", []), node.get("items", {})]:
         if "$ref" in option:
             return keys(schema, schema["$defs"][option["$ref"].rsplit("/", 1)[1]], path)

@@ -127,9 +127,41 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("train: {batch_size: 0}", "train.batch_size: input should be greater than 0, got 0"),
         ("train: {epochs: -1}", "train.epochs: input should be greater than 0, got -1"),
         ("train: {clip_norm: .nan}", "train.clip_norm: input should be greater than 0, got nan"),
-        ("train: {precision: fp16}", "train.precision: must be one of float32 or bf16; did you mean bf16?, got 'fp16'"),
-        ("train: {compile: 1}", "train.compile: must be true, false or blocks, got 1"),
-        ("train: {compile: block}", "train.compile: must be true, false or blocks, got 'block'"),
+        (
+            "train: {precision: bf6}",
+            "train.precision: must be one of float32, tf32, bf16 or fp16; did you mean bf16?, got 'bf6'",
+        ),
+        (
+            "train: {compile: 1}",
+            "train.compile: must be true, false, blocks, or a mapping with mode, dynamic and blocks",
+        ),
+        ("train: {compile: block}", "train.compile: must be true, false, blocks, or a mapping"),
+        ("train: {compile: {mod: x}}", "train.compile.mod: unknown key, did you mean mode?"),
+        ("train: {compile: {mode: fast}}", "train.compile.mode: must be one of default, reduce-overhead, max-autotune"),
+        ("train: {ema: 1.5}", "train.ema: input should be less than 1, got 1.5"),
+        ("train: {ema: {decay: 0.9, every: 1 epoch}}", "train.ema.every: averages are taken every so many steps"),
+        ("train: {freeze: []}", "train.freeze: give at least one pattern of parameter names"),
+        (
+            "scheduler: cosin",
+            "scheduler: must be one of constant, linear, cosine or polynomial; did you mean cosine?",
+        ),
+        ("scheduler: {type: cosine, warmup: soon}", "scheduler.warmup: must be a number of steps, 500, or a share"),
+        ("scheduler: {type: cosine, warm: 3}", "scheduler.warm: unknown key, did you mean warmup?"),
+        (
+            "scheduler: {type: constant, final: 0.1}",
+            "scheduler: a constant schedule stays where it is, so it has no final: 0.1",
+        ),
+        ("scheduler: {type: linear, power: 2}", "scheduler: power: 2 is for type: polynomial, but the type is linear"),
+        ("optimizer: {type: AdamW, groups: [{lr: 1}]}", "optimizer.groups[0].match: missing"),
+        (
+            "strategy: {type: spmd, static_graph: true}",
+            "strategy: static_graph is for strategy: ddp, but the strategy is spmd",
+        ),
+        (
+            "strategy: {comm_hook: bf16}",
+            "strategy.comm_hook: must be bf16_compress, fp16_compress, powerSGD, or an import path",
+        ),
+        ("strategy: {comm_hook: {type: bf16_compress, rank: 2}}", "strategy.comm_hook: rank is for type: powerSGD"),
         (
             "train: {recompute: true}",
             "train.recompute: must be blocks, or a pattern over the names of modules, or null",
@@ -159,7 +191,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("launch: {type: ssh, hosts: [a], nodes: 0}", "launch.nodes: input should be greater than 0, got 0"),
         ("launch: {type: ssh, hosts: [a], network: lan}", "launch.network: not a network"),
         ("name: a/b", "name: string should match pattern"),
-        ("optimizer: SGD", 'optimizer: not an import path; write "package.module:Name" or "file.py:Name", got \'SGD\''),
+        ("optimizer: sgd", 'optimizer: not an import path; write "package.module:Name" or "file.py:Name", got \'sgd\''),
         ("train: []", "train: "),
         ("train:", "train: "),
         ("early_stop: true", "early_stop: "),
@@ -168,6 +200,21 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
 def test_a_value_that_cannot_be_is_told_with_its_place(problems: Problems, text: str, message: str) -> None:
     lines = problems(TASKED + text)
     assert any(line.startswith(f"config.yaml:2: {message}") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "runtime: cpu\ntrain: {precision: fp16}",
+            "train.precision: fp16 is for CUDA GPUs, but the runtime is cpu: use bf16",
+        ),
+        ("strategy: {static_graph: true}\ntrain: {accumulate: 2}", "but with train.accumulate: 2 it does not"),
+    ],
+)
+def test_values_that_do_not_go_together_are_told_with_both(problems: Problems, text: str, message: str) -> None:
+    (line,) = problems(TASKED + text)
+    assert message in line
 
 
 @pytest.mark.parametrize(

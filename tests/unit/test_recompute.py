@@ -125,7 +125,7 @@ def test_the_blocks_of_the_config_count(new_run: Runs) -> None:
     ("settings", "message"),
     [
         ({"recompute": "layers.*"}, r"train\.recompute: layers\.\*: no module .* nearest are blocks\."),
-        ({"compile": "bloks"}, "compile must be True, False or 'blocks', got 'bloks'"),
+        ({"compile": "bloks"}, "compile must be True, False, 'blocks', or a mapping"),
     ],
 )
 def test_what_names_nothing_is_refused(new_run: Runs, settings: dict[str, Any], message: str) -> None:

@@ -49,9 +49,26 @@ def weights(folder: Path, told: Mapping[str, Any], kind: str = "model") -> tuple
     return found, metadata | ({_COMPLEX: json.dumps(sorted(pairs))} if pairs else {})
 
 
-def merge(folder: Path, told: Mapping[str, Any], out: Path) -> int:
-    """Write one file with all weights of a checkpoint that is whole; how many they are."""
+def averaged(folder: Path, told: Mapping[str, Any]) -> list[Weight]:
+    """The weights with their averages (`train.ema`) in the place of those that have one; none where there is none."""
+    state = json.loads((folder / manifest.TREE_FILE).read_bytes())["state"]
+    averages: Mapping[str, Any] = state.get("averages") or {}
+    places = {
+        (name if len(state["models"]) == 1 else f"{model}.{name}"): place["$tensor"]
+        for model, each in averages.items()
+        for name, place in each["weights"].items()
+    }
+    saved = {each.name: each for each in weights(folder, told, "state")[0]}
+    found, _ = weights(folder, told)
+    return [saved[places[each.name]]._replace(name=each.name) if each.name in places else each for each in found
+            if averages]  # fmt: skip
+
+
+def merge(folder: Path, told: Mapping[str, Any], out: Path, average: bool = False) -> int:
+    """Write one file with all weights of a checkpoint that is whole, or with their averages; how many they are."""
     found, metadata = weights(folder, told)
+    if average:
+        found = averaged(folder, told)
     found.sort(key=lambda each: (-each.width, each.name))  # every tensor then begins where its type may
     header: dict[str, Any] = {_METADATA: metadata} if metadata else {}
     end = 0

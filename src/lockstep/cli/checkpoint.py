@@ -91,9 +91,15 @@ def verify(run_dir: Path | Url, step: int | None) -> None:
 @RUN_DIR
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
 @STEP
-def merge(run_dir: Path | Url, out: Path, step: int | None) -> None:
+@click.option(
+    "--weights",
+    type=click.Choice(["raw", "ema"]),
+    default="raw",
+    help="As they were trained, or averaged by train.ema.",
+)
+def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> None:
     """All weights of a checkpoint of the run in RUN_DIR in one safetensors file, once they match their digests."""
-    from lockstep.checkpoint.merge import merge
+    from lockstep.checkpoint.merge import averaged, merge
 
     if out.exists():
         raise ConfigError(f"--out {out}: is there already: name a file that is not, or move it away")
@@ -105,8 +111,13 @@ def merge(run_dir: Path | Url, out: Path, step: int | None) -> None:
     if problem is not None:
         raise CheckpointError(f"{storage.path(chosen)} is damaged: {problem}. Name another step with --step")
     folder = storage.path(chosen)
-    count = merge(folder, _manifest(storage, folder), out)
-    say(f"{out}: {count} weights of step {chosen}, {_size(out.stat().st_size)}")
+    told = _manifest(storage, folder)
+    if weights == "ema" and not averaged(folder, told):
+        raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
+    count = merge(folder, told, out, average=weights == "ema")
+    say(
+        f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {_size(out.stat().st_size)}"
+    )
 
 
 def _storage(run_dir: Path | Url) -> CheckpointStorage:
