@@ -106,6 +106,7 @@ def measure(
         batches, first, workers_of, used = {}, {}, {}, dict.fromkeys(loaders, 0.0)
         before = set(psutil.Process().children())
         for loader in random.sample(loaders, len(loaders)):
+            time.sleep(seconds)  # until the workers of those before have fetched ahead what they may
             began = time.perf_counter()
             batches[loader] = (ours if loader == "lockstep" else others)(run, loader, dataset, batch_size, workers)
             step(next(batches[loader]))
@@ -117,6 +118,7 @@ def measure(
         for _ in range(rounds):
             turns.append({})
             for loader in random.sample(loaders, len(loaders)):
+                time.sleep(seconds / 4)
                 here_before = time.process_time()
                 turns[-1][loader], done = rate(batches[loader], batch_size, step, seconds)
                 used[loader] += time.process_time() - here_before

@@ -153,13 +153,13 @@ def test_with_replacement_examples_are_drawn_in_proportion() -> None:
 
 def test_without_replacement_it_is_the_mathematics_of_torchs_sampler() -> None:
     """How often each example comes first, and which second after which first."""
-    weights, tries = [1.0, 2.0, 3.0, 0.0], 6000
+    weights, tries = [1.0, 2.0, 3.0, 0.0], 3000
     drawn = [whole(Weighted(4, seed, weights, replacement=False, draws=3)) for seed in range(tries)]
     assert all(sorted(each) == [0, 1, 2] for each in drawn)
     first = np.bincount([each[0] for each in drawn], minlength=4) / tries
     assert np.allclose(first, np.array(weights) / 6, atol=0.03)
     after = [each[1] for each in drawn if each[0] == 2]
-    assert np.allclose(np.bincount(after, minlength=4) / len(after), [1 / 3, 2 / 3, 0, 0], atol=0.04)
+    assert np.allclose(np.bincount(after, minlength=4) / len(after), [1 / 3, 2 / 3, 0, 0], atol=0.05)
 
 
 def test_drawing_by_weight_never_changes() -> None:
