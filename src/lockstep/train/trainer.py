@@ -6,14 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.retention import Saved, best_first
-from lockstep.config.schema import EVERY_EPOCH, Component, Keep, RunConfig
-from lockstep.config.values import Interval
+from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.order import split_dataset
 from lockstep.errors import ConfigError
@@ -23,18 +19,15 @@ from lockstep.train.evaluation import BatchMean, Measure
 from lockstep.train.hooks import Checkpointing, Hook, Schedule, Validation
 from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
+from lockstep.train.making import set_up
 from lockstep.train.mean import Mean
-from lockstep.train.models import DEFAULT
 from lockstep.train.run import Run
 from lockstep.train.stepper import loss_and_count
 from lockstep.train.task import (
     Task,
-    construct,
     create_task,
-    has_init_weights,
     has_loss,
     has_training_step,
-    import_object,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,7 +40,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     task = create_task(config.task)
     datasets = _datasets(task, config)
     collate: Collate | None = getattr(task, "collate", None)
-    schedulers, every = _set_up(run, task, config)
+    schedulers, every = set_up(run, task, config)
     measure = _measure(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
@@ -96,29 +89,6 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
         "best": _best(validation.history, config),
     }
 
-
-def _set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], Interval]:
-    """Every model of the task with its optimizer and scheduler; the schedulers, and how often they are stepped."""
-    limits = config.train
-    made = run.build(task.model)
-    models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
-    optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
-    schedulers, every = _schedulers(task, made, optimizers, config)
-    for name, model in models.items():
-        run.setup(
-            model,
-            optimizers.get(name),
-            schedulers.get(name),
-            name=name,
-            precision=limits.precision,
-            clip_norm=limits.clip_norm,
-            compile=limits.compile,
-            recompute=limits.recompute,
-            on_nan=limits.on_nan,
-            shard=task.shard_rules(),
-            init_weights=task.init_weights if has_init_weights(task) else None,
-        )
-    return schedulers, every
 
 
 def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], open_ended: bool) -> None:
@@ -176,47 +146,8 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
-    """One optimizer, or one for every model: of the config, else of the task, else AdamW."""
-    if config.optimizer is None:
-        own = task.optimizer(made)
-        return own if own is not None else {name: torch.optim.AdamW(each.parameters()) for name, each in models.items()}
-    return {
-        name: _made(config.optimizer, "optimizer", Optimizer, [p for p in each.parameters() if p.requires_grad])
-        for name, each in models.items()
-    }
 
 
-def _schedulers(
-    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig
-) -> tuple[dict[str, Any], Interval]:
-    given: Any = dict(optimizers) if isinstance(made, Mapping) else next(iter(optimizers.values()))
-    if config.scheduler is None:
-        return _per_model(optimizers, task.scheduler(given), "scheduler"), EVERY_EPOCH
-    scheduler = config.scheduler
-    return {name: _made(scheduler, "scheduler", object, each) for name, each in optimizers.items()}, scheduler.every
-
-
-def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:
-    """What a task returned for its models, by the name of the model."""
-    if not isinstance(given, Mapping):
-        if given is not None and len(models) > 1:
-            raise ConfigError(
-                f"task: model() returned {len(models)} models ({', '.join(models)}), but {what}() one "
-                f"{type(given).__name__}: return a mapping with one for each of them"
-            )
-        return {} if given is None else {next(iter(models)): given}
-    unknown = [name for name in given if name not in models]
-    if unknown:
-        raise ConfigError(f"task: {what}() names {unknown[0]!r}, but the models are {', '.join(models)}")
-    return dict(given)
-
-
-def _made(component: Component, path: str, kind: type, *positional: Any) -> Any:
-    made = construct(import_object(component.type, path), component.arguments, path, *positional)
-    if not isinstance(made, kind):
-        raise ConfigError(f"{path}: {component.type} makes a {type(made).__name__}, not a {kind.__name__}")
-    return made
 
 
 def _measure(run: Run, task: Task) -> Measure:
