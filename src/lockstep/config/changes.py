@@ -20,6 +20,7 @@ FIXED = {
     "data.drop_last": "the number of batches in an epoch depends on it",
     "optimizer.type": "the saved state belongs to this optimizer",
     "scheduler": "its state is restored from the checkpoint",
+    "checkpoint.save": "the checkpoints hold these weights and no others",
     "early_stop.criteria": "the best values so far were measured by these criteria",
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config.schema import EVERY_EPOCH, Component, RunConfig
+from lockstep.config.schema import EVERY_EPOCH, Component, InitFrom, RunConfig
 from lockstep.config.values import Interval
 from lockstep.errors import ConfigError
 from lockstep.train.models import DEFAULT
@@ -37,8 +37,17 @@ def set_up(run: Run, task: Task, config: RunConfig) -> tuple[dict[str, Any], Int
             on_nan=limits.on_nan,
             shard=task.shard_rules(),
             init_weights=task.init_weights if has_init_weights(task) else None,
+            init_from=_weights_of(name, models, config),
         )
     return schedulers, every
+
+
+def _weights_of(name: str, models: Mapping[str, nn.Module], config: RunConfig) -> InitFrom | None:
+    """What a model begins with; of several, each has its weights under its own name, as they are saved."""
+    given = config.init_from
+    if given is None or len(models) == 1:
+        return given
+    return given.model_copy(update={"map": {"": None, f"{name}.": "", **given.map}})
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:

@@ -38,6 +38,8 @@ from lockstep.strategy.blocks import BLOCKS
 from lockstep.strategy.compiled import compile_blocks, compile_whole
 from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.strategy.rules import shard_rules
+from lockstep.train import frozen as frozen_weights
+from lockstep.train import pretrained
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.devices import Devices
 from lockstep.train.evaluation import Measure
@@ -257,6 +259,7 @@ class Run:
         on_nan: str = "stop",
         shard: Mapping[str, Any] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
+        init_from: pretrained.Given | None = None,
     ) -> Any:
         """Place a model on the device, equal on all ranks. Returns what was given, in the same order.
 
@@ -264,7 +267,8 @@ class Run:
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
         `strategy.shard` in the config, which comes before it. `compile` (also "blocks") and `recompute` are as in the
         config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was made
-        on the meta device; without it, the module's own `reset_parameters` does.
+        on the meta device; without it, the module's own `reset_parameters` does. `init_from` names weights to begin
+        with, as in the config; a run that has a checkpoint goes on from that instead.
         """
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
@@ -276,11 +280,17 @@ class Run:
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
         self._strategy.fill(model, self.settings.seed, init_weights)
+        left_out = frozen_weights.are_left_out(model, self.settings.checkpoint.save)
+        begun = self._weights_to_begin_with(init_from, left_out)
+        is_loaded = begun is not None and begun.before_placing(model)
+        kept = self._frozen(model) if left_out else None
         placed = self._strategy.place(model)
+        if begun is not None and not is_loaded:
+            begun.after_placing(model)
         if optimizer is not None:
             self._strategy.place_optimizer(optimizer)
         self._activity.enter("getting ready")
-        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, on_nan == "skip"))
+        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, on_nan == "skip", kept))
         if scheduler is not None:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
@@ -288,6 +298,26 @@ class Run:
             seed_generators(self.runtime, self.settings.seed, share_of(self._strategy, self.group))
         given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _weights_to_begin_with(
+        self, init_from: pretrained.Given | None, frozen_too: bool
+    ) -> pretrained.Pretrained | None:
+        """What `init_from` names, unless the run goes on: then from its checkpoint, and from there at most what is
+        frozen and not in it."""
+        if init_from is None:
+            return None
+        if self.agree(lambda: bool(self.checkpointer.storage.steps()), "whether the run goes on") and not frozen_too:
+            if self.is_main:
+                logger.info("init_from: %s is what this run began with; it has checkpoints, and goes on from them",
+                            pretrained.as_settings(init_from).path)  # fmt: skip
+            return None
+        return pretrained.Pretrained(init_from, self.group, self._strategy)
+
+    def _frozen(self, model: nn.Module) -> frozen_weights.Frozen:
+        names = frozen_weights.names_of(model)
+        name = "the digest of the frozen weights"
+        digest = self.agree(lambda: frozen_weights.digest_of(model, names, self._activity), name)
+        return frozen_weights.Frozen(frozenset(names), digest)
 
     def _work_on_blocks(self, model: nn.Module, compile: bool | str, recompute: str | None) -> None:
         """What is done per block, before the model is placed: hooks of the strategy then stay outside of it."""

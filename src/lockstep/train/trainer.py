@@ -90,7 +90,6 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     }
 
 
-
 def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], open_ended: bool) -> None:
     """Refuse a metric that will never be there before the first step, not after the first epoch.
 
@@ -144,10 +143,6 @@ def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
 
 def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
-
-
-
-
 
 
 def _measure(run: Run, task: Task) -> Measure:
