@@ -33,7 +33,7 @@ from lockstep.record.journal import Journal
 from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
-from lockstep.strategy.base import share_of
+from lockstep.strategy.base import Strategy, share_of
 from lockstep.strategy.blocks import BLOCKS
 from lockstep.strategy.compiled import compile_blocks, compile_whole
 from lockstep.strategy.recompute import recompute as recompute_modules
@@ -487,6 +487,19 @@ class Run:
         """The same for whoever can begin it anew after a resume: None as soon as a rank is asked to leave."""
         return self._evaluator.evaluate_or_leave(measure, dataset, batch_size, on, collate, name)
 
+    def asked_to_leave(self) -> bool:
+        """Whether this rank was asked to: for work that can be gone on with, between two parts of it."""
+        return self._requests.leave is not None
+
+    def move(self, batch: Any) -> Any:
+        """A batch on the device, for what is computed outside of `batches`."""
+        return self._strategy.move(batch)
+
+    @property
+    def spread(self) -> Strategy:
+        """How the model and its batches are spread."""
+        return self._strategy
+
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
     ) -> list[str]:
@@ -539,6 +552,14 @@ class Run:
         self.checkpointer.restored_to(self._feed.position(explicit=False))
         self.began_at = self.progress.step
         return True
+
+    def load_weights(self, folder: Path, step: int) -> None:
+        """The weights of a checkpoint of another run, to evaluate or use the model: nothing of that run is changed."""
+        self._models.require_any()
+        self.checkpointer.load_weights(folder, step)
+        self._restored = True
+        self._pulse.start(0, 0.0)
+        self.journal.start_at(0)
 
     def newest_saved(self) -> tuple[int, Path] | None:
         """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
@@ -593,6 +614,12 @@ class Run:
         """Save and leave here and now, on all ranks: one of them was asked to."""
         asked = self._pulse.meet(self.progress.step)
         self._save_and_leave(str(asked.leave))
+
+    def leave_unsaved(self) -> NoReturn:
+        """Leave on all ranks, where there is nothing to save: the work is begun anew, or goes on from its parts."""
+        asked = self._pulse.meet(self.progress.step)
+        self._feed.close()
+        raise Preempted(str(asked.leave))
 
     def _save_and_leave(self, reason: str) -> NoReturn:
         with self.profiler.region("checkpoint"):

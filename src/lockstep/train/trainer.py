@@ -38,10 +38,10 @@ Datasets = dict[str, Dataset[Any]]
 def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
     task = create_task(config.task)
-    datasets = _datasets(task, config)
+    datasets = datasets_of(task, config)
     collate: Collate | None = getattr(task, "collate", None)
     schedulers, every = set_up(run, task, config)
-    measure = _measure(run, task)
+    measure = measure_of(run, task)
     batch_size = config.validation.batch_size or config.train.batch_size
     stopping = EarlyStopping(config.early_stop) if config.early_stop else None
     validation = Validation(
@@ -108,7 +108,7 @@ def check_metrics(config: RunConfig, monitor: str | None, validated: list[str], 
             raise ConfigError(unknown_metric(path, name, there))
 
 
-def _datasets(task: Task, config: RunConfig) -> Datasets:
+def datasets_of(task: Task, config: RunConfig) -> Datasets:
     """Training, validation and test data: the task's own, or parts of its training data by the config's fractions."""
     train_data = task.train_data()
     check_dataset(train_data, "train_data()")
@@ -145,7 +145,7 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-def _measure(run: Run, task: Task) -> Measure:
+def measure_of(run: Run, task: Task) -> Measure:
     """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
 
     def measure(batch: Any) -> Mapping[str, Any]:
