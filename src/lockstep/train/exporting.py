@@ -344,10 +344,10 @@ def export(config: RunConfig, folder: Path, step: int, to: str, out: Path, toler
         return to_safetensors(folder, step, out)
     task = create_task(config.task)
     model = model_of(config, task, folder, step)
-    if hasattr(model, "config") and hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # what is kept for the next token is no output of a program
     example = example_of(task, config, model)
     if to == "hf":
         return to_hf(model, lambda: model_of(config, task, folder, None), task, example, out, tolerance)
+    if hasattr(model, "config") and hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # what is kept for the next token is no output of a program
     make = to_torch_export if to == "torch-export" else to_onnx
     return make(model, example, out, tolerance)

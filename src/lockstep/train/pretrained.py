@@ -24,6 +24,7 @@ from lockstep.record.logs import file_only
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.initial import has_no_memory
 from lockstep.strategy.slices import Stored
+from lockstep.train.frozen import is_of_peft
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Table:
     unexpected: list[str]
     other_shape: list[str]  # each with both shapes
     converted: int  # loaded from another type of number
-    kept: int  # frozen, and left out of the source when it was saved
+    kept: int  # frozen, and left out of the source when it was saved; or of an adapter, and the source is of before
     hints: list[str]  # the nearest name of a few that are missing
 
     @property
@@ -53,7 +54,11 @@ class Table:
     def lines(self, shown: int = _SHOWN) -> list[str]:
         told = [f"init_from: {self.source}: {len(self.loaded)} of the model's {self.count} weights loaded"]
         told[0] += f", {self.converted} of them from another type of number" if self.converted else ""
-        told[0] += f"; {self.kept} frozen ones stay as they are, which were not saved there" if self.kept else ""
+        told[0] += (
+            f"; {self.kept} stay as they are, frozen ones or those of an adapter, which it has none of"
+            if self.kept
+            else ""
+        )
         for what, names in (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
@@ -117,7 +122,7 @@ class Pretrained:
         source = self._opened()
         try:
             state = _tensors(model)
-            table, chosen = match(state, source, self._settings)
+            table, chosen = match(state, source, self._settings, is_of_peft(model))
             self._check(table)
             with torch.no_grad():
                 for name, stored in chosen.items():
@@ -130,7 +135,7 @@ class Pretrained:
     def _load_parts(self, model: nn.Module) -> dict[str, Any]:
         source = self._opened()
         try:
-            table, chosen = match(_tensors(model), source, self._settings)
+            table, chosen = match(_tensors(model), source, self._settings, is_of_peft(model))
             self._check(table)
             self._strategy.load_state_dict(model, chosen, strict=False)
         finally:
@@ -169,9 +174,17 @@ class Pretrained:
                 file_only.info("%s", line)
 
 
-def match(state: Mapping[str, Tensor], source: Source, settings: InitFrom) -> tuple[Table, dict[str, Stored]]:
-    """Which weights of the source go where. A name that stands for the very tensor of another (tied) needs none."""
+def match(
+    state: Mapping[str, Tensor], source: Source, settings: InitFrom, of_peft: bool = False
+) -> tuple[Table, dict[str, Stored]]:
+    """Which weights of the source go where. A name that stands for the very tensor of another (tied) needs none.
+
+    The weights of a model that an adapter was put around go to it inside of the adapter; that begins as it was made.
+    """
     there = _renamed(source, settings.map)
+    bare = {_without_adapter(name): name for name, each in state.items() if of_peft and not each.requires_grad}
+    inside = bool(bare) and not any(name in state for name in there)
+    there = {bare.get(name, name): each for name, each in there.items()} if inside else there
     fitting = {
         name: each for name, each in there.items() if name in state and tuple(state[name].shape) == tuple(each.shape)
     }
@@ -182,7 +195,11 @@ def match(state: Mapping[str, Tensor], source: Source, settings: InitFrom) -> tu
     ]
     given = {id(state[name]) for name in fitting}
     absent = [name for name in state if name not in there and id(state[name]) not in given]
-    kept = [name for name in absent if source.without_frozen and not state[name].requires_grad]
+    kept = [
+        name
+        for name in absent
+        if (source.without_frozen and not state[name].requires_grad) or (inside and state[name].requires_grad)
+    ]
     missing = [name for name in absent if name not in set(kept)]
     unexpected = [name for name in there if name not in state]
     converted = sum(each.dtype != state[name].dtype for name, each in fitting.items())
@@ -213,6 +230,11 @@ def _renamed(source: Source, prefixes: Mapping[str, str | None]) -> dict[str, St
         some = ", ".join(list(source.tensors)[:3])
         raise ConfigError(f"init_from.map: no name in {source.described} begins with {unused[0]!r}; there are {some}")
     return found
+
+
+def _without_adapter(name: str) -> str:
+    """What a weight was called before peft put an adapter around its model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _hints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
