@@ -193,7 +193,7 @@ def match(
         for name, each in there.items()
         if name in state and name not in fitting
     ]
-    given = {id(state[name]) for name in fitting}
+    given = {id(state[name]): name for name in reversed(fitting)}  # each tensor once, by the first of its names
     absent = [name for name in state if name not in there and id(state[name]) not in given]
     kept = [
         name
@@ -204,7 +204,7 @@ def match(
     unexpected = [name for name in there if name not in state]
     converted = sum(each.dtype != state[name].dtype for name, each in fitting.items())
     table = Table(
-        source.described, len(state), list(fitting), missing, unexpected, shapes, converted, len(kept),
+        source.described, len({id(each) for each in state.values()}), list(given.values())[::-1], missing, unexpected, shapes, converted, len(kept),
         _hints(missing, unexpected),
     )  # fmt: skip
     return table, fitting
