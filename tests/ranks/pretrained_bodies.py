@@ -13,7 +13,9 @@ import lockstep
 
 def net(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), *(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), *(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)), nn.Linear(16, 3)
+    )
 
 
 def meta_net(seed: int) -> nn.Module:

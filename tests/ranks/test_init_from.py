@@ -30,5 +30,5 @@ def test_all_ranks_begin_with_the_same_weights_under_every_strategy(tmp_path: Pa
 
 
 def test_what_rank_0_refuses_ends_all_ranks_with_its_words(tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match="init_from: .*nowhere: there is no such file or folder"):
+    with pytest.raises(LockstepError, match=r"init_from: .*nowhere: there is no such file or folder"):
         launch(partial(bodies.begun, path=str(tmp_path / "nowhere")), out=tmp_path)

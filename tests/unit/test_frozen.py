@@ -81,7 +81,7 @@ def test_other_frozen_weights_are_refused(new_run: Callable[..., Run], kind: Any
     trained(new_run(checkpoint=settings), make(0), 2)
     with pytest.raises(ConfigError, match=r"trained beside other frozen weights than the model has now \(digest"):
         trained(new_run(checkpoint=settings), make(1), 4)
-    with pytest.raises(ConfigError, match="does not set frozen ones apart: set checkpoint.save: trainable"):
+    with pytest.raises(ConfigError, match=r"does not set frozen ones apart: set checkpoint.save: trainable"):
         trained(new_run(checkpoint={"async": False, "save": "all"}), make(0), 4)
 
 
@@ -117,5 +117,5 @@ def test_a_model_without_memory_has_no_frozen_weights_to_be_known_again_by(new_r
 
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="set checkpoint.save: all"):
+    with pytest.raises(ConfigError, match=r"set checkpoint.save: all"):
         digest_of(model, ["weight"], Activity())

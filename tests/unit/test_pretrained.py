@@ -1,4 +1,4 @@
-"""What a run may begin with: every kind of source, what does not fit, and that a run that goes on does not ask again."""
+"""What a run may begin with: every kind of source, what does not fit; and that a run that goes on asks no more."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_names_are_mapped_by_what_they_begin_with(new_run: Callable[..., Run], t
     with pytest.raises(ConfigError, match=r"init_from.map: no name in .* begins with 'modul_'; there are module\."):
         begun(new_run, {**given, "map": {"modul_": ""}})
     with pytest.raises(ConfigError, match=r"both 'module\.body.* would become"):
-        begun(new_run, {**given, "map": {each: "x" for each in sorted(weights)[:2]}})
+        begun(new_run, {**given, "map": dict.fromkeys(sorted(weights)[:2], "x")})
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,7 @@ def test_folders_that_hold_no_weights(new_run: Callable[..., Run], tmp_path: Pat
         begun(new_run, folder)
 
 
-def test_a_run_that_goes_on_does_not_ask_for_it_again(
-    new_run: Callable[..., Run], tmp_path: Path, caplog: Any
-) -> None:
+def test_a_run_that_goes_on_does_not_ask_for_it_again(new_run: Callable[..., Run], tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.INFO, "lockstep")
     saved = saved_run(new_run, {2: None})
     run, model = new_run(), net(0)

@@ -203,8 +203,9 @@ def match(
     missing = [name for name in absent if name not in set(kept)]
     unexpected = [name for name in there if name not in state]
     converted = sum(each.dtype != state[name].dtype for name, each in fitting.items())
+    tensors = len({id(each) for each in state.values()})
     table = Table(
-        source.described, len({id(each) for each in state.values()}), list(given.values())[::-1], missing, unexpected, shapes, converted, len(kept),
+        source.described, tensors, list(given.values())[::-1], missing, unexpected, shapes, converted, len(kept),
         _hints(missing, unexpected),
     )  # fmt: skip
     return table, fitting
