@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 _RESULT_FILE = "after.json"
+# What is told in a sentence: logs have no more to say of it.
+_TOLD = (ConfigError.__name__, CheckpointError.__name__)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class _Place:
 
     def done(self, folder: Path, result: Result, processes: int) -> Done:
         found = _result(folder) if result.exit_code == 0 else None
-        self.keep = result.failure is not None
+        self.keep = result.failure is not None and result.failure.kind not in _TOLD
         return Done(result.exit_code, found, result.failure, processes, folder if self.keep else None)
 
 
