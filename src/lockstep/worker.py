@@ -41,7 +41,7 @@ from lockstep.runtime.base import Runtime
 from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
 from lockstep.train.task import import_object
-from lockstep.train.trainer import fit
+from lockstep.train.work import carry_out
 
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
@@ -71,10 +71,11 @@ def train(
     with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True, prepare=prepare) as run:
         opened(run.folder)
         try:
-            outcome = fit(run, config)
+            outcome = carry_out(run, config)
         except Preempted as preempted:
             ended(_told(run, {"status": "preempted", "reason": preempted.reason}))
-            logger.info("saved at step %d and leaving: %s", run.progress.step, preempted.reason)
+            saved = f"saved at step {run.progress.step} and leaving" if config.after is None else "leaving"
+            logger.info("%s: %s", saved, preempted.reason)
             return PREEMPTED_EXIT_CODE
         except Interrupted as interrupted:
             _conclude_interrupted(run, interrupted)

@@ -177,6 +177,18 @@ class Checkpointer:
                         name, _named(written), _named(here))  # fmt: skip
         return state
 
+    def load_weights(self, folder: Path, step: int) -> None:
+        """The weights of a checkpoint of another run, and nothing else; that run's folder is left as it is."""
+        storage = CheckpointStorage(folder / "checkpoints")
+        loaded = reader.restore(storage, self._group, step, slices=self._strategy.keeps_slices)
+        assert loaded is not None
+        kept = ("model_extra", "models", "frozen", "averages")
+        try:
+            state = {key: value for key, value in loaded.state.items() if key in kept}
+            self._weights.load(loaded.model, state, str(storage.path(step)))
+        finally:
+            loaded.close()
+
     def restored_to(self, position: Mapping[str, Any]) -> None:
         """The run has taken in its part of the state: what it would save now is what is saved already."""
         if self.last is not None and self._group.rank == 0:

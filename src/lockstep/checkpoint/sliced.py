@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 # What stays on the disk until those who know what they need of it ask for it; all else of the state is read at once.
-_READ_LATER = ("optimizers", "optimizer", "attached")
+_READ_LATER = ("optimizers", "optimizer", "averages", "attached")
 _PIECE_BYTES = 8 * 1024 * 1024
 
 

@@ -19,6 +19,9 @@ from lockstep.terminal import make_safe
 _HOMES = {
     "train": "train",
     "resume": "train",
+    "evaluate": "after",
+    "predict": "after",
+    "export": "export",
     "run": "run",
     "checkpoint": "checkpoint",
     "pod": "pod",

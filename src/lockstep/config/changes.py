@@ -22,6 +22,7 @@ FIXED = {
     "optimizer.type": "the saved state belongs to this optimizer",
     "train.freeze": "the optimizer's state belongs to the parameters that are trained",
     "scheduler": "its state is restored from the checkpoint",
+    "checkpoint.save": "the checkpoints hold these weights and no others",
     "early_stop.criteria": "the best values so far were measured by these criteria",
 }
 

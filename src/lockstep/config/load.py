@@ -14,6 +14,7 @@ from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Profile, RunConfig, Strategy
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
+from lockstep.config.weights_path import with_weights_located
 from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.shown import brief, in_a_line
@@ -74,7 +75,7 @@ def load_python(config: Path | Mapping[str, Any], values: Mapping[str, Any], cal
 
 def _loaded(raw: Mapping[str, Any], places: Mapping[KeyPath, str], folder: Path, source: str) -> RunConfig:
     config = validate(RunConfig, raw, places, source)
-    return with_task_located(config, folder, places, source)
+    return with_weights_located(with_task_located(config, folder, places, source), folder, places)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -209,6 +210,8 @@ def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> 
         below = node.get(key)
         if isinstance(below, str) and depth == 0 and key in SHORT_FORMS:
             below = {"type": below}  # the short form, made long so that an argument can join it
+        if isinstance(below, str) and depth == 0 and key == "init_from":
+            below = {"path": below}
         if below is None:
             below = {}
         if not isinstance(below, dict):

@@ -25,6 +25,11 @@ Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "vali
 REGIONS: tuple[Region, ...] = get_args(Region)
 
 
+def _as_path(value: Any) -> Any:
+    """A bare path stands for a mapping with that alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
 def _in_steps(value: Any) -> Any:
     """A bare number counts steps."""
     return f"{value} steps" if isinstance(value, int) and not isinstance(value, bool) else value
@@ -305,6 +310,31 @@ class Checkpoint(Section):
     keep: Keep = Keep()
     asynchronous: bool = Field(True, alias="async")
     timeout: Seconds = Field(1800.0, description="how long writing one may take")
+    save: Literal["auto", "all", "trainable"] = Field(
+        "auto", description="trainable: no weights that are frozen; auto: that for a model of peft's, else all"
+    )
+
+
+class InitFrom(Section):
+    """Weights that a run begins with."""
+
+    path: str = Field(min_length=1, description="a run, a checkpoint, a safetensors file, a Hugging Face folder")
+    strict: bool = Field(True, description="refuse weights that are missing, unexpected or of another shape")
+    map: dict[str, str | None] = Field(
+        {}, description="what names begin with there -> what they begin with here; null: left out"
+    )
+
+
+class After(Section):
+    """What is done with a trained model in place of training: lockstep evaluate and predict set it."""
+
+    do: Literal["evaluate", "predict"]
+    run: str = Field(min_length=1, description="the folder of the run that has the model")
+    step: int = Field(ge=0, description="of its checkpoint")
+    data: str | None = Field(None, description="the name of the data; of evaluate: test where there is any, else val")
+    input: str | None = Field(None, description="given to the task's predict_data")
+    out: str | None = Field(None, description="the file of predictions")
+    chunk: int = Field(1024, gt=0, description="examples in every part of the predictions")
 
 
 class Log(Section):
@@ -458,6 +488,8 @@ class RunConfig(RunSettings):
     hooks: tuple[Annotated[Component, as_mapping(Component)], ...] = Field(
         (), strict=False, description="what else happens between steps: classes like lockstep.Hook, made on every rank"
     )
+    init_from: Annotated[InitFrom, BeforeValidator(_as_path, json_schema_input_type=InitFrom | str)] | None = None
+    after: After | None = None
 
     @model_validator(mode="after")
     def _a_static_graph_is_exchanged_at_once(self) -> RunConfig:

@@ -13,7 +13,7 @@ import lockstep.launcher.child
 import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
-import lockstep.train.trainer  # not the worker: it is run as a module, which must not be loaded before
+import lockstep.train.work  # not the worker: it is run as a module, which must not be loaded before
 from lockstep.distributed.descendants import adopt_orphans
 
 lockstep.import_path.forget_safe_interpreters()

@@ -23,7 +23,7 @@ from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray.reporting import BlockingReporter, Reporter
 from lockstep.ray.worker_settings import WorkerSettings
-from lockstep.train import trainer
+from lockstep.train import work
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
 
@@ -167,7 +167,7 @@ def run() -> Run:
 def fit(config: RunConfig) -> dict[str, Any]:
     """Train a config's task in the run of this worker, as `lockstep train` does; the metrics it ended with."""
     session = current()
-    session.outcome = trainer.fit(session.run(), config)
+    session.outcome = work.carry_out(session.run(), config)
     return dict(session.outcome["metrics"])
 
 

@@ -28,6 +28,8 @@ class Strategy(abc.ABC):
     """
 
     name: ClassVar[str]
+    # Whether placing gives every rank what rank 0's model has; where not, each must have the same before.
+    places_rank_0: ClassVar[bool] = True
     # Whether there is something to do in reduce_gradients, since the backward pass exchanges nothing.
     reduces_in_step: ClassVar[bool] = False
     # Whether reading the state off the devices takes all ranks: where tensors are spread over hosts.
@@ -199,10 +201,10 @@ class Strategy(abc.ABC):
         where the strategy keeps slices."""
         return module.state_dict()
 
-    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Raises RuntimeError where the state does not fit. Tensors are whole, or Stored where the strategy keeps
-        slices (loading.py reads those); other values are what modules keep beside tensors."""
-        module.load_state_dict(state)
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Raises RuntimeError where the state does not fit or, with `strict`, is not all of it. Tensors are whole, or
+        Stored where the strategy keeps slices (loading.py reads those); other values are what modules keep beside."""
+        module.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lockstep.strategy.slices import Slice, Stored, is_spread, slice_of
 
 
-def load_module(module: nn.Module, stored: Mapping[str, Any]) -> None:
+def load_module(module: nn.Module, stored: Mapping[str, Any], strict: bool = True) -> None:
     """Like module.load_state_dict, which also finds out what does not fit; raises its RuntimeError.
 
     Spread tensors that fit are given to it as they are, and their values are read straight into place after it.
@@ -26,7 +26,8 @@ def load_module(module: nn.Module, stored: Mapping[str, Any]) -> None:
         and tuple(value.shape) == tuple(mine.shape)
     }
     module.load_state_dict(
-        {name: own[name] if name in spread else _told(value, own.get(name)) for name, value in stored.items()}
+        {name: own[name] if name in spread else _told(value, own.get(name)) for name, value in stored.items()},
+        strict=strict,
     )
     # Asked for again: after loading, torch may have given a part that it pads other memory.
     parts = {name: part for name, each in module.state_dict().items() if name in spread and (part := slice_of(each))}

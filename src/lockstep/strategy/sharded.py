@@ -285,8 +285,8 @@ class ShardedStrategy(Strategy):
 
     # State: each rank reads its own parts
 
-    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        load_module(module, state)
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+        load_module(module, state, strict)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         load_optimizer(optimizer, state)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.config.optimizing import EVERY_STEP
 from lockstep.config.optimizing import Schedule as NamedSettings
-from lockstep.config.schema import Component, RunConfig
+from lockstep.config.schema import Component, InitFrom, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.train.freezing import freeze
 from lockstep.train.groups import parameter_groups
@@ -45,8 +45,17 @@ def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[s
             ema=limits.ema,
             shard=task.shard_rules(),
             init_weights=task.init_weights if has_init_weights(task) else None,
+            init_from=_weights_of(name, models, config),
         )
     return schedules
+
+
+def _weights_of(name: str, models: Mapping[str, nn.Module], config: RunConfig) -> InitFrom | None:
+    """What a model begins with; of several, each has its weights under its own name, as they are saved."""
+    given = config.init_from
+    if given is None or len(models) == 1:
+        return given
+    return given.model_copy(update={"map": {"": None, f"{name}.": "", **given.map}})
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
 from lockstep.train.ema import Average
+from lockstep.train.frozen import Frozen, refuse_other
 
 DEFAULT = "model"
 
@@ -28,6 +29,7 @@ class Entry:
     clip_norm: float | None
     skip_nan: bool
     average: Average | None = None
+    frozen: Frozen | None = None  # where its frozen weights are left out of checkpoints
 
 
 class Models:
@@ -128,7 +130,13 @@ class Models:
         """The weights, which are most of it, and all the rest."""
         self.require_any()
         states = {name: self._strategy.state_dict(each) for name, each in self.modules.items()}
-        named = {self._saved_name(model, key): value for model, each in states.items() for key, value in each.items()}
+        frozen = {name: each.frozen for name, each in self.entries.items() if each.frozen is not None}
+        named = {
+            self._saved_name(model, key): value
+            for model, each in states.items()
+            for key, value in each.items()
+            if model not in frozen or key not in frozen[model].names
+        }
         weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
         optimizers = {name: self._strategy.optimizer_state_dict(each) for name, each in self.optimizers.items()}
         averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
@@ -137,6 +145,7 @@ class Models:
             "model_extra": {key: value for key, value in named.items() if key not in weights},
             "models": list(self.entries),
             "optimizers": optimizers,
+            **({"frozen": {name: each.digest for name, each in frozen.items()}} if frozen else {}),
         }
 
     def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
@@ -148,12 +157,15 @@ class Models:
                 "run.restore"
             )
         named = {**weights, **state["model_extra"]}
+        without_frozen = state.get("frozen") or {}
         for name, module in self.modules.items():
             prefix = self._saved_name(name, "")
+            mine = {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
+            if name in without_frozen:
+                refuse_other(source, name, without_frozen[name], self.entries[name].frozen)
+                self._require_trained(name, mine, source)
             try:
-                self._strategy.load_state_dict(
-                    module, {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
-                )
+                self._strategy.load_state_dict(module, mine, strict=name not in without_frozen)
             except RuntimeError as error:
                 raise ConfigError(
                     f"{source}: the saved weights do not fit this model: {error}. "
@@ -168,6 +180,18 @@ class Models:
             if entry.average is not None:
                 entry.average.load(averages.get(name), source)
         self._strategy.restored(self.modules, list(self.optimizers.values()))
+
+    def _require_trained(self, name: str, saved: Mapping[str, Any], source: str) -> None:
+        """All weights that are trained have to be there, and no others."""
+        frozen = self.entries[name].frozen
+        trained = set(self._strategy.state_dict(self.modules[name])) - (frozen.names if frozen else set())
+        if wrong := sorted(trained ^ set(saved)):
+            raise ConfigError(
+                f"{source}: the saved weights do not fit this model: {wrong[0]!r} is "
+                f"{'not there' if wrong[0] in trained else 'not trained here'}"
+                f"{f', nor are {len(wrong) - 1} others as they were' if len(wrong) > 1 else ''}. Resume with the task "
+                "that the run was started with, or start a new run"
+            )
 
     def _saved_name(self, model: str, key: str) -> str:
         return key if len(self.entries) == 1 else f"{model}.{key}"

@@ -35,10 +35,12 @@ from lockstep.record.journal import Journal
 from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
-from lockstep.strategy.base import share_of
+from lockstep.strategy.base import Strategy, share_of
 from lockstep.strategy.compiled import compile_blocks, compile_whole, how_to_compile
 from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.strategy.rules import shard_rules
+from lockstep.train import frozen as frozen_weights
+from lockstep.train import pretrained
 from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
 from lockstep.train.devices import Devices
 from lockstep.train.ema import PREFIX, Average, ema_settings, in_place, measured_beside
@@ -276,6 +278,7 @@ class Run:
         ema: float | Mapping[str, Any] | Ema | None = None,
         shard: Mapping[str, Any] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
+        init_from: pretrained.Given | None = None,
     ) -> Any:
         """Place a model on the device, equal on all ranks. Returns what was given, in the same order.
 
@@ -283,7 +286,8 @@ class Run:
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
         `strategy.shard` in the config, which comes before it. `precision`, `compile`, `recompute` and `ema` are as in
         the config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was
-        made on the meta device; without it, the module's own `reset_parameters` does.
+        made on the meta device; without it, the module's own `reset_parameters` does. `init_from` names weights to
+        begin with, as in the config; a run that has a checkpoint goes on from that instead.
         """
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
@@ -298,12 +302,19 @@ class Run:
         self._strategy.use_rules(shard_rules(shard or {}))
         self._activity.enter("placing the model", waits=self.world_size > 1)
         self._strategy.fill(model, self.settings.seed, init_weights)
+        left_out = frozen_weights.are_left_out(model, self.settings.checkpoint.save)
+        begun = self._weights_to_begin_with(init_from, left_out)
+        is_loaded = begun is not None and begun.before_placing(model)
+        kept = self._frozen(model) if left_out else None
         placed = self._strategy.place(model)
+        if begun is not None and not is_loaded:
+            begun.after_placing(model)
         if optimizer is not None:
             self._strategy.place_optimizer(optimizer)
         self._activity.enter("getting ready")
         average = None if ema is None else Average(model, ema_settings(ema), self.runtime)
-        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, on_nan == "skip", average))
+        skips = on_nan == "skip"
+        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, skips, average, kept))
         if scheduler is not None:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
@@ -323,6 +334,26 @@ class Run:
             if self._stepper.loss_scale is None:
                 self._stepper.loss_scale = LossScale()
                 self.attach("loss scale", self._stepper.loss_scale)
+
+    def _weights_to_begin_with(
+        self, init_from: pretrained.Given | None, frozen_too: bool
+    ) -> pretrained.Pretrained | None:
+        """What `init_from` names, unless the run goes on: then from its checkpoint, and from there at most what is
+        frozen and not in it."""
+        if init_from is None:
+            return None
+        if self.agree(lambda: bool(self.checkpointer.storage.steps()), "whether the run goes on") and not frozen_too:
+            if self.is_main:
+                logger.info("init_from: %s is what this run began with; it has checkpoints, and goes on from them",
+                            pretrained.as_settings(init_from).path)  # fmt: skip
+            return None
+        return pretrained.Pretrained(init_from, self.group, self._strategy)
+
+    def _frozen(self, model: nn.Module) -> frozen_weights.Frozen:
+        names = frozen_weights.names_of(model)
+        name = "the digest of the frozen weights"
+        digest = self.agree(lambda: frozen_weights.digest_of(model, names, self._activity), name)
+        return frozen_weights.Frozen(frozenset(names), digest)
 
     def _work_on_blocks(self, model: nn.Module, compile: Compile | None, recompute: str | None) -> None:
         """What is done per block, before the model is placed: hooks of the strategy then stay outside of it."""
@@ -503,6 +534,19 @@ class Run:
             lambda: self._evaluator.evaluate_or_leave(measure, datasets, batch_size, on, collate),
         )
 
+    def asked_to_leave(self) -> bool:
+        """Whether this rank was asked to: for work that can be gone on with, between two parts of it."""
+        return self._requests.leave is not None
+
+    def move(self, batch: Any) -> Any:
+        """A batch on the device, for what is computed outside of `batches`."""
+        return self._strategy.move(batch)
+
+    @property
+    def spread(self) -> Strategy:
+        """How the model and its batches are spread."""
+        return self._strategy
+
     def names_of(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
     ) -> tuple[dict[str, Any], bool]:
@@ -571,6 +615,14 @@ class Run:
         self.began_at = self.progress.step
         return True
 
+    def load_weights(self, folder: Path, step: int) -> None:
+        """The weights of a checkpoint of another run, to evaluate or use the model: nothing of that run is changed."""
+        self._models.require_any()
+        self.checkpointer.load_weights(folder, step)
+        self._restored = True
+        self._pulse.start(0, 0.0)
+        self.journal.start_at(0)
+
     def newest_saved(self) -> tuple[int, Path] | None:
         """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
         return self.checkpointer.newest()
@@ -624,6 +676,12 @@ class Run:
         """Save and leave here and now, on all ranks: one of them was asked to."""
         asked = self._pulse.meet(self.progress.step)
         self._save_and_leave(str(asked.leave))
+
+    def leave_unsaved(self) -> NoReturn:
+        """Leave on all ranks, where there is nothing to save: the work is begun anew, or goes on from its parts."""
+        asked = self._pulse.meet(self.progress.step)
+        self._feed.close()
+        raise Preempted(str(asked.leave))
 
     def _save_and_leave(self, reason: str) -> NoReturn:
         with self.profiler.region("checkpoint"):

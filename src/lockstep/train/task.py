@@ -136,6 +136,20 @@ class Task(abc.ABC):
         """What else is to happen between steps; see lockstep.Hook. Those of the config come after them."""
         return ()
 
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """For `lockstep predict`: columns by name, each with one value per example of the batch: a tensor whose first
+        dimension is the batch, or a list of numbers or texts."""
+        raise NotImplementedError
+
+    def predict_data(self, input: str) -> Dataset[Any]:
+        """For `lockstep predict --input FILE`: the map-style dataset that a file stands for."""
+        raise NotImplementedError
+
+    def example_inputs(self) -> Any:
+        """For `lockstep export`: what the model is called with, a tuple of arguments or a mapping by name. Where not
+        defined, it is taken from the first batch."""
+        raise NotImplementedError
+
     # A task may define collate(examples) to build batches in its own way.
 
 

@@ -36,7 +36,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
     task = create_task(config.task)
     own = OwnHooks(own_hooks(task, config))
-    datasets = _datasets(task, config)
+    datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
     length = run_length(config, order.length if order is not None else None)
@@ -148,13 +148,13 @@ def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], op
             raise ConfigError(unknown_metric(path, name, there))
 
 
-def _datasets(task: Task, config: RunConfig) -> Datasets:
+def datasets_of(task: Task, config: RunConfig) -> Datasets:
     """Training, validation and test data: the task's own, or parts of its training data by the config's fractions.
 
     By the beginning of their metrics' names: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
     train_data = task.train_data()
-    _check(train_data, "train_data()")
+    check_data(train_data, "train_data()")
     streams = is_stream(train_data)
     if config.data.shuffle_buffer is not None and not streams:
         raise ConfigError(
@@ -190,14 +190,14 @@ def _named(kind: str, given: Any) -> Datasets:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        _check(given, f"{kind}_data()")
+        check_data(given, f"{kind}_data()")
         return {kind: given}
     if not given:
         raise ConfigError(f"task: {kind}_data() returned a mapping without any dataset: return None, or some by name")
     for name, each in given.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"task: {kind}_data() has a dataset under {name!r}: a name is text without a slash")
-        _check(each, f"{kind}_data()[{name!r}]")
+        check_data(each, f"{kind}_data()[{name!r}]")
     return {f"{kind}/{name}": each for name, each in given.items()}
 
 
@@ -218,7 +218,7 @@ def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
     return Lengths(sum(split), counts, drawing)  # a split leaves nothing out
 
 
-def _check(data: Any, name: str) -> None:
+def check_data(data: Any, name: str) -> None:
     if is_stream(data):
         check_stream(data, f"task: {name}")
     else:

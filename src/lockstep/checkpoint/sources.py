@@ -1,0 +1,201 @@
+"""Weights that others have saved, wherever they are: open to be read from, tensor by tensor.
+
+A run, a checkpoint of either format, a safetensors file, a folder as Hugging Face writes it. Pickles are not read: what
+is in them can run code, and no part of a tensor can be read by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from lockstep.checkpoint import manifest, ranges, tensor_file
+from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.stored import StoredTensor
+from lockstep.config.text_file import LONGEST_RECORD, read_text
+from lockstep.config.yaml_text import parse_yaml
+from lockstep.distributed.activity import Activity
+from lockstep.errors import ConfigError
+from lockstep.strategy.slices import Stored
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".tar")
+_ADAPTER = "default"  # what peft calls an adapter that was given no name, in a model's state but not in a file
+
+
+@dataclass
+class Source:
+    """Weights by name, and the files that they are in, open until `close`."""
+
+    described: str
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    # Whether weights that are frozen were left out of it when it was saved: then they are not missing.
+    without_frozen: bool = False
+    _open: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+    def add(self, file: Path, activity: Activity, only: Iterable[str] | None = None) -> None:
+        """The tensors of a safetensors file; `only` those of these names."""
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(f"init_from: {file}: cannot be read: {error.strerror}") from None
+        self._open.append(descriptor)
+        found = {each.name: each for each in _entries(file, descriptor)}
+        wanted = found if only is None else {name: found.get(name) for name in only}
+        for name, entry in wanted.items():
+            if entry is None:
+                raise ConfigError(f"init_from: {file}: has no {name!r}, which {INDEX_FILE} says is in it")
+            self.tensors[name] = StoredTensor(entry, descriptor, file, activity)
+
+
+def open_source(given: str, activity: Activity) -> Source:
+    """What a path stands for, looked at and open; ConfigError where it is nothing that weights can be read from."""
+    if "://" in given:
+        raise ConfigError(f"init_from: {given}: weights are read from a disk: copy them to one that the ranks see")
+    path = Path(given)
+    try:
+        there, folder = path.exists(), path.is_dir()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"init_from: {given!r}: cannot be looked for: {error}") from None
+    if not there:
+        raise ConfigError(f"init_from: {path}: there is no such file or folder")
+    source = Source(str(path))
+    try:
+        if folder:
+            _open_folder(path, source, activity)
+        elif path.suffix.lower() in _PICKLES:
+            raise _pickled(path)
+        else:
+            source.add(path, activity)
+            source.described = f"{path} (safetensors)"
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _open_folder(folder: Path, source: Source, activity: Activity) -> None:
+    if (folder / MANIFEST_FILE).exists():
+        _open_checkpoint(folder, source, activity)
+    elif (folder / "checkpoints").is_dir():
+        _open_run(folder, source, activity)
+    elif (folder / INDEX_FILE).exists():
+        for name, names in _index(folder / INDEX_FILE).items():
+            source.add(folder / name, activity, names)
+        source.described = f"{folder} (Hugging Face, several files)"
+    elif (folder / MODEL_FILE).exists():
+        source.add(folder / MODEL_FILE, activity)
+        source.described = f"{folder} (Hugging Face)"
+    elif (folder / ADAPTER_FILE).exists():
+        source.add(folder / ADAPTER_FILE, activity)
+        source.tensors = {_adapter_name(name): each for name, each in source.tensors.items()}
+        source.described, source.without_frozen = f"{folder} (an adapter of peft)", True
+    else:
+        pickled = sorted(each for each in folder.iterdir() if each.suffix.lower() in _PICKLES)
+        if pickled:
+            raise _pickled(pickled[0])
+        raise ConfigError(
+            f"init_from: {folder}: holds no weights: looked for {MANIFEST_FILE} (a checkpoint), checkpoints/ (a run), "
+            f"{INDEX_FILE} or {MODEL_FILE} (a Hugging Face folder), {ADAPTER_FILE} (an adapter)"
+        )
+
+
+def _open_run(folder: Path, source: Source, activity: Activity) -> None:
+    """Its best checkpoint, where one was given a value; else its newest."""
+    storage = CheckpointStorage(folder / "checkpoints")
+    step, what = storage.best_good(_mode_of(folder)), "best"
+    if step is None:
+        step, what = storage.newest_good(), "newest"
+    if step is None:
+        raise ConfigError(f"init_from: {folder}: this run has no whole checkpoint in {storage.folder}")
+    _open_checkpoint(storage.path(step), source, activity, checked=True)
+    source.described = f"{folder} (its {what} checkpoint, step {step})"
+
+
+def _open_checkpoint(folder: Path, source: Source, activity: Activity, checked: bool = False) -> None:
+    try:
+        problem = None if checked else manifest.problem(folder)
+        if problem is not None:
+            raise Damaged(problem)
+        told = manifest.read(folder)
+        tree = json.loads(manifest.read_small(folder, TREE_FILE, told))
+    except Damaged as error:
+        raise ConfigError(f"init_from: {folder} is damaged: {error}. Name another checkpoint, or the run") from None
+    except Unreadable as error:
+        raise ConfigError(f"init_from: {folder}: {error}: make it readable for this user") from None
+    for name in manifest.tensor_files(told, "model"):
+        source.add(folder / name, activity)
+    shared: Mapping[str, str] = tree["shared"]
+    source.tensors |= {name: source.tensors[first] for name, first in shared.items()}
+    source.without_frozen = bool(tree["state"].get("frozen"))
+    source.described = f"{folder} (a checkpoint, step {told['step']})"
+
+
+def _mode_of(folder: Path) -> str:
+    """What best means for that run, by its config; a run of a script has none."""
+    try:
+        mode = parse_yaml(read_text(folder / "config.yaml"))["checkpoint"]["keep"]["mode"]
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError):
+        return "min"
+    return mode if mode in ("min", "max") else "min"
+
+
+def _index(file: Path) -> dict[str, list[str]]:
+    """The names of the weights in every file, by what Hugging Face's index says."""
+    try:
+        placed: dict[str, str] = json.loads(read_text(file, LONGEST_RECORD))["weight_map"]
+        files: dict[str, list[str]] = {}
+        for name, where in placed.items():
+            if Path(where).name != where:
+                raise ValueError(f"{where!r} is not the name of a file beside it")
+            files.setdefault(where, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"init_from: {file}: cannot be read as an index of weights: {error}") from None
+    return files
+
+
+def _entries(file: Path, descriptor: int) -> list[tensor_file.Entry]:
+    position = 0
+
+    def fill(memory: memoryview) -> None:
+        nonlocal position
+        count = len(memory)
+        ranges.fill(descriptor, [ranges.Range(position, count, count, 1)] if count else [], memory)
+        position += count
+
+    try:
+        return tensor_file.read_header(fill, os.fstat(descriptor).st_size)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"init_from: {file}: cannot be read as a safetensors file ({error}): it is damaged, cut short or of "
+            "another kind"
+        ) from None
+
+
+def _adapter_name(name: str) -> str:
+    """Of a weight in an adapter's file, as the model calls it: `lora_A.weight` is `lora_A.default.weight`."""
+    before, dot, last = name.rpartition(".")
+    inner = before.rpartition(".")[2]
+    if inner.startswith(("lora_", "ia3_", "vera_")):
+        return f"{before}.{_ADAPTER}{dot}{last}"
+    return f"{name}.{_ADAPTER}" if last.startswith(("lora_embedding_", "ia3_")) else name
+
+
+def _pickled(file: Path) -> ConfigError:
+    return ConfigError(
+        f"init_from: {file}: a pickle, which can run any code when it is opened and cannot be read in parts. Turn one "
+        'that you trust into a safetensors file: python -c "import sys, torch; from safetensors.torch import '
+        "save_file; w = torch.load(sys.argv[1], weights_only=True, map_location='cpu'); save_file({k: "
+        'v.clone() for k, v in w.items()}, sys.argv[2])" '
+        f"{file.name} model.safetensors"
+    )

@@ -1,0 +1,74 @@
+"""`lockstep export`: a trained model in a form that other programs open."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from lockstep.cli.after import BEST, JSON, RUN, STEP
+from lockstep.cli.options import SET
+from lockstep.errors import ConfigError
+from lockstep.mirror.url import Url
+from lockstep.shown import visible
+
+FORMS = ("safetensors", "hf", "torch-export", "onnx")
+
+
+@click.command(epilog="Example: lockstep export runs/digits-20260101-120000 --best --to onnx --out digits.onnx")
+@RUN
+@click.option("--to", type=click.Choice(FORMS), required=True, help="What to write.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="A new file; for hf, a new folder.")
+@STEP
+@BEST
+@click.option("--tolerance", type=click.FloatRange(min=0), default=1e-4, help="Largest relative difference (1e-4).")
+@SET
+@JSON
+def export(
+    run_dir: Path | Url,
+    to: str,
+    out: Path,
+    step: int | None,
+    best: bool,
+    tolerance: float,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the model of RUN in a form that other programs open: weights, a Hugging Face folder, a whole program.
+
+    One process does it, whatever number of ranks wrote the checkpoint. What was written is loaded back, and what it
+    computes for an example is compared with what the model computes: only then it gets its name.
+    """
+    from lockstep.distributed.topology import launched
+    from lockstep.start import after
+    from lockstep.start.checkpoint import Wanted
+
+    if launched(os.environ):
+        raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
+    if out.exists():
+        raise ConfigError(f"--out {out}: is there already: name one that is not, or move it away")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}: make it, or name another one")
+    folder = after.run_folder_of(run_dir)
+    from lockstep.config.load import load
+
+    config = load(folder / "config.yaml", overrides)
+    chosen = after.chosen_step(folder, Wanted(step, best), config.checkpoint.keep.mode)
+    from lockstep.train.exporting import export as write
+
+    done = write(config, folder, chosen, to, out, tolerance)
+    found = {
+        "out": str(done.out),
+        "to": to,
+        "step": chosen,
+        "difference": done.difference,
+        "compared": done.compared,
+    }
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(
+        visible(f"{done.out}: {to} of step {chosen}; {done.compared} compared, difference {done.difference:.3g}")
+    )

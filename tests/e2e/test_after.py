@@ -1,0 +1,243 @@
+"""A trained model measured, asked and exported: on any number of processes, and without a trace in its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+import lockstep
+from conftest import Project, wait_until
+from lockstep.cli import main
+
+TASKS = Path(__file__).parents[1] / "after_tasks.py"
+CONFIG: dict[str, Any] = {
+    "name": "useful",
+    "runtime": "cpu",
+    "train": {"epochs": 2, "batch_size": 12},
+    "optimizer": {"type": "torch.optim.SGD", "lr": 0.1},
+    "data": {"split": {"train": 0.8, "val": 0.2}},
+}
+
+
+def trained(folder: Path, task: str) -> Path:
+    found = lockstep.train({**CONFIG, "task": {"type": f"{TASKS}:{task}"}}, processes=1, out=folder)
+    return Path(found["folder"])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = list(sys.path)
+    yield trained(tmp_path_factory.mktemp("trained"), "Useful")
+    sys.path[:] = path
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def found(*arguments: object) -> dict[str, Any]:
+    result = command(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def files_of(run: Path) -> dict[str, str]:
+    """Every file of a run but the one that evaluations are noted in, with its digest."""
+    return {
+        str(each.relative_to(run)): hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in run.rglob("*")
+        if each.is_file() and each.name != "evaluations.jsonl"
+    }
+
+
+def test_evaluate_finds_what_the_run_found_on_any_number_of_processes(run: Path) -> None:
+    before, summary = files_of(run), json.loads((run / "summary.json").read_text())
+    alone, two = found("evaluate", run), found("evaluate", run, "-n", "2", "--best")
+    assert alone["metrics"].keys() == two["metrics"].keys() == {"test/loss", "test/accuracy"}
+    for name, value in alone["metrics"].items():
+        assert value == pytest.approx(summary["metrics"][name], rel=1e-6)
+        assert two["metrics"][name] == pytest.approx(value, rel=1e-6)
+    assert (alone["world_size"], two["world_size"], alone["examples"]) == (1, 2, {"test": 53})
+    noted = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert noted == [alone, two]
+    assert files_of(run) == before
+
+
+def test_evaluate_other_data_as_a_table(run: Path) -> None:
+    shown = command("evaluate", run, "--data", "spare", "--step", "14")
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert rows[0] == ["metric", "step", "14"]
+    assert [row[0] for row in rows[1:3]] == ["spare/loss", "spare/accuracy"]
+    assert rows[3] == ["examples", "of", "spare", "5"]
+
+
+def test_predict_writes_the_same_file_on_any_number_of_processes(run: Path, tmp_path: Path) -> None:
+    before = files_of(run)
+    sharded = "strategy={type: spmd, preset: fsdp}"
+    ways: dict[str, list[str]] = {"one": ["-n", "1"], "two": ["-n", "2", "--set", "data.workers=1"],
+                                  "parts": ["-n", "2", "--set", sharded]}  # fmt: skip
+    for name, how in ways.items():
+        told = found("predict", run, "--data", "test", "--out", tmp_path / f"{name}.parquet", "--chunk", "12", *how)
+        assert told["rows"] == 53
+    data = {name: (tmp_path / f"{name}.parquet").read_bytes() for name in ways}
+    assert data["one"] == data["two"]
+    one, parts = (pq.read_table(tmp_path / f"{name}.parquet").to_pydict() for name in ("one", "parts"))
+    assert one["label"] == parts["label"] and one["name"] == parts["name"]
+    assert torch.tensor(one["scores"]).shape == (53, 4)
+    assert torch.allclose(torch.tensor(one["scores"]), torch.tensor(parts["scores"]), atol=1e-6)
+    model, inputs = model_by_hand(run), inputs_by_hand()
+    assert one["label"] == model(inputs).argmax(1).tolist()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"{name}.parquet" for name in sorted(ways)]
+    assert files_of(run) == before
+
+
+def test_predict_from_a_file_to_json_lines(run: Path, tmp_path: Path) -> None:
+    rows = inputs_by_hand()[:5]
+    (tmp_path / "input.txt").write_text("\n".join(" ".join(map(str, each)) for each in rows.tolist()))
+    found("predict", run, "--input", tmp_path / "input.txt", "--out", tmp_path / "out.jsonl")
+    told = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [each["label"] for each in told] == model_by_hand(run)(rows).argmax(1).tolist()
+    assert told[0].keys() == {"label", "scores", "name"}
+
+
+def test_predict_that_was_killed_goes_on_after_its_parts(run: Path, project: Project) -> None:
+    out = project.folder / "killed.parquet"
+    arguments = ["predict", run, "--data", "train", "--chunk", "1", "-n", "2"]
+    killed = project.start(*arguments, "--out", out, "--set", "task.pause=0.4")
+    parts = Path(f"{out}.parts")
+    wait_until(lambda: len(list(parts.glob("part-*"))) >= 2, what="two parts")
+    for member in killed.members():
+        member.send_signal(signal.SIGKILL)
+    killed.process.wait(30)
+    killed.end()
+    there = {each.name: each.stat().st_mtime_ns for each in parts.glob("part-*")}
+    assert 2 <= len(there) < 7 and not out.exists()
+    kept = (parts / min(there)).stat().st_ino
+    other = command(*arguments, "--step", "7", "--out", out)
+    assert other.exit_code == 2 and "holds parts of other predictions" in other.stderr
+    assert (parts / min(there)).stat().st_ino == kept
+    assert found(*arguments, "--out", out)["parts_before"] == len(there)
+    assert not parts.exists()
+    found(*arguments[:-1], "1", "--out", project.folder / "whole.parquet")
+    assert out.read_bytes() == (project.folder / "whole.parquet").read_bytes()
+
+
+def model_by_hand(run: Path) -> torch.nn.Module:
+    sys.path.insert(0, str(TASKS.parent))
+    from after_tasks import Useful
+
+    model = Useful().model()
+    newest = max((run / "checkpoints").glob("step-*"))
+    model.load_state_dict(load_file(newest / "model.safetensors"))
+    return model.eval()
+
+
+def inputs_by_hand() -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(53, 8)
+
+
+# Exporting
+
+
+def test_export_weights_and_programs(run: Path, tmp_path: Path) -> None:
+    before, model, inputs = files_of(run), model_by_hand(run), inputs_by_hand()
+    with torch.no_grad():
+        wanted = model(inputs)
+    assert found("export", run, "--to", "safetensors", "--out", tmp_path / "m.safetensors")["difference"] == 0
+    weights = load_file(tmp_path / "m.safetensors")
+    assert all(torch.equal(weights[name], each) for name, each in model.state_dict().items())
+
+    assert found("export", run, "--to", "torch-export", "--out", tmp_path / "m.pt2")["difference"] <= 1e-6
+    assert torch.allclose(torch.export.load(tmp_path / "m.pt2").module()(inputs), wanted, atol=1e-6)
+
+    assert found("export", run, "--to", "onnx", "--out", tmp_path / "m.onnx")["difference"] <= 1e-6
+    from onnx.reference import ReferenceEvaluator
+
+    session = ReferenceEvaluator(str(tmp_path / "m.onnx"))
+    (said,) = session.run(None, {session.input_names[0]: inputs.numpy()})  # 53 examples, where it was made from two
+    assert torch.allclose(torch.as_tensor(said), wanted, atol=1e-5)
+    assert {each.name for each in tmp_path.iterdir()} == {"m.safetensors", "m.pt2", "m.onnx"}
+    assert files_of(run) == before
+
+
+def test_what_is_not_the_same_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.train import exporting
+
+    made = exporting._program
+
+    def spoiled(model: torch.nn.Module, *example: Any) -> Any:
+        with torch.no_grad():
+            model[0].weight += 0.1  # type: ignore[index, operator]
+        return made(model, *example)
+
+    monkeypatch.setattr(exporting, "_program", spoiled)
+    result = command("export", run, "--to", "torch-export", "--out", tmp_path / "m.pt2")
+    assert result.exit_code == 5 and "differ from the model's by" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_no_program_can_be_made_of(tmp_path: Path) -> None:
+    run = trained(tmp_path, "Branching")
+    result = command("export", run, "--to", "onnx", "--out", tmp_path / "m.onnx")
+    assert result.exit_code == 2 and "the model cannot be exported as one program" in result.stderr
+    assert "Traceback" not in result.output and not (tmp_path / "m.onnx").exists()
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "nowhere"], "RUN nowhere: there is no such folder"),
+        (["evaluate", "RUN", "--data", "tset"], "no such data, nor a method tset_data(), did you mean test?"),
+        (["evaluate", "RUN", "--step", "999"], "--step 999: "),
+        (["evaluate", "RUN", "--step", "7", "--best"], "--step 7 and --best: name one of them"),
+        (["evaluate", "s3://bucket/run"], "copy the run's folder here first"),
+        (["predict", "RUN", "--out", "x.csv"], "must end with .parquet or .jsonl"),
+        (["predict", "RUN", "--out", "nowhere/x.jsonl"], "there is no folder"),
+        (["predict", "RUN", "--out", "there.jsonl"], "is there already"),
+        (["predict", "RUN", "--out", "x.jsonl", "--data", "val", "--input", "f"], "name one of them"),
+        (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=number"], "a single ndarray for 'label'"),
+        (["predict", "RUN", "--out", "x.jsonl", "--set", "task.wrong=nothing"], "predict returned a NoneType"),
+        (["export", "RUN", "--to", "hf", "--out", "hf"], "no model of transformers or peft: use --to safetensors"),
+        (["export", "RUN", "--to", "onnx", "--out", "there.jsonl"], "is there already"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").touch()
+    before = files_of(run)
+    result = command(*(str(run) if each == "RUN" else each for each in arguments))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert files_of(run) == before
+
+
+def test_a_damaged_checkpoint_is_named(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    file = max((copy / "checkpoints").glob("step-*")) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    result = command("evaluate", copy)
+    assert result.exit_code == 5 and "is damaged: model.safetensors does not match its digest" in result.stderr
