@@ -1,4 +1,4 @@
-"""What an import can tell of the task, the optimizer and the scheduler that a config names: nothing is made of them."""
+"""What an import can tell of what a config names (the task, the optimizer, loggers ...): nothing is made of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lockstep.config.schema import Component, RunConfig
 from lockstep.errors import ConfigError
+from lockstep.record.logger import check_methods
 from lockstep.train.task import check_arguments, import_object, task_class, try_on
 
 
@@ -26,6 +27,9 @@ def check_parts(config: RunConfig, trained_here: bool = True) -> None:
         (_check_task, config.task),
         (_check_optimizer, config.optimizer),
         (_check_scheduler, config.scheduler),
+    ]
+    checks += [
+        (_check_logger(name), Component.model_validate(own.model_dump())) for name, own in config.log.own.items()
     ]
     problems: list[str] = []
     for check, component in checks:
@@ -57,6 +61,15 @@ def _check_scheduler(component: Component) -> None:
     check_arguments(cls, component.arguments, "scheduler", object())
     # A cyclic schedule of the momentum wants an optimizer that has one.
     try_on(cls, component.arguments, "scheduler", SGD([Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+
+
+def _check_logger(name: str) -> Callable[[Component], None]:
+    def check(component: Component) -> None:
+        cls = _imported(component, f"log.{name}", _by_path(f"log.{name}"))
+        check_methods(cls, f"log.{name}", component.type)
+        check_arguments(cls, component.arguments, f"log.{name}")
+
+    return check
 
 
 def _by_path(name: str) -> Callable[[Component], Any]:
