@@ -53,7 +53,7 @@ def secrets_in(section: Any, at: str = "") -> Iterator[str]:
 
 
 def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Plain data without its secrets (by their names, in URLs, or as the environment has them), and with all the rest."""
+    """Plain data without its secrets, known by name, in URLs, or as the environment has them; and with all the rest."""
     known = [each for name, each in environment.items() if is_secret(name) and len(each) >= _SHORTEST]
     return _redacted(value, known)
 

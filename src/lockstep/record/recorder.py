@@ -79,6 +79,7 @@ class Recorder:
         """The loggers together may take so long, `log.timeout` where it is not said."""
         if self._jsonl is not None:
             self._jsonl.close()
+        self._jsonl, self._opened = None, False  # a row that comes after all is written
         for each in self._loggers:
             each.close(status)
         until = time.monotonic() + min(self._settings.timeout, math.inf if limit is None else limit)
