@@ -45,6 +45,12 @@ class Album(Memory):
         Memory.calls.append(("sample", sample.step, sample.kind, sample.name, sample.value))
 
 
+class Slow(Memory):
+    """What it was given is safe a while later."""
+
+    delay = 60.0
+
+
 class Faulty(Memory):
     """Raises, or hangs for ever, in one of its methods."""
 

@@ -17,6 +17,7 @@ from own_loggers import Memory
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from conftest import wait_until
 from lockstep.config.load import validate
 from lockstep.config.schema import Log, RunSettings
 from lockstep.errors import ConfigError
@@ -94,6 +95,18 @@ def test_what_a_killed_process_took_along_is_sent_after_the_restart(new_run: Run
     train(new_run(**with_loggers()), stop_at=5)
     train(new_run(**with_loggers(mine={"type": "own_loggers:Memory"})))
     assert Memory.points("loss") == [1, 2, 3, 4, 5]
+
+
+def test_what_may_not_have_arrived_when_it_was_killed_is_sent_once_more(new_run: Runs) -> None:
+    settings = with_loggers(mine={"type": "own_loggers:Slow"})
+    killed = new_run(**settings)
+    train(killed, stop_at=5)
+    wait_until(lambda: Memory.points("loss") == [1, 2, 3, 4], 5)
+    train(new_run(**settings), epochs=2)
+    assert Memory.points("loss") == [1, 2, 3, 4, *range(1, 11)]
+    Memory.forget()
+    train(new_run(**settings), epochs=3)  # after a good end, nothing is sent twice
+    assert Memory.points("loss") == list(range(11, 16))
 
 
 def test_a_history_that_changes_is_told_of(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,7 +232,7 @@ def test_what_start_returns_must_be_plain_data(new_run: Runs, caplog: pytest.Log
     assert "what it returns is kept as JSON" in warnings(caplog)[0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"id": "x", "kept": 5, "last": {}, "calls": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"id": "x", "kept": 5, "sent": {}, "calls": 1}'])
 def test_a_damaged_note_of_a_logger_is_as_none(new_run: Runs, tmp_path: Path, text: str) -> None:
     (tmp_path / "loggers").mkdir()
     (tmp_path / "loggers" / "mine.json").write_text(text)
@@ -234,7 +247,10 @@ def test_a_damaged_note_of_a_logger_is_as_none(new_run: Runs, tmp_path: Path, te
     ("type", "expected"),
     [
         ("own_loggers:Misspelt", r"does not define finish\(self, status\); it has finnish, whose name here is finish"),
-        ("own_loggers:MisspeltSample", "defines log_samples, which Lockstep does not call: its name here is log_sample"),
+        (
+            "own_loggers:MisspeltSample",
+            "defines log_samples, which Lockstep does not call: its name here is log_sample",
+        ),
         ("own_loggers:TooFew", r"log must take step, values .*: write log\(self, step, values\)"),
         ("own_loggers:Memry", "did you mean Memory"),
         ("no_such_module:Memory", "there is no module 'no_such_module'"),
@@ -286,7 +302,12 @@ def test_a_package_that_is_not_installed_is_named_with_the_extra(name: str, monk
 
 
 def test_wandb_needs_a_key_unless_it_is_offline(tmp_path: Path) -> None:
-    there = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_DIR": str(tmp_path)}
+    there = {
+        "HOME": str(tmp_path),
+        "NETRC": str(tmp_path / "netrc"),
+        "WANDB_CONFIG_DIR": str(tmp_path),
+        "WANDB_DIR": str(tmp_path),
+    }
     with pytest.raises(ConfigError, match=r"no key for https://api\.wandb\.ai: set WANDB_API_KEY .*mode: offline"):
         loggers.check(log_of({"wandb": {"project": "x"}}), there)
     loggers.check(log_of({"wandb": {"mode": "offline"}}), there)
@@ -295,7 +316,7 @@ def test_wandb_needs_a_key_unless_it_is_offline(tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "x" * 40)
     (tmp_path / "netrc").chmod(0o600)
     loggers.check(log_of({"wandb": True}), there)
-    with pytest.raises(ConfigError, match="no key for https://wandb.example"):
+    with pytest.raises(ConfigError, match=r"no key for https://wandb\.example"):
         loggers.check(log_of({"wandb": True}), {**there, "WANDB_BASE_URL": "https://wandb.example"})
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
@@ -314,5 +335,7 @@ def test_mlflow_needs_a_place_that_it_can_use(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("given", [{"resume": "never"}, {"entitty": "x"}, {"config": {}}])
 def test_an_argument_that_wandb_does_not_have_or_that_is_ours_is_refused(new_run: Runs, given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"log\.wandb\.(resume|config): Lockstep sets it|entitty: .*did you mean entity"):
+    with pytest.raises(
+        ConfigError, match=r"log\.wandb\.(resume|config): Lockstep sets it|entitty: .*did you mean entity"
+    ):
         new_run(**with_loggers(wandb={"mode": "offline", **given}))

@@ -122,7 +122,7 @@ def test_what_is_no_figure_text_or_table_is_refused(new_run: Runs) -> None:
     run = new_run()
     with pytest.raises(ConfigError, match=r"run\.log_figure\('x'\).*a figure of matplotlib's .* is needed, got list"):
         run.log_figure("x", [1])
-    with pytest.raises(ConfigError, match="a text is a str, got Tensor of shape .* decode tokens first"):
+    with pytest.raises(ConfigError, match=r"a text is a str, got Tensor of shape .* decode tokens first"):
         run.log_text("x", torch.zeros(3))  # type: ignore[arg-type]
     for columns, rows, expected in [
         ("ab", [], "columns is a list of names, got 'ab'"),
@@ -194,8 +194,11 @@ def kept(folder: Path) -> dict[str, str]:
 def test_from_within_a_step_and_between_two_and_not_twice_after_a_resume(new_run: Runs, tmp_path: Path) -> None:
     train(new_run(**with_album()))
     expected, sent = kept(tmp_path / "samples"), [call[1:] for call in Memory.calls if call[0] == "sample"]
-    assert list(expected) == [f"step-{step:08d}/{name}.txt" for step, name in
-                              [(2, "inside"), (4, "inside"), (5, "after"), (6, "inside"), (8, "inside"), (10, "after"), (10, "inside")]]  # fmt: skip
+    inside, after = (
+        {f"step-{step:08d}/inside.txt" for step in (2, 4, 6, 8, 10)},
+        {"step-00000005/after.txt", "step-00000010/after.txt"},
+    )
+    assert expected.keys() == inside | after
     assert len(sent) == len(expected)  # one of every step, not one of every micro-batch
     for each in ("samples", "checkpoints", "metrics.jsonl", "loggers"):
         (tmp_path / each).rename(tmp_path / f"{each}-before")

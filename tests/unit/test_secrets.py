@@ -35,7 +35,14 @@ def test_what_only_sounds_alike_is_none(name: str) -> None:
 
 def test_a_config_is_sent_without_its_secrets_and_with_all_the_rest() -> None:
     config = {
-        "task": {"type": "a:B", "api_key": "s3cret", "pad_token": "<pad>", "key": "image", "max_tokens": 5, "token": 17},
+        "task": {
+            "type": "a:B",
+            "api_key": "s3cret",
+            "pad_token": "<pad>",
+            "key": "image",
+            "max_tokens": 5,
+            "token": 17,
+        },
         "data": [{"password": 12345, "url": "https://user:pass@host/x?a=1"}],
         "other": {"use_auth_token": True, "hf_token": None, "secret": "", "server": "http://h/?write_token=abc&b=2"},
         "lr": 0.1,

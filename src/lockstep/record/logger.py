@@ -66,6 +66,7 @@ class Logger(Protocol):
         """Every number of a name once, also where a run that was interrupted computes a step a second time.
 
         With a class attribute `takes_back = True`, `start` forgets what it has of steps after `about.step` instead.
+        With `delay = 30.0`, what was given to it less than so many seconds before a kill is sent once more.
         """
 
     def finish(self, status: str) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -49,8 +50,8 @@ class Outbox:
         self.name, self._logger, self._about = name, to, about
         self._file = about.folder / FOLDER / f"{name}.json"
         self._kept = _Kept.read(self._file)
-        # What it had before this start: a run that goes on from an older checkpoint computes it again, bit for bit.
-        self._before = {} if self.takes_back else dict(self._kept.last)
+        # What it has from before: a run that goes on from an older checkpoint computes it again, bit for bit.
+        self._before = {} if self.takes_back else dict(self._kept.sent)
         self._waiting: deque[Call] = deque()
         self._bytes = self._left_out = self._failed = 0
         self._news = threading.Condition()
@@ -98,6 +99,8 @@ class Outbox:
         self._thread.join(max(until - time.monotonic(), 0.0))
         with self._news:
             self._given_up, at, left = True, self._at, len(self._waiting)
+        if self._thread.is_alive():
+            self._abandon()
         lost = [f"{self._failed} calls failed"] if self._failed else []
         lost += [f"{self._left_out} rows and samples were left out, since it was too slow"] if self._left_out else []
         lost += [f"{left} were not sent any more"] if left and not self._over else []
@@ -142,12 +145,15 @@ class Outbox:
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls():
                 if self._called(call.method, call.send):
-                    self._kept.sent(call)
+                    self._kept.note(call, float(getattr(self._logger, "delay", 0.0)))
                     self._kept.write(self._file)
                 else:
                     self._failed += 1
-            if not self._given_up:
-                self._called("finish", lambda: self._logger.finish(str(self._status)))
+            if not self._given_up and self._called("finish", lambda: self._logger.finish(str(self._status))):
+                self._kept.settle()
+                self._kept.write(self._file)
+        else:
+            self._abandon()
         self._over = True
 
     def _keep(self, returned: Mapping[str, Any] | None) -> None:
@@ -192,6 +198,11 @@ class Outbox:
             self._at = None
         return True
 
+    def _abandon(self) -> None:
+        """What a package has started may keep this process from ending, once nobody waits for it any more."""
+        with contextlib.suppress(Exception):
+            getattr(self._logger, "abandon", lambda: None)()
+
     def _tell_once(self, what: str, text: str) -> None:
         if what not in self._told and not self._given_up:
             self._told.add(what)
@@ -204,23 +215,31 @@ class Outbox:
 class _Kept:
     """What is known of a logger from one start of the run to the next."""
 
-    def __init__(self, id: str, kept: dict[str, Any], last: dict[str, int], calls: int) -> None:
-        self.id, self.kept, self.last, self.calls = id, kept, last, calls
+    def __init__(self, id: str, kept: dict[str, Any], sent: dict[str, int], calls: int) -> None:
+        self.id, self.kept, self.sent, self.calls = id, kept, sent, calls
+        self._recent: deque[tuple[float, Call]] = deque()  # that may be lost, if this process is killed now
 
     @classmethod
     def read(cls, file: Path) -> _Kept:
         with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             found = json.loads(read_text(file, LONGEST_RECORD))
-            last = {str(name): int(step) for name, step in found["last"].items()}
-            return cls(str(found["id"]), dict(found["kept"]), last, int(found["calls"]))
+            sent = {str(name): int(step) for name, step in found["sent"].items()}
+            return cls(str(found["id"]), dict(found["kept"]), sent, int(found["calls"]))
         return cls(secrets.token_hex(8), {}, {}, 0)
 
-    def sent(self, call: Call) -> None:
+    def note(self, call: Call, delay: float) -> None:
+        """A call has returned; what it sent is safe so many seconds later."""
         self.calls += 1
-        for name in call.names:
-            self.last[name] = max(call.step, self.last.get(name, -1))
+        self._recent.append((time.monotonic() + delay, call))
+        self.settle(time.monotonic())
+
+    def settle(self, until: float = math.inf) -> None:
+        while self._recent and self._recent[0][0] <= until:
+            call = self._recent.popleft()[1]
+            for name in call.names:
+                self.sent[name] = max(call.step, self.sent.get(name, -1))
 
     def write(self, file: Path) -> None:
         with contextlib.suppress(OSError):  # a disk that is full is told of by whoever has to write
             file.parent.mkdir(exist_ok=True)
-            write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "last": self.last})
+            write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent})

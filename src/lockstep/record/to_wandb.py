@@ -8,6 +8,7 @@ import html
 import importlib
 import netrc
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from lockstep.errors import ConfigError
 from lockstep.record.logger import About, Sample, check_arguments
 
 _OURS = ("config", "resume", "dir")
-_STEP = "step"  # what charts are drawn over
 _EXIT_CODES = {"completed": 0, "stopped early": 0}
 
 
 class WandbLogger:
+    delay = 60.0  # its own process writes, or uploads, every 15 s, and ends at once where ours is killed
+
     def __init__(self, settings: Wandb) -> None:
         self._settings = settings
         if settings.arguments:
@@ -45,6 +47,7 @@ class WandbLogger:
             "console": "off",  # what is printed is in logs/
             "silent": True,
             "x_disable_meta": True,  # command lines may hold keys
+            "init_timeout": about.timeout,
             "finish_timeout": about.timeout,
             **given.pop("settings", {}),
         }
@@ -58,15 +61,13 @@ class WandbLogger:
             resume="allow",
             settings=wandb.Settings(**settings),
         )
-        # Its own count of calls must grow, also from one offline run to the next; charts are drawn over our steps.
-        self._calls = max(about.calls, int(self._run.step or 0))
-        self._run.define_metric(_STEP, hidden=True)
-        self._run.define_metric("*", step_metric=_STEP)
+        self._step = 0
         return {"id": self._run.id, "url": self._run.url if self._run.settings.mode == "online" else None}
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log({_STEP: step, **values}, step=self._calls)
-        self._calls += 1
+        # It takes steps in their order alone, and ignores what it has already: so what is sent once more does no harm.
+        self._step = max(step, self._step)
+        self._run.log(dict(values), step=self._step)
 
     def log_sample(self, sample: Sample) -> None:
         value = sample.value
@@ -82,6 +83,13 @@ class WandbLogger:
         if status == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
+
+    def abandon(self) -> None:
+        """At exit its package waits for a process of its own, which waits for a server that does not answer. What that
+        process has written down stays, for `wandb sync`."""
+        connection = sys.modules["wandb.sdk.wandb_setup"]._singleton._connection  # there is no public way to it
+        connection._cleanup()
+        connection._proc._process.kill()
 
 
 def _mode_and_server(settings: Wandb, environment: Mapping[str, str]) -> tuple[str, str]:
