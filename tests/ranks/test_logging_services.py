@@ -121,9 +121,7 @@ def test_trackio_is_one_run_after_a_kill_and_a_resume(killed_and_resumed: Path) 
         rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
     assert len({name for name, _, _ in rows}) == 1
     steps = [step for _, step, metrics in rows if "loss" in str(metrics)]
-    assert len(set(steps)) == len(steps) and set(steps) >= set(
-        range(6, 13)
-    )  # what it had not written when it was killed
+    assert sorted(set(steps)) == list(range(1, 13)) and len(steps) <= 13  # the step that it had last may be there twice
 
 
 # Without an answer

@@ -11,6 +11,8 @@ from lockstep.record.logger import About, Sample, check_arguments
 
 
 class TrackioLogger:
+    delay = 30.0  # what it was given waits for a thread of its own, which is killed with ours
+
     def __init__(self, settings: Trackio) -> None:
         self._settings = settings
         if settings.arguments:
@@ -23,10 +25,14 @@ class TrackioLogger:
         name = str(about.kept.get("name") or given.pop("name", None) or f"{about.name}-{about.id[:6]}")
         chosen = {"project": self._settings.project, **given, "name": name}
         self._run = self._trackio.init(**chosen, config=about.config, resume="allow")
+        # It would keep a step that is sent once more a second time. It counts on from the last that it has, which may
+        # not be complete.
+        self._has = int(getattr(self._run, "_next_step", 0)) - 1
         return {"name": name, "project": self._settings.project}
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=step)
+        if step >= self._has:
+            self._run.log(dict(values), step=step)
 
     def log_sample(self, sample: Sample) -> None:
         value = sample.value
@@ -36,7 +42,7 @@ class TrackioLogger:
             shown = self._trackio.Markdown(f"```\n{value}\n```")
         else:
             shown = self._trackio.Table(columns=value.columns, data=value.rows)
-        self._run.log({sample.name: shown}, step=sample.step)
+        self.log(sample.step, {sample.name: shown})
 
     def finish(self, status: str) -> None:
         self._run.finish()
