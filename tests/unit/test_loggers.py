@@ -17,11 +17,12 @@ from own_loggers import Memory
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from conftest import wait_until
+from conftest import TASK_FILE, wait_until
 from lockstep.config.load import validate
-from lockstep.config.schema import Log, RunSettings
+from lockstep.config.schema import Log, RunConfig, RunSettings
 from lockstep.errors import ConfigError
-from lockstep.record import loggers, outbox
+from lockstep.record import loggers, outbox, to_mlflow
+from lockstep.train.parts import check_parts
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
 
@@ -261,6 +262,17 @@ def test_a_logger_that_is_none_is_refused(new_run: Runs, type: str, expected: st
         new_run(**with_loggers(mine={"type": type}))
 
 
+def test_a_dry_run_names_what_is_wrong_with_it() -> None:
+    config = RunConfig.model_validate({"task": f"{TASK_FILE}:Tiny", "log": {"mine": {"type": "own_loggers:Misspelt"}}})
+    with pytest.raises(ConfigError, match=r"log\.mine: .*it has finnish, whose name here is finish"):
+        check_parts(config)
+    config = RunConfig.model_validate(
+        {"task": f"{TASK_FILE}:Tiny", "log": {"mine": {"type": "own_loggers:Memory", "x": 1}}}
+    )
+    with pytest.raises(ConfigError, match=r"log\.mine\.x: Memory has no such argument"):
+        check_parts(config)
+
+
 def test_arguments_that_it_does_not_have_are_named(new_run: Runs) -> None:
     with pytest.raises(ConfigError, match=r"log\.mine\.greting: Memory has no such argument, did you mean greeting"):
         new_run(**with_loggers(mine={"type": "own_loggers:Memory", "greting": "x"}))
@@ -339,3 +351,20 @@ def test_an_argument_that_wandb_does_not_have_or_that_is_ours_is_refused(new_run
         ConfigError, match=r"log\.wandb\.(resume|config): Lockstep sets it|entitty: .*did you mean entity"
     ):
         new_run(**with_loggers(wandb={"mode": "offline", **given}))
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("val/loss", "val/loss"),
+        ("val/[cls] @5", "val/_cls_ _5"),
+        ("a//b", "a/_/b"),
+        ("../x", "_/x"),
+        ("x" * 300, "x" * 250),
+    ],
+)
+def test_names_are_made_such_that_mlflow_takes_them(given: str, taken: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    assert to_mlflow._name(given) == taken
+    _validate_metric_name(taken)

@@ -160,6 +160,22 @@ def test_samples_are_kept_in_the_runs_folder_and_sent_to_who_can_show_them(new_r
     assert sent == [(0, "image", "val/first picture"), (0, "text", "story"), (0, "table", "answers")]
 
 
+def test_tensorboard_takes_all_of_them(new_run: Runs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = new_run(log={"tensorboard": True, "timeout": 60.0})
+    for channels in (1, 3, 4):
+        run.log_image(f"of {channels}", pixels(4, 6, channels))
+    run.log_text("story", "once")
+    run.log_table("answers", ["question", "answer"], [["a|b", 2]])
+    run.finish()
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["images"]) == {"of 1", "of 3", "of 4"}
+    assert {each.partition("/")[0] for each in events.Tags()["tensors"]} == {"story", "answers"}
+
+
 def test_a_logger_that_takes_none_is_told_of_once(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
     run = new_run(log={"mine": {"type": "own_loggers:Memory"}})
     run.log_text("a", "x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ _ID = "lockstep.id"  # the tag by which a run is found again that was made a mom
 _STATUSES = {"completed": "FINISHED", "stopped early": "FINISHED", "failed": "FAILED"}
 _BY_SERVER = ("http", "https", "databricks")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_LONGEST_NAME = 250
 _LONGEST_PARAMETER, _MOST_PARAMETERS = 6000, 100  # of a value, and of one request
 
 
@@ -64,7 +66,7 @@ class MlflowLogger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        numbers = [self._metric(name, float(value), now, step) for name, value in values.items()]
+        numbers = [self._metric(_name(name), float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=numbers)
 
     def log_sample(self, sample: Sample) -> None:
@@ -83,7 +85,8 @@ class MlflowLogger:
         return str(runs[0].info.run_id) if runs else None
 
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
-        leaves = [self._param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in _leaves(config)]
+        named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in _leaves(config)}
+        leaves = [self._param(name, value) for name, value in named.items()]
         for begin in range(0, len(leaves), _MOST_PARAMETERS):
             self._client.log_batch(self._run_id, params=leaves[begin : begin + _MOST_PARAMETERS])
 
@@ -94,6 +97,12 @@ def _absolute(place: str) -> str:
         return place
     path = place.removeprefix("file://").removeprefix("file:")
     return place if place in _BY_SERVER else Path(path).absolute().as_uri()
+
+
+def _name(name: str) -> str:
+    """As it takes names: a path of letters, digits and a few signs. It refuses a whole row for another one."""
+    parts = [re.sub(r"[^\w.\- :]", "_", part).strip() for part in name.split("/")]
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST_NAME]
 
 
 def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
