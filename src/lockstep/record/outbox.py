@@ -141,17 +141,17 @@ class Outbox:
     # The thread
 
     def _work(self, about: About) -> None:
-        self._kept.write(self._file)  # the id that it starts with is the one that it goes on with, whatever happens
+        self._note()  # the id that it starts with is the one that it goes on with, whatever happens
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls():
                 if self._called(call.method, call.send):
                     self._kept.note(call, float(getattr(self._logger, "delay", 0.0)))
-                    self._kept.write(self._file)
+                    self._note()
                 else:
                     self._failed += 1
             if not self._given_up and self._called("finish", lambda: self._logger.finish(str(self._status))):
                 self._kept.settle()
-                self._kept.write(self._file)
+                self._note()
         else:
             self._abandon()
         self._over = True
@@ -161,9 +161,13 @@ class Outbox:
             self._kept.kept = json.loads(json.dumps(dict(returned or {})))
         except (TypeError, ValueError) as error:
             raise TypeError(f"what it returns is kept as JSON, got {returned!r} ({error})") from None
-        self._kept.write(self._file)
+        self._note()
         if self._kept.kept.get("url"):
             logger.info("log.%s: %s", self.name, in_a_line(str(self._kept.kept["url"])))
+
+    def _note(self) -> None:
+        if not getattr(self._logger, "keeps_nothing", False):
+            self._kept.write(self._file)
 
     def _calls(self) -> Iterator[Call]:
         if not self.takes_back:

@@ -10,14 +10,15 @@ from lockstep.record.logger import About, Sample
 
 class TensorBoardLogger:
     takes_back = True  # a resumed run hides what it is about to write again
+    keeps_nothing = True  # its own files are all that it goes on with
 
     _writer: Any
 
     def start(self, about: About) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = about.step + 1 if about.step or about.calls else None
-        self._writer = SummaryWriter(str(about.folder / "tensorboard"), purge_step=purge)
+        folder = about.folder / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=about.step + 1 if folder.exists() else None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
