@@ -50,6 +50,7 @@ Guard = Callable[[], None]  # raises where the run's folder is not the run's any
 
 # How long rank 0 waits for the folder: where it may have been restarted, and elsewhere.
 RESTART_PATIENCE, _PATIENCE = 30.0, 3.0
+_LOGGERS_SECONDS = 2.0  # for loggers of a run that was asked to end before its first step
 
 
 def train(
@@ -80,7 +81,7 @@ def train(
         except Interrupted as interrupted:
             _conclude_interrupted(run, interrupted)
             raise
-        run.finish()
+        run.finish(outcome["status"])
         ended(_told(run, outcome))
     return 0
 
@@ -113,8 +114,9 @@ def call(
         except Interrupted as interrupted:
             _conclude_interrupted(run, interrupted)
             raise
-        run.finish()
-        _conclude_own(run, {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped})
+        status = "stopped early" if run.stopped else "completed"
+        run.finish(status)
+        _conclude_own(run, {"status": status, "reason": run.stopped})
         return returned
 
 
@@ -138,6 +140,7 @@ def _work_is_done() -> Iterator[None]:
 
 
 def _conclude_interrupted(run: Run, interrupted: Interrupted) -> None:
+    run.journal.close("interrupted", _LOGGERS_SECONDS)
     if not run_folder.has_ended_before(run_folder.read_summary(run.folder)):
         conclude(run, {"status": "interrupted", "reason": interrupted.reason})
 

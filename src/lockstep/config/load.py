@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.mesh import resolve_meshes, spans_processes
 from lockstep.config.nearest import did_you_mean, nearest
 from lockstep.config.schema import Profile, RunConfig, Strategy
+from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_value
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
 from lockstep.config.weights_path import with_weights_located
@@ -37,7 +38,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     raw, places = read(path)
     for override in overrides:
         keys = _apply(raw, override)
-        override = brief(override)
+        override = brief(without_value(override))
         places = {key: place for key, place in places.items() if key[: len(keys)] != keys}
         places.update({keys[:n]: f"--set {override}" for n in range(1, len(keys) + 1) if keys[:n] not in places})
     return _loaded(raw, places, path.resolve().parent, str(path))
@@ -49,7 +50,7 @@ def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     places: dict[KeyPath, str] = {}
     for override in overrides:
         keys = _apply(raw, override)
-        places.update({keys[:n]: f"--set {brief(override)}" for n in range(1, len(keys) + 1)})
+        places.update({keys[:n]: f"--set {brief(without_value(override))}" for n in range(1, len(keys) + 1)})
     return validate(RunConfig, raw, places, "config")
 
 
@@ -245,7 +246,7 @@ def _describe(
         place = ", ".join([place, *(each for each in below if each != place)])
     if kind == "extra_forbidden":
         advice = did_you_mean(str(keys[-1]), _names_at(model, keys[:-1]))
-        return f"{place}: {name}: unknown key, {advice} (value {value!r})"
+        return f"{place}: {name}: unknown key, {advice} (value {_without_secrets(keys[-1], value)!r})"
     if kind == "missing":
         return f"{place}: {name}: missing"
     message = message.removeprefix("Value error, ")
@@ -256,6 +257,11 @@ def _describe(
         message = f"must be one of {expected}" + (f"; did you mean {near}?" if near else "")
     shown = f", got {value!r}" if isinstance(value, (str, int, float, bool, list, type(None))) else ""
     return f"{place}: {name}: {message}{shown}"
+
+
+def _without_secrets(name: str | int, value: Any) -> Any:
+    """A message goes to terminals and logs."""
+    return LEFT_OUT if any(secrets_in({str(name): value})) else redacted(value)
 
 
 def _without_union_tags(loc: Iterable[str | int], raw: Any) -> KeyPath:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from lockstep.config import loggers
 from lockstep.config.component import Component as Component
 from lockstep.config.component import as_mapping
 from lockstep.config.optimizing import EVERY_EPOCH as EVERY_EPOCH
@@ -338,10 +340,34 @@ class After(Section):
 
 
 class Log(Section):
+    """Where rows of metrics and samples go; further keys are loggers of one's own, each with a `type`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, loggers.Own]
+
     every: Interval = Interval(10, "step")
     jsonl: bool = True
     tensorboard: bool = False
     gradient_norm: bool = Field(False, description="the norm of all gradients, before they are clipped")
+    wandb: Annotated[loggers.Wandb | None, loggers.switch(loggers.Wandb)] = None
+    mlflow: Annotated[loggers.Mlflow | None, loggers.switch(loggers.Mlflow)] = None
+    trackio: Annotated[loggers.Trackio | None, loggers.switch(loggers.Trackio)] = None
+    timeout: Seconds = Field(30.0, description="how long a logger may take at the end before the run leaves without it")
+
+    @model_validator(mode="after")
+    def _names(self) -> Log:
+        wrong = next((name for name in self.own if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII)), None)
+        if wrong is not None:
+            raise ValueError(f"the name of a logger is made of letters, digits and _; got {wrong!r}")
+        return self
+
+    @property
+    def own(self) -> dict[str, loggers.OwnLogger]:
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def has_loggers(self) -> bool:
+        return bool(self.tensorboard or self.wandb or self.mlflow or self.trackio or self.own)
 
 
 def _no_client(address: str) -> str:

@@ -26,7 +26,7 @@ from lockstep.launcher.plan import local_plan
 from lockstep.mirror import staging, url
 from lockstep.mirror.mirror import mirrored
 from lockstep.mirror.url import Url
-from lockstep.record import folder_lock, run_folder
+from lockstep.record import folder_lock, loggers, run_folder
 from lockstep.terminal import tell
 from lockstep.train.requests import Preempted
 
@@ -63,6 +63,7 @@ def launch(
     if topology is None:
         family, count = runtime.resolve(checked)
         room.check(count, checked.data.workers)
+        loggers.check(checked.log)
         checked = checked.model_copy(update={"runtime": family, "processes": count})
     try:
         if topology is None and count > 1:

@@ -17,7 +17,7 @@ from lockstep.ray.mailbox import ANSWER_SECONDS
 
 _INTERVAL = 1.0
 _CHUNK = 8 * 1024 * 1024
-_RANK_ZERO_FILES = ("metrics.jsonl", "summary.json", "topology.json", "tensorboard")
+_RANK_ZERO_FILES = ("metrics.jsonl", "summary.json", "topology.json", "tensorboard", "loggers", "samples")
 
 
 def ask_mailbox(mailbox: Any) -> Callable[..., Any]:

@@ -92,7 +92,7 @@ class Session:
             assert self._reporter is not None
             self._reporter.ending = True
             if error is None:
-                self._run.finish()
+                self._run.finish(str(self.outcome.get("status", "stopped early" if self._run.stopped else "completed")))
                 self._conclude(self._run, self.outcome or _outcome(self._run))
             elif isinstance(error, Preempted):
                 self._conclude(self._run, {"status": "preempted", "reason": error.reason})

@@ -12,8 +12,10 @@ from lockstep.config.values import Interval
 from lockstep.data.progress import Due, Progress
 from lockstep.distributed.group import Group
 from lockstep.errors import NonFiniteGradients, NonFiniteLoss
+from lockstep.record.logger import Kind
 from lockstep.record.meters import Meter, Reading, Totals
 from lockstep.record.recorder import Recorder
+from lockstep.record.samples import check_name
 from lockstep.runtime.base import Runtime
 
 logger = logging.getLogger(__name__)
@@ -204,9 +206,22 @@ class Journal:
         self.learning_rates = state.get("learning_rates", {})
         self._last_row_step = state.get("last_row_step", self._last_row_step)
 
-    def close(self) -> None:
+    def sample(self, step: int, name: str, kind: Kind, make: Callable[..., Any], *given: Any) -> None:
+        """Something to look at, of rank 0; what others give is ignored. `make` checks it, and brings it to the host."""
+        path = f"run.log_{make.__name__}({name!r}) at step {step}"
+        # Under XLA a value that one rank alone asked for would have it run a program that the others do not.
+        if self._recorder is None and not (self._runtime is not None and self._runtime.compiles_everything):
+            return
+        check_name(name, path)
+        value = make(*given, path)
         if self._recorder is not None:
-            self._recorder.close()
+            self._recorder.sample(step, name, kind, value)
+
+    def close(self, status: str = "completed", limit: float | None = None) -> None:
+        """The end of all loggers, within `log.timeout` or a limit below that."""
+        if self._recorder is not None:
+            with self._group.activity.within("the end of the loggers", limit=self._group.activity.patience):
+                self._recorder.close(status, limit)
 
     def _take_busy(self, step: int) -> float:
         busy = self._busy_seconds / max(step - self._last_gathered_step, 1)

@@ -1,15 +1,22 @@
-"""What rank 0 writes down as it goes: rows of metrics to files, progress to the screen."""
+"""What rank 0 writes down as it goes: rows of metrics to files and loggers, samples, progress to the screen."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.schema import Log
 from lockstep.data.progress import Progress
 from lockstep.record.display import Display
-from lockstep.record.writers import SPEED, JsonlWriter, Row, TensorBoardWriter, Writer, drop_rows_after
+from lockstep.record.logger import Kind
+from lockstep.record.outbox import Outbox
+from lockstep.record.samples import Samples
+from lockstep.record.writers import SPEED, JsonlWriter, Row, drop_rows_after, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +24,16 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Recorder:
-    """Opens its files when the first row comes, since only then it is known whether the run was restored."""
+    """Opens files and loggers when the run begins, or the first row comes: only then it is known whether the run was
+    restored."""
 
-    def __init__(self, folder: Path, settings: Log, display: Display) -> None:
-        self._folder, self._settings, self._display = folder, settings, display
-        self._writers: list[Writer] | None = None
-        self._restored_step: int | None = None
+    def __init__(self, folder: Path, settings: Log, display: Display, loggers: Sequence[Outbox] = ()) -> None:
+        self._folder, self._settings, self._display, self._loggers = folder, settings, display, loggers
+        self._samples = Samples(folder)
+        self._jsonl: JsonlWriter | None = None
+        self._opened = False
+        self._restored_step = 0
+        self._before: dict[tuple[int, str], Any] = {}  # what rows said that are about to be written again
         self._last = (time.perf_counter(), 0)  # when, and examples so far
         self.rows = 0  # written so far, of the whole run
         self.lags: list[float] = []
@@ -31,9 +42,12 @@ class Recorder:
         """Drop what is about to be written again: all but the first rows, where it is known how many there were, else
         rows of later steps."""
         self._restored_step = step
-        self.rows = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
+        self.rows, dropped = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
+        self._before = {(row.get("step", 0), name): value for row in dropped for name, value in _numbers(row).items()}
+        self._samples.forget_after(step)
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
+        self._open()
         self._last = (time.perf_counter(), progress.examples)
         self._display.begin(progress.step, progress.epochs_done, total_steps)
 
@@ -41,14 +55,37 @@ class Recorder:
         """Write a row whose values are of a moment that may be a little past."""
         if "examples" in row:
             row = self._with_speed(row, at)
-        for writer in self._open():
-            writer.write(row)
+        self._open()
+        if self._jsonl is not None:
+            self._jsonl.write(row)
+        values = _numbers(row)
+        self._compare(row["step"], values)
+        for each in self._loggers:
+            each.log(row["step"], values)
+            each.look()
         self.rows += 1
         self._display.row(row, self.lags)
 
-    def close(self) -> None:
-        for writer in self._writers or []:
-            writer.close()
+    def sample(self, step: int, name: str, kind: Kind, value: Any) -> None:
+        """Keep something to look at in the run's folder, and send it to the loggers that can show it."""
+        self._open()
+        found = self._samples.keep(step, name, kind, value)
+        if found is not None:
+            for each in self._loggers:
+                each.log_sample(*found)
+                each.look()
+
+    def close(self, status: str, limit: float | None = None) -> None:
+        """The loggers together may take so long, `log.timeout` where it is not said."""
+        if self._jsonl is not None:
+            self._jsonl.close()
+        self._jsonl, self._opened = None, False  # a row that comes after all is written
+        for each in self._loggers:
+            each.close(status)
+        until = time.monotonic() + min(self._settings.timeout, math.inf if limit is None else limit)
+        for each in self._loggers:
+            each.wait(until)
+        self._loggers = ()
 
     def _with_speed(self, row: Row, now: float) -> Row:
         then, before = self._last
@@ -57,11 +94,45 @@ class Recorder:
         row[SPEED] = round((examples - before) / max(now - then, 1e-9), 1)
         return row
 
-    def _open(self) -> list[Writer]:
-        if self._writers is None:
-            self._writers = []
-            if self._settings.jsonl:
-                self._writers.append(JsonlWriter(self._folder / METRICS_FILE))
-            if self._settings.tensorboard:
-                self._writers.append(TensorBoardWriter(self._folder / "tensorboard", self._restored_step))
-        return self._writers
+    def _compare(self, step: int, values: Row) -> None:
+        """Say so, once, where a run that went back makes another history than the one that loggers have already."""
+        keeping = [each.name for each in self._loggers if not each.takes_back]
+        changed = [name for name in values if keeping and not _same(self._before.get((step, name)), name, values[name])]
+        if changed:
+            logger.warning(
+                "step %d: %s is %.6g, and was %.6g before the run went back to step %d. %s: what was sent stays; "
+                "metrics.jsonl has the new values. For a run of its own there, delete loggers/%s.json",
+                step, changed[0], values[changed[0]], self._before[step, changed[0]], self._restored_step,
+                ", ".join(f"log.{name}" for name in keeping), keeping[0],
+            )  # fmt: skip
+            self._before = {}
+
+    def _written(self, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The first rows of the record, of so many: those that a run which goes on has behind it."""
+        for row in read_rows(self._folder / METRICS_FILE)[:count] if count else ():
+            yield row.get("step", 0), _numbers(row)
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        self._opened = True
+        if self._settings.jsonl:
+            self._jsonl = JsonlWriter(self._folder / METRICS_FILE)
+        for each in self._loggers:
+            each.start(self._restored_step, partial(self._written, self.rows))
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    """What a row has for a chart. The mean since the last validation is no point of the curve that training rows draw
+    under the same name."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("step", "epoch")
+        and isinstance(value, (int, float))
+        and not (name.startswith("train/") and SPEED not in row)
+    }
+
+
+def _same(before: Any, name: str, now: Any) -> bool:
+    return before is None or name == SPEED or before == now

@@ -1,4 +1,4 @@
-"""Where rows of metrics are written: a file of JSON lines, TensorBoard."""
+"""The record of a run: rows of metrics in a file of JSON lines, written at once and exactly."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.config.plain import finite
 from lockstep.config.text_file import open_regular
-from lockstep.errors import ConfigError
 
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # what rows of training have, and others do not
-
-
-class Writer(Protocol):
-    def write(self, row: Row) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonlWriter:
@@ -37,31 +30,6 @@ class JsonlWriter:
         self._stream.close()
 
 
-class TensorBoardWriter:
-    """Event files for TensorBoard; a resumed run hides what it is about to write again."""
-
-    def __init__(self, folder: Path, purge_after_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "log.tensorboard: true needs the tensorboard package: pip install 'lockstep-train[tensorboard]', "
-                "or set log.tensorboard to false"
-            ) from None
-        purge = None if purge_after_step is None else purge_after_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
-
-    def write(self, row: Row) -> None:
-        for name, value in row.items():
-            # The mean since the last validation is no point of the curve that training rows draw under the same name.
-            repeated = name.startswith("train/") and SPEED not in row
-            if name not in ("step", "epoch") and not repeated and isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 def read_rows(path: Path) -> list[Row]:
     """The rows of a jsonl file; what is no row, as a last line that a kill cut short, is left out."""
     rows = []
@@ -74,14 +42,16 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:
-    """Forget rows that a resumed run will write again, replacing the file in one move; how many are left.
+def drop_rows_after(
+    path: Path, step: int, training_step: int | None = None, keep: int | None = None
+) -> tuple[int, list[Row]]:
+    """Forget rows that a resumed run will write again, replacing the file in one move; how many are left, and those.
 
     Where it is not known how many rows to keep, those of later steps go. Those of training may be further back than
     the rest: the row that a run ends with comes after its last checkpoint.
     """
     if not path.exists():
-        return 0
+        return 0, []
     rows = read_rows(path)
     last = {True: step if training_step is None else training_step, False: step}
     left = rows[:keep] if keep is not None else [row for row in rows if row.get("step", 0) <= last[SPEED in row]]
@@ -89,7 +59,8 @@ def drop_rows_after(path: Path, step: int, training_step: int | None = None, kee
     with naming(path):
         replacement.write_text("".join(json.dumps(row) + "\n" for row in left), encoding="utf-8")
         replacement.replace(path)
-    return len(left)
+    stays = set(map(id, left))
+    return len(left), [row for row in rows if id(row) not in stays]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -22,8 +22,10 @@ def resolved(config: RunConfig, tell: Tell) -> RunConfig:
     from lockstep.config.load import check_profile_ranks, check_strategy, uneven_shares
     from lockstep.config.mesh import batch_shares
     from lockstep.launcher import room
+    from lockstep.record import loggers
 
     family, processes = runtime.resolve(config)
+    loggers.check(config.log)
     room.check(processes, config.data.workers)
     if idle := runtime.unused_devices(family, processes):
         tell(idle)

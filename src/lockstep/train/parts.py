@@ -1,5 +1,4 @@
-"""What an import can tell of the task, the optimizer, the scheduler and the hooks that a config names: nothing is made
-of them."""
+"""What an import can tell of what a config names (the task, the optimizer, loggers ...): nothing is made of them."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from lockstep.config.optimizing import Optimizer as OptimizerSettings
 from lockstep.config.schema import Component, RunConfig, Schedule
 from lockstep.errors import ConfigError
+from lockstep.record.logger import check_methods
 from lockstep.train.own_hooks import hook_class
 from lockstep.train.schedules import AUTO
 from lockstep.train.task import check_arguments, import_object, task_class, try_on
@@ -32,6 +32,9 @@ def check_parts(config: RunConfig, trained_here: bool = True) -> None:
         (_check_scheduler, None if isinstance(config.scheduler, Schedule) else config.scheduler),
     ]
     checks += [(_check_hook(index), each) for index, each in enumerate(config.hooks)]
+    checks += [
+        (_check_logger(name), Component.model_validate(own.model_dump())) for name, own in config.log.own.items()
+    ]
     problems: list[str] = []
     for check, component in checks:
         try:
@@ -75,6 +78,15 @@ def _check_hook(index: int) -> Callable[[Component], None]:
         path = f"hooks[{index}]"
         cls = _imported(component, path, lambda each: hook_class(each, path))
         check_arguments(cls, component.arguments, path)
+
+    return check
+
+
+def _check_logger(name: str) -> Callable[[Component], None]:
+    def check(component: Component) -> None:
+        cls = _imported(component, f"log.{name}", _by_path(f"log.{name}"))
+        check_methods(cls, f"log.{name}", component.type)
+        check_arguments(cls, component.arguments, f"log.{name}")
 
     return check
 

@@ -30,8 +30,11 @@ from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import in_region
+from lockstep.record import loggers, samples
 from lockstep.record.display import Display
 from lockstep.record.journal import Journal
+from lockstep.record.logger import Kind
+from lockstep.record.outbox import Outbox
 from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
@@ -54,11 +57,13 @@ from lockstep.train.pulse import Pulse
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
 from lockstep.train.summons import Summons
-from lockstep.train.task import import_object
+from lockstep.train.task import construct, import_object
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+
+_AFTER_FAILURE_SECONDS = 5.0  # for what loggers are still to be told
 
 
 class Run:
@@ -89,7 +94,8 @@ class Run:
         self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
-        recorder = Recorder(folder, settings.log, display) if group.rank == 0 else None
+        outboxes = self._make_loggers()
+        recorder = Recorder(folder, settings.log, display, outboxes) if group.rank == 0 else None
         self.journal = Journal(group, recorder, settings.log.every, runtime, self._strategy.speaks)
         self.checkpointer = Checkpointer(
             group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
@@ -489,6 +495,28 @@ class Run:
             total, count = (value.total, value.count) if scale == 1.0 else (value.total * scale, value.count * scale)
             self.journal.note_total(self._stepper.number, name, total, count)
 
+    # Samples: something to look at, of rank 0; what other ranks give is ignored, and nobody waits for anybody. Kept in
+    # the run's folder below samples/, and sent to every logger that can show it.
+
+    def log_image(self, name: str, image: Any) -> None:
+        """A tensor or array [C, H, W], [H, W, C] or [H, W] of uint8 or of floats from 0 to 1; or an image of PIL's."""
+        self._sample(name, "image", samples.image, image)
+
+    def log_text(self, name: str, text: str) -> None:
+        self._sample(name, "text", samples.text, text)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._sample(name, "table", samples.table, columns, rows)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Of matplotlib's, drawn at once, as an image: it may be closed after that."""
+        self._sample(name, "image", samples.figure, figure)
+
+    def _sample(self, name: str, kind: Kind, make: Callable[..., Any], *given: Any) -> None:
+        self._activity.progress()
+        step = self.progress.step if self._feed.step is None else self._stepper.number
+        self.journal.sample(step, name, kind, make, *given)
+
     @property
     def completes_batch(self) -> bool:
         """Whether the micro-batch at hand is the last of its global batch: `step` acts on it."""
@@ -641,15 +669,15 @@ class Run:
         """Seconds of training by this rank's own clock."""
         return self._pulse.elapsed()
 
-    def finish(self) -> None:
-        """Write what is still unwritten: the last row, the save under way."""
+    def finish(self, status: str = "completed") -> None:
+        """Write what is still unwritten: the last row, the save under way, what loggers have yet to be sent."""
         self.require_folder()
         self.journal.write_last_row(self.progress)
         self.journal.write_rest()
         self.checkpointer.finish()
         self.profiler.close()
         self._feed.close()
-        self.journal.close()
+        self.journal.close(status)
 
     def end_workers(self) -> None:
         """However a run ends, its data workers end with it."""
@@ -659,8 +687,18 @@ class Run:
         """What a run that failed still does: the save under way may come to its end."""
         self.profiler.give_up()
         self.checkpointer.give_up()
+        self.journal.close("failed", _AFTER_FAILURE_SECONDS)
 
     # Inside
+
+    def _make_loggers(self) -> list[Outbox]:
+        """Of rank 0. What is known to be wrong with one ends all ranks, before anything is trained."""
+        made: list[Outbox] = []
+        if self.settings.log.has_loggers:
+            self.group.agree(
+                lambda: made.extend(loggers.create(self.folder, self.settings, import_object, construct)), "the loggers"
+            )
+        return made
 
     def _save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         self._models.require_any()
@@ -690,6 +728,8 @@ class Run:
         self.agree(lambda: self.checkpointer.settle(leaving=True), "the last save")
         self.profiler.close()
         self._feed.close()
+        # Whoever asked waits `launch.grace` for all of it, and the save has had most of that.
+        self.journal.close("preempted", self.settings.launch.grace / 4)
         raise Preempted(reason)
 
     def _safe_point(self) -> bool:

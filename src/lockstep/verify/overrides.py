@@ -22,9 +22,7 @@ def needed(steps: int) -> tuple[str, ...]:
         "train.epochs=null",
         f"train.steps={steps}",
         "early_stop=null",
-        "log.every=1 step",
-        "log.jsonl=true",
-        "log.tensorboard=false",
+        "log={every: 1 step, jsonl: true}",  # and no loggers: these runs are nobody's to look at
         f"checkpoint.every={halfway(steps)} steps",
         "checkpoint.keep.last=2",
         "checkpoint.keep.best=0",

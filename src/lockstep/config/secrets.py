@@ -1,0 +1,106 @@
+"""What must not be written down: keys and passwords, by the names that they go by, in a config and in what is sent on.
+
+A config is copied into the run's folder, shown by commands and sent to loggers. Whoever needs a key reads it from the
+environment, which is never written anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+LEFT_OUT = "(left out)"
+
+_ALWAYS = ("password", "passwd", "passphrase", "secret", "credential", "credentials", "apikey")
+# A `label_key` and a `pad_token` are no secrets; what comes before the last word tells.
+_KEYS = ("api", "access", "secret", "private", "auth", "account", "encryption", "signing", "ssh")
+_TOKENS = (
+    "api", "access", "auth", "bearer", "refresh", "session", "secret", "security", "identity", "write", "hf", "hub",
+    "huggingface", "wandb", "mlflow", "tracking", "trackio", "github", "gitlab",
+)  # fmt: skip
+_SHORTEST = 8  # of a value of the environment that is looked for in others: a shorter one is found everywhere
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of this name is a key or a password, as its words tell."""
+    words = _words(name)
+    if not words:
+        return False
+    before = words[-2] if len(words) > 1 else ""
+    if words[-1] in _ALWAYS:
+        return True
+    return (words[-1] == "key" and before in _KEYS) or (words[-1] == "token" and before in ("", *_TOKENS))
+
+
+def secrets_in(section: Any, at: str = "") -> Iterator[str]:
+    """The paths of keys and passwords in the settings of a logger: there every `key` and `token` is one."""
+    if isinstance(section, Mapping):
+        for name, value in section.items():
+            path = f"{at}.{name}" if at else str(name)
+            if value is not None and (is_secret(str(name)) or _words(str(name))[-1:] in (["key"], ["token"])):
+                yield path
+            else:
+                yield from secrets_in(value, path)
+    elif isinstance(section, (list, tuple)):
+        for index, value in enumerate(section):
+            yield from secrets_in(value, f"{at}[{index}]")
+    elif isinstance(section, str) and _has_credentials(section):
+        yield at
+
+
+def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """Plain data without its secrets, known by name, in URLs, or as the environment has them; and with all the rest."""
+    known = [each for name, each in environment.items() if is_secret(name) and len(each) >= _SHORTEST]
+    return _redacted(value, known)
+
+
+def without_value(assignment: str) -> str:
+    """`log.mine.api_key=...`, for a message about it; anything else as it is."""
+    name, equals, value = assignment.partition("=")
+    hidden = any(secrets_in({name.strip().rpartition(".")[2]: value})) and "log." in name
+    return f"{name}{equals}{LEFT_OUT}" if equals and hidden else assignment
+
+
+def _redacted(value: Any, known: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: LEFT_OUT if _holds_one(name, each) else _redacted(each, known) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(each, known) for each in value]
+    if not isinstance(value, str):
+        return value
+    for each in known:
+        value = value.replace(each, LEFT_OUT)
+    return _without_query(_CREDENTIALS.sub(LEFT_OUT, value))
+
+
+def _holds_one(name: Any, value: Any) -> bool:
+    """A number may be a password, but no token: that would be a token of a text."""
+    if not isinstance(name, str) or not is_secret(name) or not value:
+        return False
+    return isinstance(value, str) or (type(value) is int and _words(name)[-1] in _ALWAYS)
+
+
+def _has_credentials(text: str) -> bool:
+    return _CREDENTIALS.search(text) is not None or _without_query(text) != text
+
+
+def _without_query(text: str) -> str:
+    """A URL without the values that its query has for keys and tokens."""
+    if "://" not in text or "?" not in text:
+        return text
+    try:
+        asked = parse_qsl(urlsplit(text).query)
+    except ValueError:
+        return text
+    for name, value in asked:
+        if is_secret(name):
+            text = text.replace(f"{name}={value}", f"{name}={LEFT_OUT}")
+    return text
+
+
+def _words(name: str) -> list[str]:
+    return [each.lower() for each in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)]

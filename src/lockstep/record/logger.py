@@ -1,0 +1,125 @@
+"""What a logger is: three methods, called in this order, by one thread, on rank 0 alone. A fourth takes samples.
+
+    start(about)          begin, or go on: `about.kept` is what it returned the last time
+    log(step, values)     numbers by name
+    finish(status)        completed, stopped early, preempted, interrupted or failed
+    log_sample(sample)    may be left out: an image, a text, a table
+
+It may raise, and it may take its time: the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lockstep.config.nearest import did_you_mean, nearest
+from lockstep.errors import ConfigError
+
+METHODS = {"start": ("about",), "log": ("step", "values"), "finish": ("status",)}
+OPTIONAL = {"log_sample": ("sample",)}
+
+Kind = Literal["image", "text", "table"]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a logger is told of the run at its start."""
+
+    name: str  # of the run: that of its folder
+    id: str  # the same after every restart, and no other run's
+    folder: Path
+    config: dict[str, Any]  # as config.yaml has it, without keys and passwords
+    step: int  # 0, or that of the checkpoint that the run goes on from
+    timeout: float  # seconds that `finish` may take
+    kept: dict[str, Any] = field(default_factory=dict)  # what `start` returned before a restart
+    calls: int = 0  # of log and log_sample that returned, before a restart
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Something to look at, as it is kept in the run's folder."""
+
+    step: int
+    name: str
+    kind: Kind
+    value: Any  # an array [height, width, channels] of uint8; a str; a Table
+    file: Path  # a PNG; a text; JSON
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+class Logger(Protocol):
+    def start(self, about: About) -> Mapping[str, Any] | None:
+        """Connect. Plain data that is returned is kept in the run's folder, and is in `about.kept` after a restart; a
+        `url` in it is shown."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Every number of a name once, also where a run that was interrupted computes a step a second time.
+
+        With a class attribute `takes_back = True`, `start` forgets what it has of steps after `about.step` instead.
+        With `delay = 30.0`, what was given to it less than so many seconds before a kill is sent once more.
+        """
+
+    def finish(self, status: str) -> None: ...
+
+
+def takes_samples(logger: Logger) -> bool:
+    return callable(getattr(logger, "log_sample", None))
+
+
+def check_methods(cls: Any, path: str, where: str) -> None:
+    """Whether it has the methods of a logger, and takes what they are given; nothing is made."""
+    own = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
+    problems = []
+    for name in METHODS:
+        if name not in own:
+            near = nearest(name, [each for each in own if each not in (*METHODS, *OPTIONAL)], cutoff=0.6)
+            hint = f"; it has {near}, whose name here is {name}" if near else ""
+            problems.append(f"{path}: {where} does not define {_signature(name)}{hint}")
+    if "log_sample" not in own:
+        near = nearest("log_sample", [each for each in own if each not in METHODS], cutoff=0.75)
+        if near:
+            problems.append(
+                f"{path}: {where} defines {near}, which Lockstep does not call: its name here is log_sample"
+            )
+    problems += [
+        problem for name in (*METHODS, *OPTIONAL) if name in own and (problem := _misfit(cls, name, path, where))
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _signature(name: str) -> str:
+    return f"{name}({', '.join(('self', *{**METHODS, **OPTIONAL}[name]))})"
+
+
+def _misfit(cls: Any, name: str, path: str, where: str) -> str | None:
+    given = {**METHODS, **OPTIONAL}[name]
+    bare = isinstance(inspect.getattr_static(cls, name, None), (staticmethod, classmethod)) or not inspect.isclass(cls)
+    try:
+        inspect.signature(getattr(cls, name)).bind(*(given if bare else ("self", *given)))
+    except TypeError as error:
+        return f"{path}: {where}.{name} must take {', '.join(given)} ({error}): write {_signature(name)}"
+    except ValueError:  # no signature to look at
+        return None
+    return None
+
+
+def check_arguments(given: Mapping[str, Any], package: str, ours: Collection[str]) -> None:
+    """Whether a package's `init` takes these arguments of the config, but for those that we give it."""
+    known = list(inspect.signature(importlib.import_module(package).init).parameters)
+    for name in given:
+        if name in ours:
+            raise ConfigError(f"log.{package}.{name}: Lockstep sets it, so that a restart goes on with the same run")
+        if name not in known:
+            valid = [each for each in known if each not in ours]
+            raise ConfigError(f"log.{package}.{name}: {package}.init has no such argument, {did_you_mean(name, valid)}")

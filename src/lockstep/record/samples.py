@@ -1,0 +1,192 @@
+"""Samples: images, texts and tables to look at, checked where they are given and kept in the run's folder.
+
+`samples/step-00000010/NAME.png`, `.txt` or `.json` is there whatever loggers there are. What a run that goes on from an
+older checkpoint makes again takes the place of what it made before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.config.plain import finite
+from lockstep.errors import ConfigError
+from lockstep.record import png
+from lockstep.record.logger import Kind, Sample, Table
+from lockstep.record.writers import naming
+
+FOLDER = "samples"
+_STEP = "step-"
+_ENDINGS: dict[Kind, str] = {"image": ".png", "text": ".txt", "table": ".json"}
+_CHANNELS = (1, 3, 4)
+_ROUNDING = 1e-3  # by which a float that was computed to be 0 or 1 may miss it
+
+
+class Samples:
+    """Those of a run's folder, by rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        self._step, self._given = -1, set[tuple[str, str]]()
+
+    def keep(self, step: int, name: str, kind: Kind, value: Any) -> tuple[Sample, int] | None:
+        """Write one down, and its size; None for a second of a name at the same step, as of every micro-batch."""
+        if step != self._step:
+            self._step, self._given = step, set()
+        if (kind, name) in self._given:
+            return None
+        self._given.add((kind, name))
+        data = _ENCODED[kind](value)
+        file = self._folder / f"{_STEP}{step:08d}" / f"{name}{_ENDINGS[kind]}"
+        partial = file.with_name(f".{file.name}.partial")
+        with naming(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            partial.replace(file)
+        return Sample(step, name, kind, value, file), len(data) if kind != "image" else value.nbytes
+
+    def forget_after(self, step: int) -> None:
+        """Drop what is about to be made again, or would not be made by the run that goes on."""
+        for folder in self._folder.glob(f"{_STEP}*"):
+            with contextlib.suppress(ValueError):
+                if int(folder.name.removeprefix(_STEP)) > step:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_name(name: Any, path: str) -> None:
+    """It is a file's name, too: parts of letters, digits and a few signs, with a slash between them."""
+    part = r"\w[\w .=+-]*"
+    if not isinstance(name, str) or len(name) > 200 or not re.fullmatch(f"{part}(/{part})*", name):
+        raise ConfigError(
+            f"{path}: a sample's name is made of letters, digits, space and . = + - _, with / between parts: it "
+            f"becomes the name of a file; got {name!r}"
+        )
+
+
+def image(given: Any, path: str) -> NDArray[np.uint8]:
+    """Pixels [height, width, channels] of a tensor, an array or an image of PIL's."""
+    pixels = _array(given, path)
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    if pixels.ndim != 3 or 0 in pixels.shape:
+        several = "; log one image at a time, or torchvision.utils.make_grid(images)" if pixels.ndim == 4 else ""
+        raise ConfigError(
+            f"{path}: an image is [channels, height, width], [height, width, channels] or [height, width]; "
+            f"got shape {list(pixels.shape)}{several}"
+        )
+    return np.ascontiguousarray(_bytes(_channels_last(pixels, hasattr(given, "detach"), path), path))
+
+
+def text(given: Any, path: str) -> str:
+    if not isinstance(given, str):
+        raise ConfigError(f"{path}: a text is a str, got {_what(given)}; decode tokens first")
+    return given
+
+
+def table(columns: Any, rows: Any, path: str) -> Table:
+    names = list(columns) if isinstance(columns, Sequence) and not isinstance(columns, str) else None
+    if names is None or not names or not all(isinstance(each, str) for each in names):
+        raise ConfigError(f"{path}: columns is a list of names, got {columns!r}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}: columns has a name twice, got {columns!r}")
+    found = []
+    for number, row in enumerate(rows):
+        cells = list(row) if isinstance(row, Sequence) and not isinstance(row, str) else None
+        if cells is None or len(cells) != len(names):
+            raise ConfigError(
+                f"{path}: row {number} is not a list of {len(names)} cells ({', '.join(names)}), got {row!r}"
+            )
+        found.append(
+            [_cell(cell, f"{path}: row {number}, column {name}") for name, cell in zip(names, cells, strict=True)]
+        )
+    return Table(names, found)
+
+
+def figure(given: Any, path: str) -> NDArray[np.uint8]:
+    """The pixels of a figure of matplotlib's, drawn here and now: the figure may be closed after that."""
+    if not hasattr(given, "canvas") or not hasattr(given, "set_canvas"):
+        raise ConfigError(f"{path}: a figure of matplotlib's (plt.figure()) is needed, got {_what(given)}")
+    from importlib import import_module
+
+    before = given.canvas
+    try:
+        canvas = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(given)
+        canvas.draw()
+        return np.array(canvas.buffer_rgba(), np.uint8)
+    finally:
+        given.set_canvas(before)
+
+
+def _array(given: Any, path: str) -> NDArray[Any]:
+    if hasattr(given, "full_tensor"):
+        raise ConfigError(
+            f"{path}: the image is spread over ranks (a DTensor): call its full_tensor() on all of them, and log that"
+        )
+    if hasattr(given, "detach"):  # a tensor, of whatever device
+        there = given.detach().cpu()
+        return np.asarray((there.float() if there.is_floating_point() else there).numpy())
+    if hasattr(given, "getbands") and hasattr(given, "convert"):  # of PIL's
+        plain = given if given.mode in ("L", "RGB", "RGBA") else given.convert("RGB")
+        return np.asarray(plain)
+    if isinstance(given, np.ndarray):
+        return given
+    raise ConfigError(f"{path}: an image is a tensor, a numpy array or an image of PIL's, got {_what(given)}")
+
+
+def _channels_last(pixels: NDArray[Any], first_by_custom: bool, path: str) -> NDArray[Any]:
+    """Channels are where there are 1, 3 or 4; where both may be, first in a tensor and last in an array."""
+    first, last = pixels.shape[0] in _CHANNELS, pixels.shape[2] in _CHANNELS
+    if not first and not last:
+        raise ConfigError(f"{path}: an image has 1, 3 or 4 channels, first or last; got shape {list(pixels.shape)}")
+    return pixels.transpose(1, 2, 0) if first and (first_by_custom or not last) else pixels
+
+
+def _bytes(pixels: NDArray[Any], path: str) -> NDArray[np.uint8]:
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype == np.bool_:
+        return pixels.astype(np.uint8) * 255
+    if not np.issubdtype(pixels.dtype, np.floating):
+        raise ConfigError(
+            f"{path}: pixels are uint8, or floats from 0 to 1; got {pixels.dtype}: image.to(torch.uint8)?"
+        )
+    least, most = float(pixels.min()), float(pixels.max())
+    if not (least >= -_ROUNDING and most <= 1 + _ROUNDING):  # also where one is not a number
+        raise ConfigError(
+            f"{path}: pixels that are floats go from 0 to 1, got {least:.4g} to {most:.4g}: undo the normalization, "
+            "or image.clamp(0, 1)"
+        )
+    return np.asarray(np.rint(pixels.astype(np.float64).clip(0, 1) * 255), np.uint8)
+
+
+def _cell(cell: Any, path: str) -> Any:
+    value = cell.item() if hasattr(cell, "item") and getattr(cell, "size", None) is not None and _single(cell) else cell
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ConfigError(f"{path}: a cell is a number, a text, true, false or None; got {_what(cell)}")
+
+
+def _single(cell: Any) -> bool:
+    return int(np.prod(getattr(cell, "shape", (0,)))) == 1
+
+
+def _what(given: Any) -> str:
+    shape = f" of shape {list(given.shape)}" if hasattr(given, "shape") else ""
+    return f"{type(given).__name__}{shape}"
+
+
+_ENCODED: dict[Kind, Callable[[Any], bytes]] = {
+    "image": png.encoded,
+    "text": lambda value: value.encode("utf-8", "surrogatepass"),
+    "table": lambda value: (
+        json.dumps(finite({"columns": value.columns, "rows": value.rows}), ensure_ascii=False) + "\n"
+    ).encode("utf-8", "surrogatepass"),
+}
