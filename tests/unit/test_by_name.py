@@ -21,8 +21,8 @@ from lockstep.train.changed import OptimizerArguments
 from lockstep.train.freezing import freeze
 from lockstep.train.groups import MATCH, parameter_groups
 from lockstep.train.loss_scale import FIRST, LossScale
-from lockstep.train.making import total_steps
 from lockstep.train.schedule import NamedSchedule, factor
+from lockstep.train.schedules import run_length
 
 if TYPE_CHECKING:
     from lockstep.train.run import Run
@@ -190,14 +190,10 @@ def test_a_schedule_that_cannot_be_known_is_refused(schedule: Schedule, total: i
 
 
 def test_how_many_steps_a_run_has() -> None:
-    data = TensorDataset(torch.zeros(50, 1))
+    def total(of: int | None = 50, **train: Any) -> int | None:
+        return run_length(RunConfig.model_validate({"task": "a:B", "train": {"batch_size": 16, **train}}), of).steps
 
-    def total(of: Any = data, **train: Any) -> int | None:
-        return total_steps(RunConfig.model_validate({"task": "a:B", "train": {"batch_size": 16, **train}}), of)
-
-    assert (total(epochs=3), total(steps=7), total(), total(of=object()), total(of=object(), steps=7)) == (
-        12, 7, 4, None, 7,
-    )  # fmt: skip
+    assert (total(epochs=3), total(steps=7), total(), total(of=None), total(of=None, steps=7)) == (12, 7, 4, None, 7)
 
 
 def test_resumed_with_more_steps_a_schedule_is_that_of_so_many() -> None:

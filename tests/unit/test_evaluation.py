@@ -22,7 +22,7 @@ def measured(values: Tensor, batch_size: int, world_size: int, measure: Any) -> 
     parts = []
     for rank in range(world_size):
         plan = GlobalBatches(len(values), batch_size, rank, world_size, shuffle=False)
-        parts.append(measure_sums(measure, Loader(TensorDataset(values), plan), lambda batch: batch))
+        parts.append(measure_sums(measure, Loader(TensorDataset(values), plan).epoch(0), lambda batch: batch))
     return combine(parts, len(values), "validation")
 
 
@@ -55,13 +55,15 @@ def test_sums_are_taken_in_double_precision() -> None:
 def test_a_rank_without_examples_measures_nothing() -> None:
     calls: list[int] = []
     plan = GlobalBatches(1, 4, rank=0, world_size=2)
-    sums = measure_sums(lambda batch: calls.append(1) or {}, Loader(TensorDataset(torch.ones(1)), plan), lambda x: x)
+    sums = measure_sums(
+        lambda batch: calls.append(1) or {}, Loader(TensorDataset(torch.ones(1)), plan).epoch(0), lambda x: x
+    )
     assert (sums, calls) == (({}, 0), [])
 
 
 def test_batches_are_moved_before_they_are_measured() -> None:
     loader = Loader(TensorDataset(torch.ones(2)), GlobalBatches(2, 2))
-    sums, seen = measure_sums(lambda batch: {"x": batch[0]}, loader, lambda batch: [batch[0] * 10])
+    sums, seen = measure_sums(lambda batch: {"x": batch[0]}, loader.epoch(0), lambda batch: [batch[0] * 10])
     assert (sums, seen) == ({"x": [20.0, 2.0]}, 2)
 
 

@@ -22,8 +22,10 @@ from lockstep.data.sources import Source, check_stream, is_stream
 from lockstep.data.streams import Pass
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
+from lockstep.train.ordering import order_of
 from lockstep.train.run import Run
-from lockstep.train.trainer import _datasets, _length, _total_steps
+from lockstep.train.schedules import run_length
+from lockstep.train.trainer import datasets_of
 
 Runs = Callable[..., Run]
 
@@ -563,15 +565,16 @@ class OfNumbers(lockstep.Task):
     [
         (True, {"split": {"train": 0.8, "val": 0.2}}, r"data\.split: train_data\(\) is a stream \(Numbers\)"),
         (False, {"shuffle_buffer": 10}, r"data\.shuffle_buffer: 10 is for streams"),
+        (True, {"order": "weighted"}, r"data\.order: weighted: train_data\(\) is a stream \(Numbers\)"),
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_refused(stream: bool, data: dict[str, Any], said: str) -> None:
     config = RunConfig.model_validate({"task": {"type": "x:Y"}, "train": {"epochs": 1, "batch_size": 4}, "data": data})
     with pytest.raises(ConfigError, match=said):
-        _datasets(OfNumbers(stream), config)
+        order_of(OfNumbers(stream), config, datasets_of(OfNumbers(stream), config)["train"])
 
 
 def test_the_steps_of_a_stream_are_known_where_they_are_limited() -> None:
     for limits, total in (({"epochs": 2}, None), ({"steps": 7}, 7)):
         config = RunConfig.model_validate({"task": {"type": "x:Y"}, "train": {"batch_size": 4, **limits}})
-        assert _total_steps(config, _length(Numbers(20))) == total
+        assert run_length(config, None).steps == total

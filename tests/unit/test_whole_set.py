@@ -58,7 +58,7 @@ def measured(task: lockstep.Task, batch_size: int, world_size: int, fill: bool =
         collected = whole.begin()
         plan = GlobalBatches(COUNT, batch_size, rank, world_size, shuffle=False, fill=fill)
         measure_sums(
-            lambda batch: {}, Loader(data, plan), lambda batch: batch,
+            lambda batch: {}, Loader(data, plan).epoch(0), lambda batch: batch,
             collect=lambda micro, batch, into=collected: into.take(micro, task.outputs(model, batch)),  # type: ignore
         )  # fmt: skip
         parts.append(_decoded(_encoded(collected.part())))

@@ -99,6 +99,6 @@ def _of_every_example(name: str, file: str | None, values: Mapping[str, Any], da
 def _read(name: str, file: str) -> Any:
     place = Path(file).expanduser().resolve()
     try:
-        return np.load(place, allow_pickle=False)
+        return np.lib.format.open_memmap(place, mode="r")
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.order.{name}: {place} cannot be read as an array of numpy's: {error}") from None

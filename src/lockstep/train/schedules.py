@@ -118,8 +118,7 @@ def run_length(config: RunConfig, examples: int | None) -> RunLength:
         return RunLength(limits.steps, None)
     whole, rest = divmod(examples, limits.batch_size)
     per_epoch = max(1, whole + (1 if rest and not config.data.drop_last else 0))
-    by_epochs = None if limits.epoch_limit is None else per_epoch * limits.epoch_limit
-    steps = min((each for each in (limits.steps, by_epochs) if each is not None), default=None)
+    steps = limits.steps if limits.epoch_limit is None else per_epoch * limits.epoch_limit
     return RunLength(steps, per_epoch)
 
 
