@@ -107,8 +107,8 @@ def checkpointer(run: Any, model: Any, optimizer: Any, asynchronous: bool, folde
         def place(self, model: Any) -> Any:
             return model
 
-        def load_state_dict(self, module: Any, state: Any) -> None:
-            load_module(module, state)
+        def load_state_dict(self, module: Any, state: Any, strict: bool = True) -> None:
+            load_module(module, state, strict)
 
         def load_optimizer_state_dict(self, optimizer: Any, state: Any) -> None:
             load_optimizer(optimizer, state)

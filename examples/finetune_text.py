@@ -8,7 +8,6 @@ Without a folder the model is a tiny one of random weights, so that nothing has 
 """
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from torch.utils.data import Dataset
 
 import lockstep
 
-logger = logging.getLogger("lockstep.examples.finetune_text")  # of Lockstep's, which goes to the terminal
 
 ONES = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -142,10 +140,7 @@ class FinetuneText(lockstep.Task):
         prompts = [Pairs([(f"{number}:", "")], self.tokenizer)[0][0] for number in (7, 42)]
         said = [self.completed(run.module, torch.tensor([each], device=run.device)) for each in prompts]
         text = "\n".join(self.tokenizer.decode(one + other) for one, (other,) in zip(prompts, said, strict=True))
-        if hasattr(run, "log_text"):
-            run.log_text("samples", text)
-        elif run.is_main:
-            logger.info("samples at step %d:\n%s", run.progress.step, text)
+        run.log_text("samples", text)
 
     def completed(self, model: nn.Module, tokens: Tensor, longest: int = 16) -> list[list[int]]:
         """What follows a batch of prompts of one length, up to the end of each."""

@@ -268,7 +268,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
     after(ranges, "put", first_shard_is_written)
     before(CheckpointStorage, "_publish", about_to_be_renamed)
     after(Run, "barrier", validated)
-    before(Run, "finish", lambda run: saboteur.reached(LAST, run.progress.step))
+    before(Run, "finish", lambda run, *status: saboteur.reached(LAST, run.progress.step))
     after(Run, "step", note_step)
     _leave_out_when_asked(saboteur, Group)
 

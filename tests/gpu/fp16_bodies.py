@@ -92,9 +92,13 @@ def compiled(run: Run, mode: str) -> None:
     model = Overflowing(1.0)
     run.setup(model, torch.optim.AdamW(model.parameters()), compile={"mode": mode, "dynamic": False}, ema=0.9)
     run.restore()
+    kept = []
     for inputs, targets in run.batches(data(), 16, accumulate=2):
-        run.backward(nn.functional.mse_loss(run.model(inputs), targets))
+        outputs = run.model(inputs)
+        kept.append((outputs.detach(), outputs.detach().clone()))
+        run.backward(nn.functional.mse_loss(outputs, targets))
         run.step()
+    assert all(torch.equal(one, copy) for one, copy in kept), "what a model returned was written over"
     found = run.evaluate(lambda batch: {"error": (run.module(batch[0]) - batch[1]).abs()}, data(), 16)
     assert found["error"] < 10
 

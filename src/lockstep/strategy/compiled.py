@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.config.optimizing import Compile
 from lockstep.errors import ConfigError
+from lockstep.strategy import graphs
 from lockstep.strategy.blocks import BLOCKS, find_blocks
 from lockstep.strategy.forward import Forward, wrap_forward
 from lockstep.strategy.synced_norm import SyncedBatchNorm
@@ -66,7 +67,8 @@ def compile_blocks(model: nn.Module, pattern: str | None, how: Compile) -> None:
 
 
 def _compiler(how: Compile) -> Callable[[Forward], Forward]:
-    return functools.partial(torch.compile, mode=None if how.mode == "default" else how.mode, dynamic=how.dynamic)
+    compiler = functools.partial(torch.compile, mode=None if how.mode == "default" else how.mode, dynamic=how.dynamic)
+    return graphs.returns_copies(compiler) if how.mode in graphs.RECORDED else compiler
 
 
 def _leave_out_what_meets_others(model: nn.Module) -> None:

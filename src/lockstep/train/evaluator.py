@@ -18,6 +18,7 @@ from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.strategy import graphs
 from lockstep.strategy.base import Strategy
 from lockstep.train.at_rank_zero import at_rank_zero
 from lockstep.train.evaluation import Measure, combine, evaluating, measure_sums, sums_of
@@ -194,6 +195,7 @@ class Evaluator:
             if leaves():
                 raise _GivenUp
             self._group.activity.enter(name)
+            graphs.next_pass()
             return self._strategy.move(batch)
 
         return move

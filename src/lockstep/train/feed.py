@@ -27,6 +27,7 @@ from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.runtime.base import Runtime
+from lockstep.strategy import graphs
 from lockstep.strategy.base import Strategy, share_of
 from lockstep.train import places
 from lockstep.train.compile_guard import CompileGuard
@@ -308,6 +309,8 @@ class Feed:
                 batch = self._strategy.move(batch, micro.number)
                 filled = continues and accumulate == 1 and self._fixed_shapes
                 self._guard.begin("a batch that was filled up" if filled else "a step", batch)
+                if not continues:  # gradients of a batch's parts are added up: they must not be written over before
+                    graphs.next_pass()
                 self._activity.enter("loss")
                 self._profiler.enter("forward")
                 yield batch
