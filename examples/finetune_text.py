@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 import lockstep
 
-
 ONES = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
