@@ -45,7 +45,15 @@ ON_SLURM = ROOT / "docs" / "slurm.md"
 RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not in (*ON_RAY, ON_SLURM)]
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=[page.name for page in RUNNABLE])
+# Pages whose every command has a shorter test elsewhere, with the same packages.
+LONG = ("afterwards.md", "logging.md", "pretrained.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long if page.name in LONG else ()) for page in RUNNABLE],
+    ids=[page.name for page in RUNNABLE],
+)
 def test_commands_and_snippets_run_in_order(page: Path, tmp_path: Path, shell: dict[str, str]) -> None:
     run_page(page, tmp_path, shell)
 

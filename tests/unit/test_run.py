@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,3 +194,10 @@ def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, t
             request.leave = "SIGTERM"
     assert left.value.reason == "SIGTERM on rank 0"
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000001"]
+
+
+def test_what_a_run_has_no_need_of_is_not_imported() -> None:
+    heavy = ("torch.distributed.tensor", "torch._dynamo", "sympy", "transformers", "torchmetrics", "datasets", "wandb")
+    code = f"import sys, lockstep.worker, lockstep.train.trainer; print([m for m in {heavy} if m in sys.modules])"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "[]"

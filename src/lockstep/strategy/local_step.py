@@ -15,6 +15,8 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.strategy.slices import local_part
+
 # Exactly these: what is derived from them may do anything.
 BY_NUMBER = (
     optim.AdamW, optim.Adam, optim.SGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta, optim.Adamax,
@@ -28,11 +30,6 @@ def step(optimizer: Optimizer) -> None:
         return
     with _on_parts(optimizer):
         optimizer.step()
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, in its own memory; without the graph that to_local() would make for it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

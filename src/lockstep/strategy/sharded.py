@@ -37,9 +37,8 @@ from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
-from lockstep.strategy.local_step import local_part
 from lockstep.strategy.methods import let_methods_compute
-from lockstep.strategy.slices import slice_of
+from lockstep.strategy.slices import local_part, slice_of
 from lockstep.strategy.views import without_views
 from lockstep.strategy.whereabouts import Whereabouts
 

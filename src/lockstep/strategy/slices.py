@@ -38,6 +38,11 @@ def is_spread(value: Any) -> TypeGuard[DTensor]:
     return imported is not None and isinstance(value, imported.DTensor)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, in its own memory; without the graph that to_local() would make for it."""
+    return tensor._local_tensor if is_spread(tensor) else tensor
+
+
 def slice_of(tensor: Tensor) -> Slice | None:
     """This rank's part of a DTensor; None for any other tensor, which is whole on every rank that has it."""
     if not is_spread(tensor):

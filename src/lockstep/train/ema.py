@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
 from lockstep.strategy.loading import read_like
-from lockstep.strategy.local_step import local_part
+from lockstep.strategy.slices import local_part
 
 logger = logging.getLogger(__name__)
 
