@@ -181,7 +181,7 @@ def test_a_cut_network_between_two_hosts(project: Project, two_hosts: Callable[[
     with ranks(project, variables, prefixes) as (zero, one):
         run = run_folder(project)
         # Well into training: what a rank does for the first time may take longer, and so may its silence.
-        wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run)) > 40, what="forty steps")
+        wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run), default=0) > 40, what="forty steps")
         two_hosts()
         cut = time.monotonic()
         (code_0, err_0), (code_1, err_1) = zero.end(), one.end()

@@ -140,7 +140,7 @@ def test_node_lists_are_what_scontrol_says(text: str, slurm: SlurmCluster) -> No
 
 def test_a_job_saves_when_it_is_told_queues_again_and_goes_on(project: Project, slurm: SlurmCluster) -> None:
     job, run = submit(project, slurm, launch={"slurm": {"nodes": 2}}, **SLOW)
-    wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run)) > 8, what="the eighth step")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run), default=0) > 8, what="the eighth step")
     slurm.command("scancel", "--signal=TERM", job)  # what --signal=TERM@120 sends, to the ranks and not to the script
     let_go_on(slurm, job)
     assert summary(run)["status"] == "preempted"
@@ -164,7 +164,7 @@ def assert_no_secret(run: Path, slurm: SlurmCluster, job: str) -> None:
 @pytest.mark.long
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(project: Project, slurm: SlurmCluster) -> None:
     job, run = submit(project, slurm, processes=1, **SLOW)
-    wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run)) > 4, what="the fourth step")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run), default=0) > 4, what="the fourth step")
     slurm.command("scancel", job)
     end = ended(slurm, job)
     wait_until(lambda: not slurm.command("squeue", "-h", "--job", job, check=False).strip(), what="the job's end")
@@ -182,7 +182,7 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(project: Project, 
 def test_a_job_that_is_requeued_from_outside_goes_on(project: Project, slurm: SlurmCluster) -> None:
     """As by preemption: SLURM signals the whole job, the script included, and queues it again itself."""
     job, run = submit(project, slurm, processes=1, **SLOW)
-    wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run)) > 4, what="the fourth step")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and max(losses(run), default=0) > 4, what="the fourth step")
     slurm.command("scontrol", "requeue", job)
     let_go_on(slurm, job)
     end = ended(slurm, job)

@@ -48,16 +48,22 @@ _ANSWER_SECONDS = 60.0
 
 def warm_up(threads: int) -> None:
     """Start the fork server: it imports torch while this process goes on, once for all ranks."""
-    # Libraries read their number of threads when they are loaded, which is before a forked process could say.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.launcher.preload"])
     # Neither it nor multiprocessing's own helper may go with a signal to the whole process group: the launcher would
     # lose sight of its ranks. They begin with it ignored, as there are seconds before they could say so themselves.
     # And `python -c`, by which they are started, would look for multiprocessing in the current folder first.
     with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)), safe_interpreters():
-        multiprocessing.resource_tracker.ensure_running()
-        multiprocessing.forkserver.ensure_running()
+        # Libraries read their number of threads when they are loaded, which is before a forked process could say. This
+        # process is somebody's: a later run of another number of processes is not to find it there.
+        said = "OMP_NUM_THREADS" in os.environ
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        try:
+            multiprocessing.resource_tracker.ensure_running()
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            if not said:
+                del os.environ["OMP_NUM_THREADS"]
 
 
 def launch(
