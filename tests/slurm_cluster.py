@@ -159,11 +159,15 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Below those that the system hands out: until a daemon takes it, nobody else is given one of them."""
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            each = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", secrets.randbelow(10_000) + 20_000))
+                found.append(each.getsockname()[1])
+        return found
 
 
 def _wait_for(condition, what: str, cluster: SlurmCluster, limit: float = 30.0) -> None:  # type: ignore[no-untyped-def]

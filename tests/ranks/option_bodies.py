@@ -71,9 +71,10 @@ def averaged(run: Run) -> dict[str, Any]:
         for inputs, targets in run.batches(data(), 16):
             run.backward(nn.functional.mse_loss(run.model(inputs).squeeze(-1), targets))
             run.step()
-    return run.evaluate_or_leave(
-        lambda batch: {"error": (run.module(batch[0]).squeeze(-1) - batch[1]).abs()}, data(), 16, "all", None
-    ) or {}  # fmt: skip
+    found = run.evaluate_or_leave(
+        lambda batch: {"error": (run.module(batch[0]).squeeze(-1) - batch[1]).abs()}, {"val": data()}, 16, "all", None
+    )
+    return (found or {})["val"]
 
 
 def plain_sum(state: None, bucket: Any) -> Any:

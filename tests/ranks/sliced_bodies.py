@@ -47,8 +47,8 @@ class KeepsSlices(Strategy):
     def place(self, model: nn.Module) -> nn.Module:
         return model
 
-    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        load_module(module, state)
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+        load_module(module, state, strict)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         load_optimizer(optimizer, state)
