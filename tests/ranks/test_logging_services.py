@@ -149,6 +149,7 @@ def silent() -> Iterator[str]:
             each.close()
 
 
+@pytest.mark.long
 def test_services_that_do_not_answer_cost_their_limit_at_the_end(project: Project, silent: str) -> None:
     log = {"every": "1 step", "timeout": 1, "wandb": {"project": "x"}, "mlflow": {"tracking_uri": silent}}
     finished = project.run(
