@@ -83,6 +83,9 @@ class Tiny(lockstep.Task):
             if once:
                 Path(once).touch()
             time.sleep(3600)
+        if self._now("wait"):
+            while not Path(self.fail_at["until"]).exists():
+                time.sleep(0.05)
 
 
 class Block(nn.Module):
