@@ -30,8 +30,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def trained(folder: Path, task: str) -> Path:
-    found = lockstep.train({**CONFIG, "task": {"type": f"{TASKS}:{task}"}}, processes=1, out=folder)
+def trained(folder: Path, task: str, **train: Any) -> Path:
+    config = {**CONFIG, "task": {"type": f"{TASKS}:{task}"}, "train": {**CONFIG["train"], **train}}
+    found = lockstep.train(config, processes=1, out=folder)
     return Path(found["folder"])
 
 
@@ -147,6 +148,41 @@ def model_by_hand(run: Path) -> torch.nn.Module:
 def inputs_by_hand() -> torch.Tensor:
     torch.manual_seed(3)
     return torch.randn(53, 8)
+
+
+# Averages (train.ema)
+
+
+def test_averages_predict_and_are_exported(run: Path, tmp_path: Path) -> None:
+    averaged = trained(tmp_path, "Useful", ema={"decay": 0.9, "warmup": False})
+    model, inputs = model_by_hand(averaged), inputs_by_hand()
+    saved = load_file(max((averaged / "checkpoints").glob("step-*")) / "state.safetensors")
+    ema = ["--weights", "ema"]
+    assert (
+        found("export", averaged, *ema, "--to", "safetensors", "--out", tmp_path / "m.safetensors")["difference"] == 0
+    )
+    weights = load_file(tmp_path / "m.safetensors")
+    raw = {name: each.clone() for name, each in model.state_dict().items()}
+    assert weights.keys() == raw.keys()
+    assert all(any(torch.equal(each, other) for other in saved.values()) for each in weights.values())
+    assert not any(torch.equal(weights[name], raw[name]) for name in raw)
+
+    model.load_state_dict(weights)
+    wanted = model(inputs)
+    found("export", averaged, *ema, "--to", "torch-export", "--out", tmp_path / "m.pt2")
+    assert torch.allclose(torch.export.load(tmp_path / "m.pt2").module()(inputs), wanted, atol=1e-6)
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}.jsonl"
+        found("predict", averaged, *ema, "--data", "test", "--out", out, "-n", processes)
+        told = [json.loads(line) for line in out.read_text().splitlines()]
+        assert torch.allclose(torch.tensor([each["scores"] for each in told]), wanted.softmax(1), atol=1e-6)
+    for arguments in (
+        ["export", run, "--to", "torch-export"],
+        ["export", run, "--to", "safetensors"],
+        ["predict", run],
+    ):
+        refused = command(*arguments, *ema, "--out", tmp_path / "none.jsonl")
+        assert refused.exit_code == 2 and "has no averages: the run was not trained with train.ema" in refused.stderr
 
 
 # Exporting

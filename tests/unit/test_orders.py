@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from conftest import TASK_FILE
-from lockstep.config.schema import Data, RunConfig
+from lockstep.config.schema import After, Data, RunConfig
 from lockstep.data.buckets import Buckets
 from lockstep.data.choosing import choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher
@@ -29,7 +29,7 @@ from lockstep.data.permutation import SORTED_UP_TO, Permutation, sorted_words
 from lockstep.data.split import Part, Split, split_dataset
 from lockstep.data.weighted import Weighted, logarithm
 from lockstep.errors import ConfigError
-from lockstep.train import trainer
+from lockstep.train import scoring, trainer
 from lockstep.train.lengths import Lengths
 from lockstep.train.ordering import order_of
 from lockstep.train.run import Run
@@ -505,3 +505,45 @@ def test_a_split_that_was_drawn_before_is_not_drawn_anew() -> None:
     assert old == sorted(sorted_words(LARGE, SPLIT_STREAM, 0, 0)[-len(old) :].tolist())
     assert parts({"split": LARGE, "own": {}, "drawn": "keyed"}) == new
     assert parts({"split": LARGE, "own": {}, "drawn": "as before 0.6"}) == old
+
+
+class Numbered(Tiny):
+    """More examples than are sorted, each of which tells its place."""
+
+    def train_data(self) -> Dataset[Any]:
+        return TensorDataset(torch.zeros(LARGE, 8), torch.arange(LARGE))
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return model(batch[0]).mean()
+
+    def metrics(self, model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"place": batch[1].double()}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_is_evaluated_on_the_examples_that_it_was_not_trained_on(
+    new_run: Runs, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Also where it was begun before 0.6, which drew other examples for validation than are drawn today."""
+
+    def drawn_before(*arguments: Any, **named: Any) -> dict[str, Dataset[Any]]:
+        parts = split_dataset(*arguments, **named)
+        assert isinstance(parts["val"], Part)
+        parts["val"].split.draw_as_before()
+        return parts
+
+    config = RunConfig.model_validate(
+        {
+            "task": f"{__file__}:Numbered", "runtime": "cpu", "processes": 1,
+            "train": {"steps": 1, "batch_size": 50_000}, "data": {"split": {"train": 0.9, "val": 0.1}},
+            "optimizer": {"type": "torch.optim.SGD", "lr": 0.1},
+        }
+    )  # fmt: skip
+    trained = new_run()
+    with monkeypatch.context() as old:
+        if before:
+            old.setattr(trainer, "split_dataset", drawn_before)
+        found = trainer.fit(trained, config)
+    after = After(do="evaluate", run=str(trained.folder), step=1, data="val")
+    again = scoring.evaluate(new_run(), config, after)
+    assert again["metrics"]["val/place"] == found["metrics"]["val/place"]

@@ -177,8 +177,8 @@ class Checkpointer:
                         name, _named(written), _named(here))  # fmt: skip
         return state
 
-    def load_weights(self, folder: Path, step: int) -> None:
-        """The weights of a checkpoint of another run, and nothing else; that run's folder is left as it is."""
+    def load_weights(self, folder: Path, step: int, beside: Mapping[str, Stateful]) -> None:
+        """The weights of a checkpoint of another run, and what is asked for beside them; nothing of it changes."""
         storage = CheckpointStorage(folder / "checkpoints")
         loaded = reader.restore(storage, self._group, step, slices=self._strategy.keeps_slices)
         assert loaded is not None
@@ -186,6 +186,10 @@ class Checkpointer:
         try:
             state = {key: value for key, value in loaded.state.items() if key in kept}
             self._weights.load(loaded.model, state, str(storage.path(step)))
+            attached = loaded.state["attached"]
+            for name, part in beside.items():
+                if name in attached:
+                    part.load_state_dict(read_like(attached[name], None))
         finally:
             loaded.close()
 

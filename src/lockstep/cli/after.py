@@ -88,6 +88,7 @@ def evaluate(
 @click.option("--input", "input_", default=None, metavar="FILE", help="Given to the task's predict_data(input).")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A new .parquet or .jsonl file.")
 @click.option("--chunk", type=click.IntRange(min=1), default=1024, help="Examples in every part (default: 1024).")
+@options.WEIGHTS
 @PROCESSES
 @SET
 @WORK
@@ -101,6 +102,7 @@ def predict(
     input_: str | None,
     out: Path,
     chunk: int,
+    weights: str,
     processes: int | None,
     overrides: tuple[str, ...],
     work: Path,
@@ -119,7 +121,7 @@ def predict(
     _check_out(out)
     folder = after.run_folder_of(run_dir)
     source = str(Path(input_).absolute()) if input_ is not None and Path(input_).exists() else input_
-    order = {"do": "predict", "data": data, "input": source, "out": str(out), "chunk": chunk}
+    order = {"do": "predict", "data": data, "input": source, "out": str(out), "chunk": chunk, "weights": weights}
     config = after.config_of(folder, Wanted(step, best), order, overrides, processes)
     with _output_on_stderr():
         done = after.carry_out(config, work, say)

@@ -91,12 +91,7 @@ def verify(run_dir: Path | Url, step: int | None) -> None:
 @RUN_DIR
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
 @STEP
-@click.option(
-    "--weights",
-    type=click.Choice(["raw", "ema"]),
-    default="raw",
-    help="As they were trained, or averaged by train.ema.",
-)
+@options.WEIGHTS
 def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> None:
     """All weights of a checkpoint of the run in RUN_DIR in one safetensors file, once they match their digests."""
     from lockstep.checkpoint.merge import averaged, merge

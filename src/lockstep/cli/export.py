@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.after import BEST, JSON, RUN, STEP
-from lockstep.cli.options import SET
+from lockstep.cli.options import SET, WEIGHTS
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
@@ -23,6 +23,7 @@ FORMS = ("safetensors", "hf", "torch-export", "onnx")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A new file; for hf, a new folder.")
 @STEP
 @BEST
+@WEIGHTS
 @click.option("--tolerance", type=click.FloatRange(min=0), default=1e-4, help="Largest relative difference (1e-4).")
 @SET
 @JSON
@@ -32,6 +33,7 @@ def export(
     out: Path,
     step: int | None,
     best: bool,
+    weights: str,
     tolerance: float,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -58,17 +60,17 @@ def export(
     chosen = after.chosen_step(folder, Wanted(step, best), config.checkpoint.keep.mode)
     from lockstep.train.exporting import export as write
 
-    done = write(config, folder, chosen, to, out, tolerance)
+    done = write(config, folder, chosen, to, out, tolerance, averages=weights == "ema")
     found = {
         "out": str(done.out),
         "to": to,
         "step": chosen,
+        "weights": weights,
         "difference": done.difference,
         "compared": done.compared,
     }
     if as_json:
         click.echo(json.dumps(found))
         return
-    click.echo(
-        visible(f"{done.out}: {to} of step {chosen}; {done.compared} compared, difference {done.difference:.3g}")
-    )
+    which = f"step {chosen}, averaged" if weights == "ema" else f"step {chosen}"
+    click.echo(visible(f"{done.out}: {to} of {which}; {done.compared} compared, difference {done.difference:.3g}"))

@@ -29,6 +29,12 @@ OUT = click.option(
     metavar="DIR|URL",
     help="Where run folders are made: a folder, s3://... or gs://...",
 )
+WEIGHTS = click.option(
+    "--weights",
+    type=click.Choice(["raw", "ema"]),
+    default="raw",
+    help="As they were trained, or averaged by train.ema.",
+)
 PROFILE = click.option("--profile", is_flag=True, help="Write a trace of a few steps; short for profile.enabled=true.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the resolved config and the launch plan; start nothing.")
 

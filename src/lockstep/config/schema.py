@@ -337,6 +337,7 @@ class After(Section):
     input: str | None = Field(None, description="given to the task's predict_data")
     out: str | None = Field(None, description="the file of predictions")
     chunk: int = Field(1024, gt=0, description="examples in every part of the predictions")
+    weights: Literal["raw", "ema"] = Field("raw", description="to predict with: as they were trained, or averaged")
 
 
 class Log(Section):

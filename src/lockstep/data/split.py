@@ -24,7 +24,7 @@ class Split:
     """
 
     def __init__(self, count: int, fractions: Mapping[str, float], seed: int, in_order: bool = False) -> None:
-        self._count, self._seed = count, seed
+        self.count, self._seed = count, seed
         self._order: Callable[[Indices], Indices] = Permutation(count, SPLIT_STREAM, seed, 0)
         self._sorts = in_order or count <= SORTED_UP_TO
         self._sorted: dict[str, Indices] = {}
@@ -38,7 +38,7 @@ class Split:
 
     def draw_as_before(self) -> None:
         """For a run that was begun before 0.6: its examples stay where they were, to the end."""
-        order = sorted_words(self._count, SPLIT_STREAM, self._seed, 0)
+        order = sorted_words(self.count, SPLIT_STREAM, self._seed, 0)
         self._order, self._sorts, self._sorted = partial(np.take, order), True, {}
         self.drawn = BEFORE
 

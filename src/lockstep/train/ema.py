@@ -35,6 +35,7 @@ class Average:
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._weights: dict[str, Tensor] | None = None  # from the first step on
         self.updates = 0
+        self.was_saved = False  # what was loaded had it
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -97,7 +98,7 @@ class Average:
     def load(self, state: Mapping[str, Any] | None, source: str) -> None:
         """What state() gave, with Stored for its tensors where ranks read their own parts. Without any, or of other
         parameters, the average starts from the weights, which are restored already."""
-        self._weights, self.updates = None, 0
+        self._weights, self.updates, self.was_saved = None, 0, False
         if state is None or list(state["weights"]) != list(self._parameters):
             logger.info("%s has no average of these weights: it starts from them", source)
             return
@@ -105,7 +106,7 @@ class Average:
         with torch.no_grad():
             for name, mine in self.weights.items():
                 local_part(mine).copy_(local_part(found[name]))
-        self.updates = int(state["updates"])
+        self.updates, self.was_saved = int(state["updates"]), True
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of averages and weights that this rank has. Asked for every time: restoring may move them."""

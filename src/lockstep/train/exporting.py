@@ -60,7 +60,7 @@ class Exported:
     compared: str  # what was compared
 
 
-def model_of(config: RunConfig, task: Task, folder: Path, step: int | None) -> nn.Module:
+def model_of(config: RunConfig, task: Task, folder: Path, step: int | None, averages: bool = False) -> nn.Module:
     """The task's model on the host, with the weights of a checkpoint; without a step, as the run began with it."""
     runtime = CpuRuntime()
     seed_generators(runtime, config.seed)
@@ -88,7 +88,24 @@ def model_of(config: RunConfig, task: Task, folder: Path, step: int | None) -> n
     assert loaded is not None
     state = {key: value for key, value in loaded.state.items() if key in ("model_extra", "models", "frozen")}
     models.load(loaded.model, state, str(storage.path(step)))
+    if averages:
+        with torch.no_grad():
+            for name, average in _averages_in(loaded.state, storage.path(step)).items():
+                made.get_parameter(name).copy_(average)
     return made.eval()
+
+
+def _averages_in(state: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
+    """By the names under which a checkpoint has the weights themselves."""
+    saved: Mapping[str, Any] = state.get("averages") or {}
+    if not saved:
+        raise ConfigError(f"--weights ema: {source} has no averages: the run was not trained with train.ema")
+    single = len(state["models"]) == 1
+    return {
+        name if single else f"{model}.{name}": average
+        for model, each in saved.items()
+        for name, average in each["weights"].items()
+    }
 
 
 def example_of(task: Task, config: RunConfig, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -106,9 +123,8 @@ def example_of(task: Task, config: RunConfig, model: nn.Module) -> tuple[tuple[A
     try:
         _called(model, args, named)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ConfigError(
-            f"task: the model cannot be called with the inputs of a batch ({type(error).__name__}: {first}): "
+            f"task: the model cannot be called with the inputs of a batch ({_first_line(error)}): "
             "define example_inputs(self), which returns a tuple of arguments or a mapping by name"
         ) from None
     return args, named
@@ -190,7 +206,7 @@ def to_hf(
     return _published(out, write, check, tolerance)
 
 
-def to_safetensors(folder: Path, step: int, out: Path) -> Exported:
+def to_safetensors(folder: Path, step: int, out: Path, averages: bool = False) -> Exported:
     """All weights in one file, bytes from file to file; then every byte compared with the checkpoint's."""
     from lockstep.checkpoint import manifest
     from lockstep.checkpoint.merge import merge
@@ -202,15 +218,21 @@ def to_safetensors(folder: Path, step: int, out: Path) -> Exported:
     if problem is not None:
         raise ConfigError(f"{storage.path(step)} is damaged: {problem}. Name another step with --step")
     told = manifest.read(storage.path(step))
+    averaged: dict[str, Tensor] = {}
+    if averages:
+        loaded = reader.restore(storage, group, step)
+        assert loaded is not None
+        averaged = _averages_in(loaded.state, storage.path(step))
 
     def write(place: Path) -> None:
-        merge(storage.path(step), told, place)
+        merge(storage.path(step), told, place, average=averages)
 
     def check(place: Path) -> tuple[float, str]:
         saved, again = open_source(str(storage.path(step)), group.activity), open_source(str(place), group.activity)
         try:
             same = all(
-                tensor_file.memory(each.whole().contiguous()) == tensor_file.memory(saved.tensors[name].whole())
+                tensor_file.memory(each.whole().contiguous())
+                == tensor_file.memory(averaged[name] if name in averaged else saved.tensors[name].whole())
                 for name, each in again.tensors.items()
             )
             count = len(again.tensors)
@@ -234,9 +256,8 @@ def _program(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> 
     try:
         return torch.export.export(model, args, named, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ConfigError(
-            f"the model cannot be exported as one program: {type(error).__name__}: {first}. torch.export needs a "
+            f"the model cannot be exported as one program: {_first_line(error)}. torch.export needs a "
             "forward pass that does not branch on the values of tensors; --to safetensors writes the weights"
         ) from error
 
@@ -335,6 +356,11 @@ def _from_batch(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str
     return (batch,), {}
 
 
+def _first_line(error: Exception) -> str:
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
+
+
 def _required(module: str, extra: str, what: str) -> Any:
     import importlib
 
@@ -344,12 +370,14 @@ def _required(module: str, extra: str, what: str) -> Any:
         raise ConfigError(f"{what}: needs {module}: pip install 'lockstep-train[{extra}]'") from None
 
 
-def export(config: RunConfig, folder: Path, step: int, to: str, out: Path, tolerance: float) -> Exported:
+def export(
+    config: RunConfig, folder: Path, step: int, to: str, out: Path, tolerance: float, averages: bool = False
+) -> Exported:
     """Write the model of a checkpoint in another form, checked."""
     if to == "safetensors":
-        return to_safetensors(folder, step, out)
+        return to_safetensors(folder, step, out, averages)
     task = create_task(config.task)
-    model = model_of(config, task, folder, step)
+    model = model_of(config, task, folder, step, averages)
     example = example_of(task, config, model)
     if to == "hf":
         return to_hf(model, lambda: model_of(config, task, folder, None), task, example, out, tolerance)

@@ -30,7 +30,7 @@ from lockstep.train.evaluation import evaluating
 from lockstep.train.prediction_files import PredictionFiles, columns_of, joined
 from lockstep.train.run import Run
 from lockstep.train.task import Task, create_task
-from lockstep.train.trained import RESULT_FILE, bring_back, data_named
+from lockstep.train.trained import RESULT_FILE, bring_back, data_named, weights_asked_for
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,14 @@ def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     plan = _plan(config, after, count, chunk, batch_size)
     done = run.agree(lambda: files.begin(plan), "the parts that are there")
     _require_shared(run, files)
-    bring_back(run, task, config, after)
+    bring_back(run, task, config, after, [data])
     began = time.monotonic()
     todo = [part for part in range(math.ceil(count / chunk)) if part not in set(done)]
     if done and run.is_main:
         logger.info("going on: %d of %d parts are there", len(done), len(done) + len(todo))
     work = _Work(run, task, data, files, count, chunk, batch_size, config.data.workers)
-    left = work.all_of(todo)
+    with weights_asked_for(run, after):
+        left = work.all_of(todo)
     if any(run.gather(left, "the end of the predictions")):
         run.leave_unsaved()
     rows = run.agree(lambda: files.put_together(math.ceil(count / chunk)), "putting the parts together")
@@ -203,6 +204,7 @@ def _plan(config: RunConfig, after: After, count: int, chunk: int, batch_size: i
     return {
         "checkpoint": digest,
         "step": after.step,
+        "weights": after.weights,
         "data": after.data,
         "input": after.input,
         "examples": count,

@@ -587,6 +587,11 @@ class Run:
     def _measured_averages(self) -> list[Average]:
         return [each for each in self._models.averages if each.settings.measured]
 
+    @property
+    def averages_were_saved(self) -> bool:
+        """Whether the weights that were loaded came with averages, of every model that is to have one."""
+        return bool(self._models.averages) and all(each.was_saved for each in self._models.averages)
+
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """While the block runs, models that were set up with `ema` have their averages for weights: to evaluate or to
@@ -643,10 +648,13 @@ class Run:
         self.began_at = self.progress.step
         return True
 
-    def load_weights(self, folder: Path, step: int) -> None:
-        """The weights of a checkpoint of another run, to evaluate or use the model: nothing of that run is changed."""
+    def load_weights(self, folder: Path, step: int, beside: Mapping[str, Stateful] | None = None) -> None:
+        """The weights of a checkpoint of another run, to evaluate or use the model: nothing of that run is changed.
+
+        `beside` has what else is to be loaded, by the names under which that run had attached it.
+        """
         self._models.require_any()
-        self.checkpointer.load_weights(folder, step)
+        self.checkpointer.load_weights(folder, step, beside or {})
         self._restored = True
         self._pulse.start(0, 0.0)
         self.journal.start_at(0)

@@ -28,7 +28,7 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     """Measure a checkpoint of a run, and note what came of it there: a line of `evaluations.jsonl`."""
     task = create_task(config.task)
     datasets = data_named(task, config, after.data)
-    bring_back(run, task, config, after)
+    bring_back(run, task, config, after, datasets.values())
     measure, collate = TaskMeasure(run, task), getattr(task, "collate", None)
     batch_size = config.validation.batch_size or config.train.batch_size
     metrics = evaluated(run, measure, datasets, batch_size, config.validation.on, collate)

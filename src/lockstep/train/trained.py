@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch.utils.data import Dataset
 
 from lockstep.config.nearest import did_you_mean
 from lockstep.config.schema import After, RunConfig
+from lockstep.data.split import Part
 from lockstep.errors import ConfigError
+from lockstep.train.lengths import Lengths
 from lockstep.train.making import set_up
 from lockstep.train.run import Run
 from lockstep.train.schedules import RunLength
@@ -23,10 +26,31 @@ _ANY_LENGTH = RunLength(10**9, 10**6)
 RESULT_FILE = "after.json"  # in the folder of the work, for the command that started it
 
 
-def bring_back(run: Run, task: Task, config: RunConfig, after: After) -> None:
-    """Everything that a training run would set up, then the weights of the checkpoint."""
+def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: Iterable[Dataset[Any]]) -> None:
+    """Everything that a training run would set up, then the weights of the checkpoint.
+
+    Parts of one dataset (data.split) become those that the run has had: what it was trained on is in no other part.
+    """
     set_up(run, task, config, _ANY_LENGTH)
-    run.load_weights(Path(after.run), after.step)
+    drawing = next((each.split for each in datasets if isinstance(each, Part)), None)
+    lengths = Lengths(drawing.count if drawing is not None else None, {}, drawing)
+    run.load_weights(Path(after.run), after.step, {"lengths": lengths})
+    lengths.restored()
+
+
+@contextlib.contextmanager
+def weights_asked_for(run: Run, after: After) -> Iterator[None]:
+    """While the block runs, the model has the weights that were asked for: as they were trained, or averaged."""
+    if after.weights == "raw":
+        yield
+        return
+    if not run.averages_were_saved:
+        raise ConfigError(
+            f"--weights ema: the checkpoint of step {after.step} in {after.run} has no averages: the run was not "
+            "trained with train.ema"
+        )
+    with run.averaged_weights():
+        yield
 
 
 def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dataset[Any]]:
