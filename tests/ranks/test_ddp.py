@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.config.schema import Strategy
+from lockstep.config.strategy import Strategy
 from lockstep.runtime.cuda import CudaRuntime
 from lockstep.strategy.ddp import DdpStrategy
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.load import check_strategy, load, uneven_shares
-from lockstep.config.schema import RunConfig, Strategy, Train
+from lockstep.config.schema import RunConfig, Train
+from lockstep.config.strategy import Strategy
 from lockstep.config.values import Interval
 from lockstep.errors import ConfigError
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from conftest import ROOT
-from lockstep.config.schema import RunSettings, Strategy
+from lockstep.config.schema import RunSettings
+from lockstep.config.strategy import Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.rules import shard_rules

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lockstep.config.schema import Strategy
+from lockstep.config.strategy import Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy.mesh import MAIN, Sharding, batch_spec, fully_sharded, resolve_meshes, shardings
 from lockstep.strategy.rules import shard_rules

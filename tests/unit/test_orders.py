@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from conftest import TASK_FILE
-from lockstep.config.schema import After, Data, RunConfig
+from lockstep.config.data import Data
+from lockstep.config.schema import After, RunConfig
 from lockstep.data.buckets import Buckets
 from lockstep.data.choosing import choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from lockstep.config.schema import Strategy
+from lockstep.config.strategy import Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy import placing
 from lockstep.strategy.initial import has_no_memory, initialise

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.mesh import resolve_meshes, spans_processes
 from lockstep.config.nearest import did_you_mean, nearest
-from lockstep.config.schema import Profile, RunConfig, Strategy
+from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_value
+from lockstep.config.strategy import Strategy
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
 from lockstep.config.weights_path import with_weights_located

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Strategy
+    from lockstep.config.strategy import Strategy
 
 MAIN = "strategy.mesh"
 DATA_AXIS, REPLICA_AXIS = "data", "replica"

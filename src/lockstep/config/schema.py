@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -12,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from lockstep.config import loggers
 from lockstep.config.component import Component as Component
 from lockstep.config.component import as_mapping
+from lockstep.config.data import Data
 from lockstep.config.optimizing import EVERY_EPOCH as EVERY_EPOCH
 from lockstep.config.optimizing import AnyCompile, AnyEma, AnyScheduler, Optimizer, Patterns
 from lockstep.config.optimizing import Schedule as Schedule
@@ -19,10 +19,10 @@ from lockstep.config.optimizing import Scheduler as Scheduler
 from lockstep.config.pod import Pod
 from lockstep.config.section import Section as Section
 from lockstep.config.slurm import Slurm
-from lockstep.config.values import HostName, Interval, Seconds, import_path
+from lockstep.config.strategy import Strategy
+from lockstep.config.values import HostName, Interval, Seconds
 
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
-COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
 Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
 REGIONS: tuple[Region, ...] = get_args(Region)
 
@@ -37,34 +37,10 @@ def _in_steps(value: Any) -> Any:
     return f"{value} steps" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _mesh_shape(shape: dict[str, int]) -> dict[str, int]:
-    if not shape:
-        raise ValueError("a mesh needs at least one axis, for example {data: -1}")
-    wrong = [f"{axis}: {size}" for axis, size in shape.items() if size == 0 or size < -1]
-    if wrong:
-        raise ValueError(f"the size of an axis is 1 or more, or -1 for the rest; got {', '.join(wrong)}")
-    if list(shape.values()).count(-1) > 1:
-        raise ValueError(f"only one axis can be -1, the rest; got {shape}")
-    return shape
-
-
-def _as_rule(value: Any) -> Any:
-    """A bare list stands for a rule over `strategy.mesh`."""
-    return {"spec": value} if isinstance(value, list | tuple) else value
-
-
 def _processes(value: Any) -> Any:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise ValueError("must be a number greater than 0, or auto")
-
-
-def _hook_name(text: str) -> str:
-    if text in COMM_HOOKS:
-        return text
-    if "." not in text and ":" not in text:
-        raise ValueError(f"must be {', '.join(COMM_HOOKS)}, or an import path such as package.module:function")
-    return import_path(text)
 
 
 def _recompute(value: Any) -> Any:
@@ -85,91 +61,6 @@ def _not_empty(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
     if not criteria:
         raise ValueError("there must be at least one criterion; leave early_stop out to train to the end")
     return criteria
-
-
-MeshShape = Annotated[dict[str, int], AfterValidator(_mesh_shape)]
-# What shards one dimension of a tensor: an axis of the mesh, several, or none.
-AxisNames = str | Annotated[tuple[str, ...], Field(strict=False)] | None
-
-
-class ShardRule(Section):
-    """How parameters are split: an axis name (or several, or null) for every dimension, over the mesh of a name."""
-
-    spec: tuple[AxisNames, ...] = Field(strict=False)
-    mesh: str | None = Field(None, description="one of strategy.meshes; strategy.mesh where not given")
-    activations: Literal["whole", "split"] = Field(
-        "whole", description="split: what leaves a column-parallel layer, or enters a row-parallel one, stays split"
-    )
-
-
-class CommHook(Section):
-    """How DDP exchanges a bucket of gradients: one of torch's hooks by its name, or a function of one's own."""
-
-    type: Annotated[str, AfterValidator(_hook_name)] = Field(
-        description="bf16_compress, fp16_compress, powerSGD, or the import path of a function (state, bucket)"
-    )
-    rank: int = Field(1, gt=0, le=1024, description="powerSGD: of the matrices that travel in place of gradients")
-    start: int = Field(1000, gt=1, description="powerSGD: the step from which on it compresses")
-
-    @model_validator(mode="after")
-    def _numbers_are_for_power_sgd(self) -> CommHook:
-        given = [name for name in ("rank", "start") if getattr(self, name) != CommHook.model_fields[name].default]
-        if given and self.type != "powerSGD":
-            raise ValueError(f"{given[0]} is for type: powerSGD, but the type is {self.type}")
-        return self
-
-
-class Strategy(Section):
-    """How the model and the batch are spread over the processes and devices."""
-
-    type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
-    find_unused_parameters: bool = False
-    output_device: int | None = Field(None, ge=0)
-    bucket_mb: int = Field(25, gt=0, le=2**40)
-    static_graph: bool = Field(False, description="ddp: every step uses the same parameters in the same way")
-    gradient_as_bucket_view: bool = Field(False, description="ddp: gradients live in the buckets they travel in")
-    sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
-    comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
-        None, description="ddp: how buckets of gradients travel"
-    )
-    mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
-    meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
-    shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
-        {}, description="parameter-name pattern -> how to split it; the first that matches counts"
-    )
-    preset: Literal["fsdp", "hsdp", "tensor"] | None = Field(
-        None,
-        description="fsdp: split every block over data; hsdp: the same, with a copy for each of the axis replica; "
-        "tensor: by the rules, which must be there",
-    )
-    blocks: str | None = Field(
-        None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
-    )
-    offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
-    gather: Literal["float32", "bf16"] = Field(
-        "float32",
-        description="what a block's parameters are put together in; bf16 halves what is sent and kept of them",
-    )
-
-    @model_validator(mode="after")
-    def _meshes_are_for_spmd(self) -> Strategy:
-        given = [name for name in ("mesh", "meshes", "shard", "preset", "offload") if getattr(self, name)]
-        given += ["gather"] if self.gather != "float32" else []
-        if given and self.type != "spmd":
-            raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
-        return self
-
-    @property
-    def given_for_ddp(self) -> list[str]:
-        """What only torch's DistributedDataParallel can do."""
-        names = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "comm_hook")
-        return [name for name in names if getattr(self, name)]
-
-    @model_validator(mode="after")
-    def _some_are_for_ddp(self) -> Strategy:
-        if self.given_for_ddp and self.type not in ("auto", "ddp"):
-            raise ValueError(f"{self.given_for_ddp[0]} is for strategy: ddp, but the strategy is {self.type}")
-        return self
 
 
 class Train(Section):
@@ -199,84 +90,6 @@ class Train(Section):
     def epoch_limit(self) -> int | None:
         """Epochs to train for; one where nothing was said, none where steps are counted instead."""
         return 1 if self.epochs is None and self.steps is None else self.epochs
-
-
-class Split(Section):
-    """Fractions of the task's train_data that become training, validation and test data."""
-
-    train: float = Field(gt=0, le=1)
-    val: float = Field(0.0, ge=0, lt=1)
-    test: float = Field(0.0, ge=0, lt=1)
-
-    @model_validator(mode="after")
-    def _sums_to_one(self) -> Split:
-        total = self.train + self.val + self.test
-        if not math.isclose(total, 1.0, abs_tol=1e-6):
-            raise ValueError(
-                f"the fractions must sum to one, but train {self.train:g} + val {self.val:g} + test {self.test:g} "
-                f"= {total:g}"
-            )
-        return self
-
-
-class Ordering(Section):
-    """In which order an epoch visits its examples."""
-
-    type: Literal["shuffled", "sequential", "weighted", "buckets", "own"]
-    replacement: bool = Field(True, description="weighted: whether an example that was drawn may be drawn again")
-    count: int | None = Field(None, gt=0, description="weighted: examples in an epoch; as many as there are")
-    weights: str | None = Field(
-        None, description="weighted: a file of numpy's (.npy), in place of the task's weights()"
-    )
-    window: int | None = Field(None, gt=0, description="buckets: batches that are sorted by length together; 100")
-    lengths: str | None = Field(None, description="buckets: a file of numpy's (.npy), in place of the task's lengths()")
-
-    @model_validator(mode="after")
-    def _of_the_type(self) -> Ordering:
-        for type_, names in (("weighted", ("count", "weights")), ("buckets", ("window", "lengths"))):
-            given = [name for name in names if getattr(self, name) is not None]
-            if given and self.type != type_:
-                raise ValueError(f"{given[0]} is for type: {type_}, but the type is {self.type}")
-        if not self.replacement and self.type != "weighted":
-            raise ValueError(f"replacement is for type: weighted, but the type is {self.type}")
-        return self
-
-
-class Data(Section):
-    workers: int = Field(0, ge=0)
-    pin_memory: bool | None = Field(None, description="page-locked host memory; where not given, with CUDA")
-    prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that every worker fetches ahead")
-    drop_last: bool = False
-    shuffle: bool = Field(True, description="false is short for order: sequential")
-    shuffle_buffer: int | None = Field(
-        None, gt=1, description="for streams: shuffle the examples of each shard in blocks of so many"
-    )
-    order: Annotated[Ordering, as_mapping(Ordering)] | None = Field(
-        None, description="where not given: the task's own, if it has one, else shuffled"
-    )
-    split: Split | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _order_and_shuffle(cls, given: Any) -> Any:
-        """Both are kept so that they say the same, also in the config that a run writes down."""
-        if not isinstance(given, dict) or given.get("order") is None:
-            return given
-        order, shuffle = given["order"], given.get("shuffle")
-        asked = order.get("type") if isinstance(order, dict) else getattr(order, "type", order)
-        if asked == "sequential" and shuffle is None:
-            return {**given, "shuffle": False}
-        if isinstance(shuffle, bool) and shuffle == (asked == "sequential"):
-            raise ValueError(
-                f"shuffle: {str(shuffle).lower()} and order: {asked} contradict each other: leave shuffle out"
-            )
-        return given
-
-    @model_validator(mode="after")
-    def _prefetch_needs_workers(self) -> Data:
-        if self.prefetch is not None and self.workers == 0:
-            raise ValueError(f"prefetch: {self.prefetch} needs workers to do it; set data.workers to 1 or more")
-        return self
 
 
 class Validate(Section):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.config.data import Ordering
 from lockstep.config.load import validate
-from lockstep.config.schema import Ordering
 from lockstep.data.buckets import Buckets
 from lockstep.data.orders import Order, Own, OwnOrder, Sequential, Shuffled
 from lockstep.data.split import Part

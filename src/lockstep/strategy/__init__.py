@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.config.load import check_strategy
-from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy

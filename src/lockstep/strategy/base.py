@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.schema import ShardRule
+from lockstep.config.strategy import ShardRule
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.schema import CommHook
+from lockstep.config.strategy import CommHook
 
 # Of DDP: called with a state of its own and a bucket, returns a future of the exchanged gradients.
 Hook = Callable[[Any, Any], Any]

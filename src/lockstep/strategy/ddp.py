@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Modules, Strategy

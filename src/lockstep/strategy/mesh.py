@@ -12,8 +12,8 @@ from lockstep.config.mesh import BATCH_AXES, Shape
 from lockstep.config.mesh import DATA_AXIS as DATA_AXIS
 from lockstep.config.mesh import MAIN as MAIN
 from lockstep.config.mesh import resolve_meshes as resolve_meshes
-from lockstep.config.schema import AxisNames, ShardRule
-from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.config.strategy import AxisNames, ShardRule
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 
 # Parameters with fewer elements are cheaper to keep whole than to gather.

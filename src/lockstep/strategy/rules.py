@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.config.schema import ShardRule
+from lockstep.config.strategy import ShardRule
 from lockstep.errors import ConfigError
 
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
-from lockstep.config.schema import ShardRule
-from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.config.strategy import ShardRule
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.mesh import shares
-from lockstep.config.schema import ShardRule
-from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.config.strategy import ShardRule
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime

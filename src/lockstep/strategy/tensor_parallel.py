@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, Shape
-from lockstep.config.schema import AxisNames, ShardRule
+from lockstep.config.strategy import AxisNames, ShardRule
 from lockstep.errors import ConfigError
 from lockstep.strategy.mesh import MAIN, Ruled, axes_of
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lockstep.config.schema import Strategy as StrategySettings
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, to_device
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lockstep.config.schema import Ordering, RunConfig
+from lockstep.config.data import Ordering
+from lockstep.config.schema import RunConfig
 from lockstep.data.choosing import make_order
 from lockstep.data.orders import Order
 from lockstep.data.sources import is_stream

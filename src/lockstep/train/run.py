@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.config.optimizing import Compile, Ema
-from lockstep.config.schema import COMM_HOOKS, Precision, RunSettings
+from lockstep.config.schema import RunSettings
+from lockstep.config.strategy import COMM_HOOKS
 from lockstep.data.choosing import Asked
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due, Progress
@@ -39,20 +40,19 @@ from lockstep.record.recorder import Recorder
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
 from lockstep.strategy.base import Strategy, share_of
-from lockstep.strategy.compiled import compile_blocks, compile_whole, how_to_compile
-from lockstep.strategy.recompute import recompute as recompute_modules
+from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.rules import shard_rules
-from lockstep.train import frozen as frozen_weights
-from lockstep.train import pretrained
-from lockstep.train.compile_guard import CompileGuard, be_patient_while_compiling
+from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.devices import Devices
 from lockstep.train.ema import PREFIX, Average, ema_settings, in_place, measured_beside
 from lockstep.train.evaluation import Measure
 from lockstep.train.evaluator import Evaluator
 from lockstep.train.feed import Feed
-from lockstep.train.loss_scale import LossScale, refuse_half_weights
+from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
+from lockstep.train.preparing import Preparation, check_model
+from lockstep.train.pretrained import Given
 from lockstep.train.pulse import Pulse
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
@@ -100,6 +100,7 @@ class Run:
         self.checkpointer = Checkpointer(
             group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
         )
+        self._preparation = Preparation(group, runtime, self._strategy, settings, self.checkpointer.storage)
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._feed = Feed(
             group, runtime, self._strategy, settings, self.profiler, self._guard,
@@ -284,7 +285,7 @@ class Run:
         ema: float | Mapping[str, Any] | Ema | None = None,
         shard: Mapping[str, Any] | None = None,
         init_weights: Callable[[nn.Module], object] | None = None,
-        init_from: pretrained.Given | None = None,
+        init_from: Given | None = None,
     ) -> Any:
         """Place a model on the device, equal on all ranks. Returns what was given, in the same order.
 
@@ -298,84 +299,27 @@ class Run:
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
             raise ConfigError(f"run.setup of {chosen!r} comes after run.restore: set up every model before restoring")
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
+        check_model(model, precision)
         self._strategy.check_precision(precision)
+        self.runtime.use_precision(precision)
+        if precision == "fp16" and self._stepper.loss_scale is None:
+            self._stepper.loss_scale = LossScale()
+            self.attach("loss scale", self._stepper.loss_scale)
         self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
-        self._use_precision(model, precision)
-        self._strategy.convert(model)
-        self._work_on_blocks(model, how_to_compile(compile), recompute)
         self._strategy.use_rules(shard_rules(shard or {}))
-        self._activity.enter("placing the model", waits=self.world_size > 1)
-        self._strategy.fill(model, self.settings.seed, init_weights)
-        left_out = frozen_weights.are_left_out(model, self.settings.checkpoint.save)
-        begun = self._weights_to_begin_with(init_from, left_out)
-        is_loaded = begun is not None and begun.before_placing(model)
-        kept = self._frozen(model) if left_out else None
-        placed = self._strategy.place(model)
-        if begun is not None and not is_loaded:
-            begun.after_placing(model)
-        if optimizer is not None:
-            self._strategy.place_optimizer(optimizer)
-        self._activity.enter("getting ready")
+        placed = self._preparation.of(model, optimizer, how_to_compile(compile), recompute, init_weights, init_from)
         average = None if ema is None else Average(model, ema_settings(ema), self.runtime)
         skips = on_nan == "skip"
-        self._models.add(Entry(chosen, model, placed, optimizer, precision, clip_norm, skips, average, kept))
+        self._models.add(
+            Entry(chosen, model, placed.model, optimizer, precision, clip_norm, skips, average, placed.frozen)
+        )
         if scheduler is not None:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
             # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
             seed_generators(self.runtime, self.settings.seed, share_of(self._strategy, self.group))
-        given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
+        given = [placed.model, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
-
-    def _use_precision(self, model: nn.Module, precision: str) -> None:
-        if precision not in get_args(Precision):
-            raise ConfigError(
-                f"run.setup: precision must be one of {', '.join(get_args(Precision))}, got {precision!r}"
-            )
-        self.runtime.use_precision(precision)
-        if precision == "fp16":
-            refuse_half_weights({str(each.dtype) for each in model.parameters()})
-            if self._stepper.loss_scale is None:
-                self._stepper.loss_scale = LossScale()
-                self.attach("loss scale", self._stepper.loss_scale)
-
-    def _weights_to_begin_with(
-        self, init_from: pretrained.Given | None, frozen_too: bool
-    ) -> pretrained.Pretrained | None:
-        """What `init_from` names, unless the run goes on: then from its checkpoint, and from there at most what is
-        frozen and not in it."""
-        if init_from is None:
-            return None
-        if self.agree(lambda: bool(self.checkpointer.storage.steps()), "whether the run goes on") and not frozen_too:
-            if self.is_main:
-                logger.info("init_from: %s is what this run began with; it has checkpoints, and goes on from them",
-                            pretrained.as_settings(init_from).path)  # fmt: skip
-            return None
-        return pretrained.Pretrained(init_from, self.group, self._strategy)
-
-    def _frozen(self, model: nn.Module) -> frozen_weights.Frozen:
-        names = frozen_weights.names_of(model)
-        name = "the digest of the frozen weights"
-        digest = self.agree(lambda: frozen_weights.digest_of(model, names, self._activity), name)
-        return frozen_weights.Frozen(frozenset(names), digest)
-
-    def _work_on_blocks(self, model: nn.Module, compile: Compile | None, recompute: str | None) -> None:
-        """What is done per block, before the model is placed: hooks of the strategy then stay outside of it."""
-        pattern = self.settings.strategy.blocks
-        if recompute is not None:
-            by_torch = compile is not None and not self.runtime.compiles_everything
-            recompute_modules(model, recompute, pattern, self.runtime, by_torch)
-        if compile is not None and self.runtime.compiles_everything:
-            logger.info("compile: everything is compiled on this device; nothing more to do")
-        elif compile is not None:
-            be_patient_while_compiling(self._activity)
-            # Where blocks are put together and taken apart, a program cannot go on from one to the next.
-            if compile.blocks or self._strategy.keeps_slices:
-                compile_blocks(model, pattern, compile)
-            else:
-                compile_whole(model, recompute is not None, compile)
 
     @contextlib.contextmanager
     def frozen(self, model: nn.Module) -> Iterator[None]:

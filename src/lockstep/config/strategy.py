@@ -1,0 +1,122 @@
+"""The `strategy` section: how the model and the batch are spread over the processes and devices."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from lockstep.config.component import as_mapping
+from lockstep.config.section import Section
+from lockstep.config.values import import_path
+
+COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
+
+
+def _mesh_shape(shape: dict[str, int]) -> dict[str, int]:
+    if not shape:
+        raise ValueError("a mesh needs at least one axis, for example {data: -1}")
+    wrong = [f"{axis}: {size}" for axis, size in shape.items() if size == 0 or size < -1]
+    if wrong:
+        raise ValueError(f"the size of an axis is 1 or more, or -1 for the rest; got {', '.join(wrong)}")
+    if list(shape.values()).count(-1) > 1:
+        raise ValueError(f"only one axis can be -1, the rest; got {shape}")
+    return shape
+
+
+def _as_rule(value: Any) -> Any:
+    """A bare list stands for a rule over `strategy.mesh`."""
+    return {"spec": value} if isinstance(value, list | tuple) else value
+
+
+def _hook_name(text: str) -> str:
+    if text in COMM_HOOKS:
+        return text
+    if "." not in text and ":" not in text:
+        raise ValueError(f"must be {', '.join(COMM_HOOKS)}, or an import path such as package.module:function")
+    return import_path(text)
+
+
+MeshShape = Annotated[dict[str, int], AfterValidator(_mesh_shape)]
+# What shards one dimension of a tensor: an axis of the mesh, several, or none.
+AxisNames = str | Annotated[tuple[str, ...], Field(strict=False)] | None
+
+
+class ShardRule(Section):
+    """How parameters are split: an axis name (or several, or null) for every dimension, over the mesh of a name."""
+
+    spec: tuple[AxisNames, ...] = Field(strict=False)
+    mesh: str | None = Field(None, description="one of strategy.meshes; strategy.mesh where not given")
+    activations: Literal["whole", "split"] = Field(
+        "whole", description="split: what leaves a column-parallel layer, or enters a row-parallel one, stays split"
+    )
+
+
+class CommHook(Section):
+    """How DDP exchanges a bucket of gradients: one of torch's hooks by its name, or a function of one's own."""
+
+    type: Annotated[str, AfterValidator(_hook_name)] = Field(
+        description="bf16_compress, fp16_compress, powerSGD, or the import path of a function (state, bucket)"
+    )
+    rank: int = Field(1, gt=0, le=1024, description="powerSGD: of the matrices that travel in place of gradients")
+    start: int = Field(1000, gt=1, description="powerSGD: the step from which on it compresses")
+
+    @model_validator(mode="after")
+    def _numbers_are_for_power_sgd(self) -> CommHook:
+        given = [name for name in ("rank", "start") if getattr(self, name) != CommHook.model_fields[name].default]
+        if given and self.type != "powerSGD":
+            raise ValueError(f"{given[0]} is for type: powerSGD, but the type is {self.type}")
+        return self
+
+
+class Strategy(Section):
+    """How the model and the batch are spread over the processes and devices."""
+
+    type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
+    find_unused_parameters: bool = False
+    output_device: int | None = Field(None, ge=0)
+    bucket_mb: int = Field(25, gt=0, le=2**40)
+    static_graph: bool = Field(False, description="ddp: every step uses the same parameters in the same way")
+    gradient_as_bucket_view: bool = Field(False, description="ddp: gradients live in the buckets they travel in")
+    sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
+    comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
+        None, description="ddp: how buckets of gradients travel"
+    )
+    mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
+    meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
+    shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
+        {}, description="parameter-name pattern -> how to split it; the first that matches counts"
+    )
+    preset: Literal["fsdp", "hsdp", "tensor"] | None = Field(
+        None,
+        description="fsdp: split every block over data; hsdp: the same, with a copy for each of the axis replica; "
+        "tensor: by the rules, which must be there",
+    )
+    blocks: str | None = Field(
+        None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
+    )
+    offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
+    gather: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="what a block's parameters are put together in; bf16 halves what is sent and kept of them",
+    )
+
+    @model_validator(mode="after")
+    def _meshes_are_for_spmd(self) -> Strategy:
+        given = [name for name in ("mesh", "meshes", "shard", "preset", "offload") if getattr(self, name)]
+        given += ["gather"] if self.gather != "float32" else []
+        if given and self.type != "spmd":
+            raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
+        return self
+
+    @property
+    def given_for_ddp(self) -> list[str]:
+        """What only torch's DistributedDataParallel can do."""
+        names = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "comm_hook")
+        return [name for name in names if getattr(self, name)]
+
+    @model_validator(mode="after")
+    def _some_are_for_ddp(self) -> Strategy:
+        if self.given_for_ddp and self.type not in ("auto", "ddp"):
+            raise ValueError(f"{self.given_for_ddp[0]} is for strategy: ddp, but the strategy is {self.type}")
+        return self
