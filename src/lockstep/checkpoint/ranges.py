@@ -71,6 +71,19 @@ def chopped(ranges: Iterable[Range], most: int = PIECE_BYTES) -> Iterator[Range]
             yield Range(begin + row * stride + start, piece, piece, 1)
 
 
+def from_start(descriptor: int) -> Callable[[memoryview], None]:
+    """Reads on from the beginning of a file, as much at a time as it is given memory for."""
+    position = 0
+
+    def fill_next(memory: memoryview) -> None:
+        nonlocal position
+        count = len(memory)
+        fill(descriptor, [Range(position, count, count, 1)] if count else [], memory)
+        position += count
+
+    return fill_next
+
+
 def fill(descriptor: int, ranges: Iterable[Range], memory: memoryview) -> None:
     """Read these bytes of a file into memory, one after the other. Raises EOFError where the file is too short."""
     done = 0

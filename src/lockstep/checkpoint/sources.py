@@ -165,16 +165,8 @@ def _index(file: Path) -> dict[str, list[str]]:
 
 
 def _entries(file: Path, descriptor: int) -> list[tensor_file.Entry]:
-    position = 0
-
-    def fill(memory: memoryview) -> None:
-        nonlocal position
-        count = len(memory)
-        ranges.fill(descriptor, [ranges.Range(position, count, count, 1)] if count else [], memory)
-        position += count
-
     try:
-        return tensor_file.read_header(fill, os.fstat(descriptor).st_size)
+        return tensor_file.read_header(ranges.from_start(descriptor), os.fstat(descriptor).st_size)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"init_from: {file}: cannot be read as a safetensors file ({error}): it is damaged, cut short or of "

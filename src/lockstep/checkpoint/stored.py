@@ -90,16 +90,8 @@ class OpenFiles:
         return self._open[-1]
 
     def _entries(self, descriptor: int, name: str) -> list[Entry]:
-        position = 0
-
-        def fill(memory: memoryview) -> None:
-            nonlocal position
-            count = len(memory)
-            ranges.fill(descriptor, [ranges.Range(position, count, count, 1)] if count else [], memory)
-            position += count
-
         try:
-            return tensor_file.read_header(fill, self._told["files"][name]["bytes"])
+            return tensor_file.read_header(ranges.from_start(descriptor), self._told["files"][name]["bytes"])
         except OSError as error:
             raise not_read(name, error) from None
         except (EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
