@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,22 @@ def model_by_hand(run: Path) -> torch.nn.Module:
 def inputs_by_hand() -> torch.Tensor:
     torch.manual_seed(3)
     return torch.randn(53, 8)
+
+
+def test_ranks_that_torchrun_started(run: Path, tmp_path: Path) -> None:
+    alone, out = found("evaluate", run), tmp_path / "torchrun.parquet"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
+    commands = [["evaluate", str(run), "--json"], ["predict", str(run), "--data", "test", "--out", str(out), "--json"]]
+    told = []
+    for each in commands:
+        finished = subprocess.run([*torchrun, *each], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert finished.returncode == 0, finished.stderr
+        told.append(json.loads(finished.stdout))
+    assert [each["world_size"] for each in told] == [2, 2]
+    for name, value in alone["metrics"].items():
+        assert told[0]["metrics"][name] == pytest.approx(value, rel=1e-6)
+    found("predict", run, "--data", "test", "--out", tmp_path / "alone.parquet", "-n", "1")
+    assert out.read_bytes() == (tmp_path / "alone.parquet").read_bytes()
 
 
 # Averages (train.ema)

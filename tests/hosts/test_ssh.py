@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from conftest import losses, rows, steps_saved, summary, wait_until
 from laptop import NAMES, Laptop
+from lockstep.cli import main
 
 pytestmark = pytest.mark.xdist_group("hosts")
 
@@ -71,6 +74,20 @@ def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path
     assert not differences(here, one_machine)
     for host in laptop.network.hosts.values():
         assert not host.processes("lockstep")
+
+
+@pytest.mark.long
+def test_a_trained_model_is_evaluated_on_the_hosts(laptop: Laptop, one_machine: Path) -> None:
+    """Of a run that all of them see under one path."""
+    launch = yaml.safe_load(laptop.config().read_text())
+    asked = {key: launch[key] for key in ("launch", "pod")}
+    here = CliRunner().invoke(main, ["evaluate", str(one_machine), "--json"])
+    settings = [part for key, each in asked.items() for part in ("--set", f"{key}={json.dumps(each)}")]
+    finished = laptop.run("evaluate", one_machine, *settings)
+    assert finished.code == 0, finished.text
+    first, second = map(json.loads, (one_machine / "evaluations.jsonl").read_text().splitlines())
+    assert json.loads(here.stdout)["metrics"] == first["metrics"] == second["metrics"]
+    assert second["world_size"] == 4
 
 
 def _open_to_others(laptop: Laptop) -> list[int]:

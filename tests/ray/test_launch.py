@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from conftest import Project, losses, rows, steps_saved, summary, wait_until
+from conftest import ROOT, Project, losses, rows, steps_saved, summary, wait_until
 from lockstep.cli import main
 from lockstep.config.load import load
 from lockstep.errors import LaunchError
@@ -129,6 +129,23 @@ def _placement_groups(address: str) -> list[Any]:
 
 
 # Bad input
+
+
+@pytest.mark.long
+def test_a_trained_model_is_evaluated_and_predicts_on_the_nodes(places: Places, project: Project) -> None:
+    run = project.train(task={"type": f"{ROOT / 'tests' / 'after_tasks.py'}:Useful"}, processes=1)
+    on_nodes = ["--set", f"launch={json.dumps({'type': 'ray', 'ray': places.ray()})}", "-n", "2", "--json"]
+    here, there = ({}, {})
+    out = {name: project.folder / f"{name}.parquet" for name in ("here", "there")}
+    for name, how, told in (("here", ["--json"], here), ("there", on_nodes, there)):
+        for command in (["evaluate", run], ["predict", run, "--data", "test", "--out", out[name]]):
+            finished = project.run(*command, *how)
+            assert finished.code == 0, finished.text
+            told[command[0]] = json.loads(finished.out)
+    assert there["evaluate"]["world_size"] == there["predict"]["world_size"] == 2
+    for name, value in here["evaluate"]["metrics"].items():
+        assert there["evaluate"]["metrics"][name] == pytest.approx(value, rel=1e-6)
+    assert out["here"].read_bytes() == out["there"].read_bytes()
 
 
 def test_a_cluster_that_asks_nobody_for_a_token_is_refused_unless_told_otherwise(places: Places, on_ray: OnRay) -> None:

@@ -108,6 +108,25 @@ def test_one_task_starts_the_processes_of_its_host(project: Project, slurm: Slur
     assert summary(project.only_run())["world_size"] == 2
 
 
+@pytest.mark.long
+def test_a_trained_model_is_evaluated_and_predicts_by_tasks_and_by_a_job(project: Project, slurm: SlurmCluster) -> None:
+    run = project.train(task={"type": f"{ROOT / 'tests' / 'after_tasks.py'}:Useful"})
+    here = json.loads(project.run("evaluate", run, "--json").out)
+    finished = srun(project, slurm, "-N2", "-n2", command=("evaluate", str(run), "--json"), **SECRET)
+    assert finished.code == 0, finished.text
+    assert json.loads(finished.out)["metrics"] == here["metrics"]
+    queued = project.run("evaluate", run, "--set", "launch={type: slurm, slurm: {nodes: 2}}", env=slurm.env)
+    assert queued.code == 0 and str(run / "evaluations.jsonl") in queued.text, queued.text
+    noted = wait_until(lambda: (run / "evaluations.jsonl").read_text().splitlines()[2:], 60, "what the job found")
+    assert json.loads(noted[0])["metrics"] == here["metrics"]
+    out = [project.folder / f"{name}.parquet" for name in ("here", "tasks")]
+    assert project.run("predict", run, "--data", "test", "--out", out[0], "-n", "1").code == 0
+    command = ("predict", str(run), "--data", "test", "--out", str(out[1]))
+    finished = srun(project, slurm, "-N2", "-n2", command=command, **SECRET)
+    assert finished.code == 0, finished.text
+    assert out[0].read_bytes() == out[1].read_bytes()
+
+
 OWN_LOOP = """
 import os
 import lockstep

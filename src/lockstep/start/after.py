@@ -146,7 +146,8 @@ def _as_rank(config: RunConfig) -> Done:
     with _place() as place:
         code = local.train_as_rank(config, lambda: folders.new(place.folder, "--out", config), told.append)
         folder = Path(told[0]["folder"])
-        found = _result(folder) if code == 0 else None
+        mine = folder.is_relative_to(place.folder)  # that of rank 0, which others on this host see as well
+        found = _result(folder) if code == 0 and mine else None
         place.keep = False
     return Done(code, found)
 
