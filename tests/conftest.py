@@ -114,7 +114,7 @@ class Started:
                 continue
         return found
 
-    def wait_for_leftovers(self, limit: float = 10.0) -> list[str]:
+    def wait_for_leftovers(self, limit: float = 30.0) -> list[str]:
         deadline = time.monotonic() + limit
         while (members := [each for each in self.members() if each.pid != self.process.pid]) and (
             time.monotonic() < deadline

@@ -20,7 +20,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_recomputing_changes_no_bit_of_a_run(project: Project, processes: int) -> None:
     train: dict[str, Any] = {"epochs": 2, "batch_size": 24, "accumulate": 2, "clip_norm": 1.0, "precision": "bf16"}
     settings: dict[str, Any] = {"task": STACKED, "processes": processes}

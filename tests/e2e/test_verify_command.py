@@ -75,6 +75,7 @@ def test_dropout_is_told_from_a_mistake(project: Project) -> None:
     assert "cpu-ddp-2    random" in finished.out
 
 
+@pytest.mark.long
 def test_a_combination_that_fails_shows_its_headline_and_its_log(project: Project) -> None:
     fails = {"rank": 1, "step": 2, "how": "exception"}
     config = project.config(task={"type": f"{TASK_FILE}:Tiny", "fail_at": fails})

@@ -26,7 +26,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @as_root
 @pytest.mark.parametrize(
     ("asynchronous", "strategy"),
-    [(True, "ddp"), (False, "ddp"), pytest.param(True, FSDP, id="True-fsdp", marks=pytest.mark.long)],
+    [
+        (True, "ddp"),
+        pytest.param(False, "ddp", marks=pytest.mark.long),
+        pytest.param(True, FSDP, id="True-fsdp", marks=pytest.mark.long),
+    ],
 )
 def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous: bool, strategy: Any) -> None:
     config = project.config(

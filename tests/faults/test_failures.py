@@ -64,7 +64,12 @@ def test_diverging_again_is_not_worth_a_restart(project: Project) -> None:
     ("strategy", "what"),
     [
         ("ddp", "the gradients of step 3"),
-        pytest.param({"type": "spmd", "preset": "fsdp"}, "the parameters of the model of step 3", id="fsdp"),
+        pytest.param(
+            {"type": "spmd", "preset": "fsdp"},
+            "the parameters of the model of step 3",
+            marks=pytest.mark.long,
+            id="fsdp",
+        ),
     ],
 )
 def test_a_rank_that_never_arrives_is_named_in_time(project: Project, strategy: Any, what: str) -> None:

@@ -116,7 +116,7 @@ def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Pro
 @pytest.mark.parametrize(
     ("how", "strategy"),
     [
-        ("kill", "ddp"),
+        pytest.param("kill", "ddp", marks=pytest.mark.long),
         ("hang", "ddp"),
         pytest.param("kill", FSDP, id="kill-fsdp"),
         pytest.param("hang", FSDP, marks=pytest.mark.long, id="hang-fsdp"),

@@ -158,6 +158,7 @@ def summary_step(out: str) -> int:
     return int(next(line for line in out.splitlines() if "saved at step" in line).split("saved at step ")[1].split()[0])
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_host_that_dies(laptop: Laptop, one_machine: Path) -> None:
     config = laptop.config(
         "spare", hosts=("anna", "bert", "carl", "dora"), launch={"nodes": 3, "max_restarts": 1},
@@ -380,6 +381,7 @@ def test_a_new_head_goes_on_from_the_bucket(laptop: Laptop, one_machine: Path) -
     assert not differences(run, one_machine)
 
 
+@pytest.mark.long
 def test_a_shell_that_talks_at_its_start_is_not_taken_for_an_answer(laptop: Laptop, one_machine: Path) -> None:
     """On the host that leads: its answers are parsed, its console followed, its archive fetched."""
     chatty = laptop.folder / "bashrc"
