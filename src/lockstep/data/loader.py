@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
-from lockstep.data import workers
+from lockstep.data import packed, workers
 from lockstep.data.order import GlobalBatches, MicroBatch
+from lockstep.data.packed import Packed
 from lockstep.data.permutation import Indices
 from lockstep.data.split import Part
 from lockstep.errors import ConfigError
@@ -72,8 +73,9 @@ class Loader:
         self._keys.next_ones = self._asking(epoch, start, asked)
         if self._worker_loader is None:
             self._worker_loader = DataLoader(
-                _MicroBatchDataset(self._fetch),
+                _MicroBatchDataset(batch_fetcher(self.dataset, self.collate, packs=True)),
                 batch_size=None,
+                collate_fn=_as_it_is,
                 sampler=self._keys,
                 num_workers=self._loading.workers,
                 pin_memory=self._loading.pin_memory and torch.cuda.is_available(),
@@ -87,7 +89,7 @@ class Loader:
         with workers.signals_kept_back():
             fetched = iter(self._worker_loader)
         for batch in fetched:
-            yield asked.popleft(), batch
+            yield asked.popleft(), batch.unpacked() if isinstance(batch, Packed) else batch
         assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
 
     def _asking(self, epoch: int, start: int, asked: deque[MicroBatch]) -> Iterator[Any]:
@@ -104,14 +106,16 @@ class Loader:
             workers.end(loader, at_once)
 
 
-def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Callable[[Indices], Any]:
+def batch_fetcher(
+    dataset: Dataset[Any], collate: Collate | None = None, packs: bool = False
+) -> Callable[[Indices], Any]:
     """A function from indices to a batch, by the fastest way that the dataset offers.
 
     Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is
-    asked for one example at a time, as torch's DataLoader does.
+    asked for one example at a time, as torch's DataLoader does. In a worker, a batch is packed for its way (`packs`).
     """
     if isinstance(dataset, Part):
-        return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate))
+        return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate, packs))
     if collate is None and type(dataset) is Subset and type(dataset.dataset) in (TensorDataset, Subset):
         within = np.asarray(dataset.indices, dtype=np.int64)
         within = np.where(within < 0, within + len(dataset.dataset), within)  # type: ignore[arg-type]
@@ -120,7 +124,12 @@ def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None) -> Call
         return partial(_fetch_tensors, dataset.tensors)
     many = getattr(dataset, "__getitems__", None)
     fetch = _fetch_together if callable(many) else _fetch_one_by_one
-    return partial(fetch, dataset, collate or default_collate)
+    return partial(fetch, dataset, collate or (packed.collate if packs else default_collate))
+
+
+def _as_it_is(batch: Any) -> Any:
+    """In place of what torch would do to a batch from a worker, and not to one that is fetched here."""
+    return batch
 
 
 # Plain functions, not lambdas: worker processes that are spawned receive them pickled.
