@@ -61,7 +61,8 @@ def collate(examples: Sequence[Any]) -> Any:
         size += -(-math.prod(columns[-1].shape) * dtype.itemsize // _ALIGNED_TO) * _ALIGNED_TO
     if not size:
         return default_collate(list(examples))
-    memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size, device="cpu"))
+    storage: Any = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     for spec, column in zip(columns, values, strict=True):
         if isinstance(column[0], Tensor):
             torch.stack(column, out=spec.of(memory))
