@@ -30,6 +30,7 @@ _HOMES = {
     "init": "init",
     "doctor": "doctor",
     "verify": "verify",
+    "plan": "plan",
     "schema": "schema",
 }
 

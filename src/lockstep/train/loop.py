@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -39,7 +39,7 @@ def train(
         return stop
     if own.reason is not None:  # which the run was ended over before it could stop by itself
         return own.reason
-    training_step = _own_step if has_training_step(task) else _usual_step
+    training_step = step_of(task)
     for _ in run.epochs(limits.epoch_limit):
         batches = run.batches(
             data,
@@ -58,6 +58,11 @@ def train(
             if stop or run.progress.step == limits.steps:
                 return stop
     return run.stopped
+
+
+def step_of(task: Task) -> Callable[[Run, Task, Any], bool]:
+    """What is done with a batch; it says whether the batch was complete."""
+    return _own_step if has_training_step(task) else _usual_step
 
 
 def _after_step(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> str | None:

@@ -1,0 +1,103 @@
+"""Devices by name, and how many of them: `h200x8`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from lockstep.config.accelerators import accelerator
+from lockstep.config.nearest import did_you_mean
+from lockstep.config.section import Section
+from lockstep.config.text_file import read_text
+from lockstep.config.yaml_text import parse_yaml
+from lockstep.errors import ConfigError
+
+_TARGET = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d+))?\Z")
+
+
+class Device(Section):
+    """What is known of a kind of device; in a file of one's own, the same keys."""
+
+    vendor: str = "other"
+    memory: float = Field(gt=0, description="GiB that a process can have")
+    peak: dict[str, float] = Field(min_length=1, description="TFLOP/s by the type of number")
+    bandwidth: float = Field(gt=0, description="GB/s of its memory")
+    link: float = Field(gt=0, description="GB/s to the others of its host, both directions together")
+    network: float = Field(gt=0, description="GB/s to another host, per device")
+    per_host: int = Field(gt=0)
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """So many devices of a kind."""
+
+    name: str
+    device: Device
+    count: int
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.count // self.device.per_host)
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}x{self.count}"
+
+
+@cache
+def known() -> dict[str, Device]:
+    return _parsed(Path(__file__).with_name("devices.yaml"))
+
+
+def target(text: str, more: Path | None = None) -> Target:
+    """`h200x8`, or `h200` for one; `more` is a file with further devices."""
+    devices = {**known(), **(_parsed(more) if more is not None else {})}
+    if _is_slice(text):
+        raise ConfigError(
+            f"--on {text}: a slice of Cloud TPUs. Plans are for devices that torch drives itself (lockstep plan CONFIG "
+            "--list has them); compiling a step for TPUs without having one is not in this version"
+        )
+    match = _TARGET.fullmatch(text.strip().lower())
+    name, count = (match["name"], match["count"]) if match else (text, None)
+    if name not in devices:
+        raise ConfigError(
+            f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)}. Write h200x8 for eight of them; "
+            "--devices FILE.yaml has those of one's own"
+        )
+    if count is not None and int(count) < 1:
+        raise ConfigError(f"--on {text}: a plan is for one device at least")
+    return Target(name, devices[name], int(count or 1))
+
+
+def _is_slice(text: str) -> bool:
+    try:
+        accelerator(text.strip().lower())
+    except ValueError:
+        return False
+    return True
+
+
+def _parsed(file: Path) -> dict[str, Device]:
+    try:
+        raw: Any = parse_yaml(read_text(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--devices {file}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--devices {file}: must hold devices by name")
+    found = {}
+    for name, values in raw.items():
+        try:
+            found[str(name).lower()] = Device.model_validate(values)
+        except ValidationError as problems:
+            first = problems.errors()[0]
+            place = ".".join([str(name), *map(str, first["loc"])])
+            raise ConfigError(
+                f"--devices {file}: {place}: {first['msg'].lower()}, got {first.get('input')!r}"
+            ) from None
+    return found

@@ -1,0 +1,140 @@
+"""A plan: whether a config fits a target, what it needs there and what it would cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.planner.devices import Target
+from lockstep.planner.figures import Step
+from lockstep.planner.roofline import Estimate, estimate
+
+GIB = 2**30
+# What a process has on a GPU beside its tensors: the driver's context, libraries' workspaces.
+RESERVED = 0.8 * GIB
+_LIMIT_SECONDS = 900.0
+_PATIENT_SECONDS = 60.0  # a step that is traced in less is traced again, to try a batch size
+_TRIES = 3
+
+
+class NotPlanned(LockstepError):
+    """The step could not be traced."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    target: Target
+    step: Step
+    estimate: Estimate
+    largest_batch: int | None
+    tried: bool  # whether the largest batch was traced, or worked out from this one
+
+    @property
+    def capacity(self) -> float:
+        return self.target.device.memory * GIB - RESERVED
+
+    @property
+    def fits(self) -> bool:
+        return self.step.peak <= self.capacity
+
+    @property
+    def margin(self) -> float:
+        """Bytes that are left, or missing."""
+        return self.capacity - self.step.peak
+
+    def price_per_epoch(self, per_hour: float) -> float | None:
+        if self.step.examples is None:
+            return None
+        steps = self.step.examples / self.step.batch
+        return per_hour * self.target.count * steps * self.estimate.step / 3600
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "target": self.target.title,
+            "fits": self.fits,
+            "capacity": self.capacity,
+            "margin": self.margin,
+            "largest_batch": self.largest_batch,
+            "largest_batch_was_traced": self.tried,
+            "estimate": {**asdict(self.estimate), "step": self.estimate.step},
+            **self.step.plain(),
+        }
+
+
+def make(config: Path, overrides: Sequence[str], target: Target, precision: str, seek_batch: bool) -> Plan:
+    """Trace the config's step for so many devices; with `seek_batch`, find the largest batch that fits as well."""
+    step = traced(config, overrides, target.count)
+    plan = Plan(target, step, estimate(step, target, precision), None, False)
+    if not seek_batch:
+        return plan
+
+    def peak_of(batch: int) -> int:
+        return traced(config, [*overrides, f"train.batch_size={batch}"], target.count).peak
+
+    largest, tried = _largest_batch(plan, peak_of)
+    return Plan(target, step, plan.estimate, largest, tried)
+
+
+def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | None, bool]:
+    """Memory grows with the batch in a straight line: two points of it say where it meets the device's end."""
+    step, shares = plan.step, max(plan.target.count, 1)
+    varies = sum(step.by_kind.get(kind, 0) for kind in ("activations", "temporaries", "batch"))
+    fixed = step.peak - varies
+    if fixed >= plan.capacity or not varies:
+        return None, False
+    guess = _multiple(step.batch * (plan.capacity - fixed) / varies, shares)
+    if step.seconds > _PATIENT_SECONDS or not guess:
+        return guess or None, False
+    points = {step.batch: step.peak}
+    for _ in range(_TRIES):
+        if guess in points:
+            break
+        points[guess] = peak_of(guess)
+        (small, low), (large, high) = sorted(points.items())[0], sorted(points.items())[-1]
+        slope = (high - low) / (large - small)
+        guess = _multiple(small + (plan.capacity - low) / slope, shares) if slope > 0 else guess
+    fitting = [batch for batch, peak in points.items() if peak <= plan.capacity]
+    return (max(fitting), True) if fitting else (guess or None, False)
+
+
+def _multiple(batch: float, of: int) -> int:
+    return int(batch // of) * of
+
+
+def traced(config: Path, overrides: Sequence[str], world_size: int) -> Step:
+    """In a process of its own, which may do to torch what it likes."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        out, log = Path(folder) / "step.json", Path(folder) / "output.log"
+        command = [sys.executable, "-P", "-m", "lockstep.planner.child", str(config), str(world_size), str(out)]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        with log.open("wb") as said:
+            try:
+                code = subprocess.run(
+                    [*command, *overrides], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment,
+                    timeout=_LIMIT_SECONDS, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise NotPlanned(f"{config}: tracing a step took more than {_LIMIT_SECONDS:g} s") from None
+        if code != 0 or not out.exists():
+            kept = Path(tempfile.gettempdir()) / f"lockstep-plan-{os.getpid()}.log"
+            kept.write_bytes(log.read_bytes())
+            raise NotPlanned(f"{config}: the step cannot be traced: {_last(log)}. All that was said: {kept}")
+        found = json.loads(out.read_text(encoding="utf-8"))
+    if "error" in found:
+        raise ConfigError(found["error"])
+    return Step.parse(found)
+
+
+def _last(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("[rank0]:").strip()[:300] if lines else "the process ended without a word"

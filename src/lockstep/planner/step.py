@@ -1,0 +1,155 @@
+"""Two steps of a run on fake tensors: the first makes the optimizer's state, the second is what a plan is made of."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from lockstep.config.schema import Checkpoint, Log, RunConfig
+from lockstep.config.values import Interval
+from lockstep.distributed.topology import Topology
+from lockstep.planner import figures, fusion, pretend
+from lockstep.planner.figures import Step
+from lockstep.planner.ledger import Ledger, NotTraced, replay
+from lockstep.record.display import Display
+from lockstep.strategy.slices import local_part
+from lockstep.train.loop import step_of
+from lockstep.train.making import set_up
+from lockstep.train.ordering import order_of
+from lockstep.train.requests import Requests
+from lockstep.train.run import Run
+from lockstep.train.schedules import RunLength
+from lockstep.train.task import create_task
+from lockstep.train.trainer import datasets_of
+
+_LONG = RunLength(10**9, 10**6)
+_NEVER = Interval(10**9, "step")
+
+
+def trace(config: RunConfig, world_size: int) -> Step:
+    began = time.monotonic()
+    settings = config.model_copy(
+        update={
+            "log": Log(every=_NEVER),
+            "checkpoint": Checkpoint(every=None),
+            "profile": None,
+            "processes": world_size,
+        }
+    )
+    task = create_task(config.task)
+    datasets = datasets_of(task, config)
+    order = order_of(task, config, datasets["train"])
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(only_fake=True)
+    fusion.install(ledger)
+    runtime = pretend.PretendRuntime(fake)
+    with pretend.world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), Requests())
+        try:
+            with fake, ledger:
+                set_up(run, task, config, _LONG)
+                start = _steps(run, task, config, datasets["train"], order, ledger)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NotTraced(f"the step has a shape or a branch that depends on values: {error}") from None
+        books = ledger.books
+        peak, timeline = replay(books, start.event)
+        parameters = [each for module in run.modules.values() for each in module.parameters()]
+        state = [each for module in run.modules.values() for each in run.spread.state_dict(module).values()]
+        return Step(
+            world_size=world_size,
+            batch=config.train.batch_size,
+            examples=order.length if order is not None else None,
+            parameters=sum(each.numel() for each in parameters),
+            weights_bytes=sum(each.numel() * each.element_size() for each in state if isinstance(each, torch.Tensor)),
+            optimizer_bytes=sum(each.numel() * each.element_size() for each in _states(run)),
+            peak=peak.bytes,
+            phase=peak.phase,
+            by_kind=peak.by_kind,
+            largest=figures.largest(peak, books),
+            flops=sum(each.flops for each in books.operations[start.operation :]),
+            bytes=sum(each.bytes for each in books.operations[start.operation :]),
+            work=figures.work_of(books, start.operation),
+            collectives=figures.collectives_of(books, start.collective, _axes(run, world_size)),
+            timeline=figures.thinned(timeline, peak.at),
+            phases=[(name, at - start.event) for name, at in books.phases if at >= start.event],
+            seconds=round(time.monotonic() - began, 1),
+        )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Of a step, in each of the books."""
+
+    event: int
+    operation: int
+    collective: int
+
+    @classmethod
+    def now(cls, ledger: Ledger) -> _Start:
+        books = ledger.books
+        return cls(len(books.events), len(books.operations), len(books.collectives))
+
+
+def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> _Start:
+    """Two steps; where the second began."""
+    parameters = [each for module in run.modules.values() for each in module.parameters()]
+    ledger.name((local_part(each) for each in parameters), "weights")
+    ledger.name((each for module in run.modules.values() for each in module.buffers()), "weights")
+
+    def named(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        ledger.name(iter([local_part(parameter.grad)]), "gradients")
+
+    for each in parameters:
+        if each.requires_grad:
+            each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
+    ledger.name(iter(getattr(run.spread, "buckets", [])), "communication")
+    limits, step, done = config.train, step_of(task), 0
+    for _ in run.epochs(None):
+        batches = run.batches(
+            data, limits.batch_size, order=order, drop_last=config.data.drop_last, accumulate=limits.accumulate,
+            collate=getattr(task, "collate", None),
+        )  # fmt: skip
+        began = _Start.now(ledger)
+        while (batch := pretend.real(next, batches, None)) is not None:
+            ledger.name(iter(_tensors(batch)), "batch")
+            complete = step(run, task, batch)
+            gc.collect()  # of fake tensors cycles are left, which no device would see
+            del batch
+            if not complete:
+                continue
+            done += 1
+            if done == 2:
+                return began
+            ledger.name((local_part(each) for each in _states(run)), "optimizer")
+            began = _Start.now(ledger)
+    raise AssertionError("an endless number of epochs has ended")
+
+
+def _axes(run: Run, world_size: int) -> dict[str, tuple[str, int]]:
+    """The axes of the mesh and their sizes, by the names of torch's groups."""
+    mesh = run.mesh
+    if mesh is None:
+        return {"0": ("data", world_size)}
+    names = mesh.mesh_dim_names or ()
+    return {mesh.get_group(name).group_name: (name, mesh[name].size()) for name in names}
+
+
+def _states(run: Run) -> list[torch.Tensor]:
+    return [
+        each
+        for optimizer in run.optimizers.values()
+        for state in optimizer.state.values()
+        for each in state.values()
+        if isinstance(each, torch.Tensor)
+    ]
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [each for each in torch.utils._pytree.tree_leaves(batch) if isinstance(each, torch.Tensor)]

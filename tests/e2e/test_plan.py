@@ -1,0 +1,168 @@
+"""`lockstep plan`: what it says of a step is what the step does, on this machine and without any device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from conftest import TASK_FILE, Finished, Project
+
+STACKED = {"type": f"{TASK_FILE}:Stacked", "layers": 4, "width": 64}
+ADAM = {"type": "torch.optim.AdamW", "lr": 0.001}
+FSDP = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}
+GPT = Path(__file__).parents[2] / "examples" / "gpt.yaml"
+
+
+def planned(project: Project, *arguments: Any, **values: Any) -> dict[str, Any]:
+    finished = project.run("plan", project.config(**values), "--no-batch", "--json", *arguments)
+    assert finished.code == 0, finished.text
+    (found,) = json.loads(finished.out)
+    return dict(found)
+
+
+def test_weights_and_optimizer_state_are_those_of_a_checkpoint(project: Project) -> None:
+    values: dict[str, Any] = {
+        "task": STACKED,
+        "optimizer": ADAM,
+        "strategy": FSDP,
+        "train": {"steps": 2, "batch_size": 12},
+    }
+    run = project.train(processes=2, **values)
+    saved = project.run("checkpoint", "merge", run, "--out", project.folder / "weights.safetensors")
+    assert saved.code == 0, saved.text
+    weights = load_file(project.folder / "weights.safetensors")
+    plan = planned(project, "--on", "t4x2", **values)
+    assert plan["weights_bytes"] == sum(each.numel() * each.element_size() for each in weights.values())
+    # AdamW has two numbers for each of a parameter's, and a count of steps for each parameter.
+    assert plan["optimizer_bytes"] == 2 * 4 * plan["parameters"] + 4 * len(weights)
+    per_rank = plan["by_kind"]
+    assert per_rank["weights"] == pytest.approx(
+        plan["weights_bytes"] / 2, rel=0.2
+    )  # rounded up, each of many small ones
+
+
+@pytest.mark.parametrize("strategy", [{"type": "ddp"}, FSDP], ids=["ddp", "fsdp"])
+def test_the_arithmetic_of_a_gpt(project: Project, strategy: dict[str, Any]) -> None:
+    """Six operations for every number of a matrix and token, and attention's: on each of four devices a quarter."""
+    layers, width, context, vocab, batch = 3, 64, 32, 256, 8
+    task = {"type": f"{GPT.parent}/gpt.py:TextModel", "layers": layers, "heads": 4, "width": width, "context": context,
+            "vocab": vocab, "max_bytes": 20000}  # fmt: skip
+    plan = planned(
+        project, "--on", "h200x4", "--set", "optimizer=null", task=task, strategy=strategy,
+        train={"steps": 2, "batch_size": batch}, data={"drop_last": True},
+    )  # fmt: skip
+    tokens = batch * context // 4
+    wanted = 6 * tokens * (12 * layers * width**2 + vocab * width) + 14 * layers * tokens * context * width
+    assert plan["flops"] == pytest.approx(wanted, rel=0.01)
+
+
+COUNTING = """
+import collections, json, os
+from pathlib import Path
+from tasks import Stacked
+
+class Counting(Stacked):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if "COUNT_INTO" in os.environ and self.calls == 2:
+            from lockstep.planner.ledger import Ledger
+            self.ledger = Ledger()
+            self.ledger.__enter__()
+        elif "COUNT_INTO" in os.environ and self.calls == 3:
+            self.ledger.__exit__(None, None, None)
+            found = collections.Counter((each.name, each.bytes) for each in self.ledger.books.collectives)
+            if os.environ["RANK"] == "0":
+                Path(os.environ["COUNT_INTO"]).write_text(json.dumps([[*key, count] for key, count in found.items()]))
+        return loss
+"""
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"data": 2}, id="fsdp"), pytest.param({"data": 1, "model": 2}, id="tensor", marks=pytest.mark.long)],
+)
+def test_what_is_exchanged_is_what_ranks_of_this_machine_exchange(project: Project, mesh: dict[str, int]) -> None:
+    (project.folder / "tasks.py").write_text(Path(TASK_FILE).read_text())
+    (project.folder / "counting.py").write_text(COUNTING)
+    rules = {"*.inner.weight": ["model", None], "*.out.weight": [None, "model"]} if "model" in mesh else {}
+    strategy = {"type": "spmd", "mesh": mesh, "preset": "tensor" if rules else "fsdp", "shard": rules}
+    config = project.config(
+        task={"type": "counting.py:Counting", "layers": 3, "width": 16}, strategy=strategy, processes=2,
+        train={"steps": 4, "batch_size": 12}, checkpoint={"every": None}, log={"every": "100 steps"},
+    )  # fmt: skip
+    finished = project.run("train", config, env={"COUNT_INTO": str(project.folder / "counted.json")})
+    assert finished.code == 0, finished.text
+    counted = json.loads((project.folder / "counted.json").read_text())
+    planned = project.run("plan", config, "--on", "t4x2", "--no-batch", "--json")
+    (plan,) = json.loads(planned.out)
+    of_names: dict[str, list[int]] = {}
+    for name, size, count in counted:
+        if name == "c10d.allgather_":  # what ranks tell each other every half second: not of the step
+            continue
+        total = of_names.setdefault(name.rpartition(".")[2].strip("_"), [0, 0])
+        total[0], total[1] = total[0] + count, total[1] + count * size
+    found: dict[str, list[int]] = {}
+    for each in plan["collectives"]:
+        total = found.setdefault(each["name"], [0, 0])
+        total[0], total[1] = total[0] + each["count"], total[1] + each["bytes"]
+    assert found == of_names and found
+
+
+def test_what_does_not_fit_is_told_with_the_lines_that_made_it(project: Project) -> None:
+    small = project.folder / "small.yaml"
+    small.write_text("watch: {memory: 0.801, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 1}\n")
+    config = project.config(task={**STACKED, "examples": 4096}, train={"steps": 2, "batch_size": 4096})
+    finished: Finished = project.run("plan", config, "--on", "watch", "--on", "t4", "--devices", small, "--no-batch")
+    assert finished.code == 1, finished.text
+    assert "watchx1: DOES NOT FIT" in finished.out and "t4x1: fits" in finished.out
+    assert "tasks.py:" in finished.out
+
+
+@pytest.mark.long
+def test_the_largest_batch_is_one_that_fits(project: Project) -> None:
+    small = project.folder / "small.yaml"
+    small.write_text("watch: {memory: 0.81, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 1}\n")
+    config = project.config(task={**STACKED, "examples": 50_000}, train={"steps": 2, "batch_size": 64})
+    told = [project.run("plan", config, "--on", "watch", "--devices", small, "--json")]
+    (plan,) = json.loads(told[0].out)
+    assert plan["largest_batch_was_traced"] and plan["largest_batch"] > 64
+    for batch, code in ((plan["largest_batch"], 0), (int(plan["largest_batch"] * 1.05), 1)):
+        asked = ["--no-batch", "--set", f"train.batch_size={batch}"]
+        assert project.run("plan", config, "--on", "watch", "--devices", small, *asked).code == code
+
+
+READS_VALUES = """
+import torch
+from torch import nn
+from tasks import Tiny
+
+class Reads(Tiny):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss if loss.item() > 0 else loss * 2
+"""
+
+
+MESH = "strategy={type: spmd, mesh: {data: 2, model: 2}}"
+LINE = "reads.py:9 return loss if loss.item() > 0 else loss * 2: reads the value of a tensor"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--on", "h20"], "no device 'h20' is known"),
+        ([], "name what to plan for: --on h200x8"),
+        (["--on", "h200x3", "--set", MESH], "is a mesh of 4 devices, but there are 3"),
+        (["--on", "h200", "--set", "task=reads.py:Reads"], LINE),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(project: Project, arguments: list[str], message: str) -> None:
+    (project.folder / "reads.py").write_text(READS_VALUES)
+    (project.folder / "tasks.py").write_text(Path(TASK_FILE).read_text())
+    finished = project.run("plan", project.config(), *arguments)
+    assert finished.code == 2, finished.text
+    assert message in finished.text and "Traceback" not in finished.text
