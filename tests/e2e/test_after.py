@@ -151,6 +151,7 @@ def inputs_by_hand() -> torch.Tensor:
     return torch.randn(53, 8)
 
 
+@pytest.mark.long
 def test_ranks_that_torchrun_started(run: Path, tmp_path: Path) -> None:
     alone, out = found("evaluate", run), tmp_path / "torchrun.parquet"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]

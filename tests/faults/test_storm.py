@@ -1,4 +1,4 @@
-"""A minute and a half of storm; `make storm MINUTES=10` is the same for longer, from another seed each time."""
+"""A minute of storm; `make storm MINUTES=10` is the same for longer, from another seed each time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from storm import Storm
 
-SEED, MINUTES = 12, 1.5
+SEED, MINUTES = 12, 1.0
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes left behind are found by /proc")

@@ -175,6 +175,7 @@ def test_a_spare_takes_the_place_of_a_host_that_dies(laptop: Laptop, one_machine
     assert [each["host"] for each in json.loads((run / "topology.json").read_text())["ranks"]][-1] == "dora"
 
 
+@pytest.mark.long
 def test_a_host_that_is_killed_is_noticed_by_its_closed_connections(laptop: Laptop) -> None:
     started = laptop.start("train", laptop.config("closed", task={"type": "tasks.py:Tiny", "sleep": 0.3}))
     under_way(laptop, "closed", started)

@@ -63,6 +63,7 @@ class Step:
     bytes: int
     work: list[Work]
     collectives: list[Collective]
+    uneven: list[str]  # sizes of matrices that are no multiple of 8, with a line that has them
     timeline: list[dict[str, int]]
     phases: list[tuple[str, int]]
     seconds: float  # that tracing took

@@ -84,6 +84,7 @@ class Books:
     events: list[tuple[Allocation, int]] = field(default_factory=list)  # with the change in bytes
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    uneven: dict[int, str] = field(default_factory=dict)  # sizes of matrices that no unit is made for, and a line
     phases: list[tuple[str, int]] = field(default_factory=list)  # with the event at which each began
 
     @functools.cached_property
@@ -204,6 +205,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
         dtype = _name_of(inputs[0].dtype if inputs else outputs[0].dtype) if inputs or outputs else ""
+        if flops and moved and inputs[0].element_size() <= 2:
+            sizes = {size for each in inputs[:3] for size in each.shape[-2:] if size % 8 and size > 64}
+            for size in sizes:
+                self.books.uneven.setdefault(size, self._line(phase))
         self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype))
 
     def _is_in_memory(self, tensor: Tensor) -> bool:

@@ -76,6 +76,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
             bytes=sum(each.bytes for each in books.operations[start.operation :]),
             work=figures.work_of(books, start.operation),
             collectives=figures.collectives_of(books, start.collective, _axes(run, world_size)),
+            uneven=[f"{size} in {line}" for size, line in books.uneven.items()],
             timeline=figures.thinned(timeline, peak.at),
             phases=[(name, at - start.event) for name, at in books.phases if at >= start.event],
             seconds=round(time.monotonic() - began, 1),

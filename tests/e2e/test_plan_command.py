@@ -18,7 +18,7 @@ GPT = Path(__file__).parents[2] / "examples" / "gpt.yaml"
 
 
 def planned(project: Project, *arguments: Any, **values: Any) -> dict[str, Any]:
-    finished = project.run("plan", project.config(**values), "--no-batch", "--json", *arguments)
+    finished = project.run("plan", project.config(**values), "--quick", "--json", *arguments)
     assert finished.code == 0, finished.text
     (found,) = json.loads(finished.out)
     return dict(found)
@@ -97,7 +97,7 @@ def test_what_is_exchanged_is_what_ranks_of_this_machine_exchange(project: Proje
     finished = project.run("train", config, env={"COUNT_INTO": str(project.folder / "counted.json")})
     assert finished.code == 0, finished.text
     counted = json.loads((project.folder / "counted.json").read_text())
-    planned = project.run("plan", config, "--on", "t4x2", "--no-batch", "--json")
+    planned = project.run("plan", config, "--on", "t4x2", "--quick", "--json")
     (plan,) = json.loads(planned.out)
     of_names: dict[str, list[int]] = {}
     for name, size, count in counted:
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_told_with_the_lines_that_made_it(project: Project)
     small = project.folder / "small.yaml"
     small.write_text("watch: {memory: 0.801, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 1}\n")
     config = project.config(task={**STACKED, "examples": 4096}, train={"steps": 2, "batch_size": 4096})
-    finished: Finished = project.run("plan", config, "--on", "watch", "--on", "t4", "--devices", small, "--no-batch")
+    finished: Finished = project.run("plan", config, "--on", "watch", "--on", "t4", "--devices", small, "--quick")
     assert finished.code == 1, finished.text
     assert "watchx1: DOES NOT FIT" in finished.out and "t4x1: fits" in finished.out
     assert "tasks.py:" in finished.out
@@ -131,7 +131,7 @@ def test_the_largest_batch_is_one_that_fits(project: Project) -> None:
     (plan,) = json.loads(told[0].out)
     assert plan["largest_batch_was_traced"] and plan["largest_batch"] > 64
     for batch, code in ((plan["largest_batch"], 0), (int(plan["largest_batch"] * 1.05), 1)):
-        asked = ["--no-batch", "--set", f"train.batch_size={batch}"]
+        asked = ["--quick", "--set", f"train.batch_size={batch}"]
         assert project.run("plan", config, "--on", "watch", "--devices", small, *asked).code == code
 
 
@@ -166,3 +166,35 @@ def test_mistakes_are_told_in_a_sentence(project: Project, arguments: list[str],
     finished = project.run("plan", project.config(), *arguments)
     assert finished.code == 2, finished.text
     assert message in finished.text and "Traceback" not in finished.text
+
+
+@pytest.mark.long
+def test_a_search_ends_in_a_config_that_trains(project: Project) -> None:
+    """Of a model that is too large for a device as a whole, and fits in two halves."""
+    small = project.folder / "small.yaml"
+    small.write_text("watch: {memory: 0.86, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 2}\n")
+    config = project.config(
+        task={**STACKED, "width": 512}, optimizer=ADAM, train={"steps": 2, "batch_size": 4}, data={"drop_last": True}
+    )
+    best = project.folder / "best.yaml"
+    finished = project.run("plan", config, "--on", "watchx2", "--devices", small, "--search", "--write", best)
+    assert finished.code == 0, finished.text
+    ranked = [line.split("  ")[0] for line in finished.out.splitlines()[2:] if line]
+    assert ranked[0].startswith("fsdp") and any(
+        "ddp" in line and "does not fit" in line for line in finished.out.splitlines()
+    )
+    trained = project.run("train", best, "--out", "searched")
+    assert trained.code == 0, trained.text
+    assert "preset: fsdp" in best.read_text()
+
+
+def test_advice_says_what_it_would_bring(project: Project) -> None:
+    config = project.config(
+        task={**STACKED, "width": 96, "layers": 8}, optimizer=ADAM, train={"steps": 2, "batch_size": 64}, processes=4
+    )
+    finished = project.run("plan", config, "--on", "t4x4")
+    assert finished.code == 0, finished.text
+    assert (
+        "- every device has all weights, gradients and optimizer state: strategy: {type: spmd, preset: fsdp}"
+        in finished.out
+    )
