@@ -1,6 +1,6 @@
 """Peak memory per rank of a model whose weights and Adam state dominate, sharded by Lockstep and by hand.
 
-python benchmarks/memory.py                  on 1, 2 and 4 ranks of this host's CPU (4 GB of its memory)
+python benchmarks/memory.py                  on 1, 2 and 4 ranks of this host's CPU (14 GB of its memory)
 python benchmarks/memory.py --runtime cuda   the memory of GPUs; ranks share one where there are fewer
 """
 
@@ -19,7 +19,7 @@ import yaml
 
 TASK = Path(__file__).with_name("memory_task.py")
 RANKS = (1, 2, 4)
-SIZE = {"layers": 48, "width": 640, "steps": 4}
+SIZE = {"layers": 160, "width": 640, "steps": 2}
 QUICK = {"layers": 2, "width": 64, "steps": 2}
 NONE = {"layers": 0, "width": 8}
 # A block that is freed goes back to the system, so that the host's own bookkeeping is not what is measured.
@@ -37,7 +37,7 @@ def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--runtime", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--layers", type=int, help="blocks of the model (default: 48)")
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: 160)")
     parser.add_argument("--width", type=int, help="and their width (default: 640)")
     parser.add_argument("--only", nargs="+", choices=["lockstep", "hand"], default=["lockstep", "hand"])
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "FILE"), help=argparse.SUPPRESS)

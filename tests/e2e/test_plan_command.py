@@ -116,8 +116,11 @@ def test_what_does_not_fit_is_told_with_the_lines_that_made_it(project: Project)
     small = project.folder / "small.yaml"
     small.write_text("watch: {memory: 0.801, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 1}\n")
     config = project.config(task={**STACKED, "examples": 4096}, train={"steps": 2, "batch_size": 4096})
-    finished: Finished = project.run("plan", config, "--on", "watch", "--on", "t4", "--devices", small, "--quick")
+    finished: Finished = project.run("plan", config, "--on", "watch", "--on", "t4", "--devices", small, "--quick",
+                                     "--page", "plan.html")  # fmt: skip
     assert finished.code == 1, finished.text
+    page = (project.folder / "plan.html").read_text()
+    assert "watchx1: <span" in page and page.count("<svg") > 4 and "<script" not in page and "http" not in page
     assert "watchx1: DOES NOT FIT" in finished.out and "t4x1: fits" in finished.out
     assert "tasks.py:" in finished.out
 

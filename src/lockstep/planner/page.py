@@ -20,7 +20,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
        margin: 2rem auto; padding: 0 1rem; }
 svg { width: 100%; height: auto; } text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
+td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
 .fits { color: #009e73; } .not { color: #d55e00; } code { font-size: .9em; }
 """
 
