@@ -1,6 +1,6 @@
 """Peak memory per rank of a model whose weights and Adam state dominate, sharded by Lockstep and by hand.
 
-python benchmarks/memory.py                  on 1, 2 and 4 ranks of this host's CPU (14 GB of its memory)
+python benchmarks/memory.py                  on 1, 2 and 4 ranks of this host's CPU (4 GB of its memory)
 python benchmarks/memory.py --runtime cuda   the memory of GPUs; ranks share one where there are fewer
 """
 
@@ -19,7 +19,7 @@ import yaml
 
 TASK = Path(__file__).with_name("memory_task.py")
 RANKS = (1, 2, 4)
-SIZE = {"layers": 160, "width": 640, "steps": 2}
+SIZE = {"layers": 48, "width": 640, "steps": 4}
 QUICK = {"layers": 2, "width": 64, "steps": 2}
 NONE = {"layers": 0, "width": 8}
 # A block that is freed goes back to the system, so that the host's own bookkeeping is not what is measured.
@@ -30,18 +30,23 @@ NOTES = """\
 {state:.2f} GiB. The ideal is that divided by the ranks, plus one block that is whole (its weights and gradients,
 {block:.0f} MiB). Peak is the largest of all ranks while training{how}.
 By hand: fully_shard per block and on the root, made on the meta device, AdamW. Set-up: while the model is made and
-divided; rank 0 alone ever has all of the weights."""
+divided; rank 0 alone ever has all of the weights. Tensors: all that a rank has at once in a step, as lockstep plan
+notes them, without what a process has beside its tensors."""
 
 
 def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--runtime", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--layers", type=int, help="blocks of the model (default: 160)")
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: 48)")
     parser.add_argument("--width", type=int, help="and their width (default: 640)")
     parser.add_argument("--only", nargs="+", choices=["lockstep", "hand"], default=["lockstep", "hand"])
+    parser.add_argument("--tensors", nargs=2, metavar=("CONFIG", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
+    if chosen.tensors:
+        count_tensors(Path(chosen.tensors[0]), Path(chosen.tensors[1]))
+        return
     if chosen.child:
         trained_by_hand(json.loads(chosen.child[0]), chosen.child[1], chosen.runtime)
         return
@@ -60,11 +65,13 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
         except report.MeasurementFailed as failure:  # the others are worth having
             print(f"{way} on {ranks} failed: {failure}", file=sys.stderr)
     total, block = parameters_of(size)
-    header = ["ranks", "ideal", "Lockstep", "to the ideal", "by hand", "to the ideal", "Lockstep, set-up on rank 0"]
+    header = ["ranks", "ideal", "tensors", "to the ideal", "Lockstep", "to the ideal", "by hand", "to the ideal",
+              "Lockstep, set-up on rank 0"]  # fmt: skip
     rows = []
     for ranks in chosen.ranks:
         ideal = 16 * total / ranks + 8 * block
-        cells = [str(ranks), _mib(ideal)]
+        alive = tensors(size, ranks, folder)
+        cells = [str(ranks), _mib(ideal), _mib(alive), f"{alive / ideal:.2f}"]
         for way in ("lockstep", "hand"):
             peaks = [max(each["training"]) for each in found[f"{way}-{ranks}"]]
             cells += [_mib(min(peaks)), f"{min(peaks) / ideal:.2f}"] if peaks else ["-", "-"]
@@ -85,8 +92,30 @@ def measured(way: str, size: dict[str, int], ranks: int, runtime: str, folder: P
     return {when: [a - b for a, b in zip(with_model[when], without[when], strict=True)] for when in with_model}
 
 
+def tensors(size: dict[str, int], ranks: int, folder: Path) -> int:
+    """Bytes of all tensors that a rank has at once in a step, by what lockstep plan notes of it."""
+    notes = folder / f"tensors-{ranks}"
+    file = _config(size, ranks, "cpu", folder, notes)
+    report.run([sys.executable, __file__, "--tensors", str(file), str(notes)], limit=300, **ENVIRONMENT)
+    return int(notes.read_text(encoding="utf-8"))
+
+
+def count_tensors(config: Path, out: Path) -> None:
+    from lockstep.config.load import load
+    from lockstep.planner.step import trace
+
+    loaded = load(config)
+    out.write_text(str(trace(loaded, int(loaded.processes)).peak), encoding="utf-8")
+
+
 def trained_by_lockstep(size: dict[str, int], ranks: int, runtime: str, folder: Path) -> dict[str, list[int]]:
     notes = folder / f"lockstep-{ranks}-{size['layers']}"
+    file = _config(size, ranks, runtime, folder, notes)
+    report.run([*report.lockstep(), "train", str(file), f"--out={folder / 'runs'}"], limit=600, **ENVIRONMENT)
+    return _notes(notes, ranks)
+
+
+def _config(size: dict[str, int], ranks: int, runtime: str, folder: Path, notes: Path) -> Path:
     config = {
         "task": {"type": f"{TASK}:Heavy", **size, "notes": str(notes), "on_gpu": runtime == "cuda"},
         "runtime": runtime,
@@ -99,8 +128,7 @@ def trained_by_lockstep(size: dict[str, int], ranks: int, runtime: str, folder: 
     }
     file = folder / f"{notes.name}.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    report.run([*report.lockstep(), "train", str(file), f"--out={folder / 'runs'}"], limit=600, **ENVIRONMENT)
-    return _notes(notes, ranks)
+    return file
 
 
 def start_by_hand(size: dict[str, int], ranks: int, runtime: str, folder: Path) -> dict[str, list[int]]:
