@@ -191,6 +191,7 @@ def test_a_search_ends_in_a_config_that_trains(project: Project) -> None:
     assert "preset: fsdp" in best.read_text()
 
 
+@pytest.mark.long
 def test_advice_says_what_it_would_bring(project: Project) -> None:
     config = project.config(
         task={**STACKED, "width": 96, "layers": 8}, optimizer=ADAM, train={"steps": 2, "batch_size": 64}, processes=4
