@@ -158,7 +158,8 @@ LINE = "reads.py:9 return loss if loss.item() > 0 else loss * 2: reads the value
     ("arguments", "message"),
     [
         (["--on", "h20"], "no device 'h20' is known"),
-        ([], "name what to plan for: --on h200x8"),
+        ([], "name a config and what to plan for"),
+        (["--on", "h200", "--search", "--price", "2"], "--price 2.0: is for a plan, and --search compares many"),
         (["--on", "h200x3", "--set", MESH], "is a mesh of 4 devices, but there are 3"),
         (["--on", "h200", "--set", "task=reads.py:Reads"], LINE),
     ],

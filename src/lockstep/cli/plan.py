@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog="Example: lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1")
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--on", "targets", multiple=True, metavar="DEVICExN", help="What to plan for: h200x8. May be repeated.")
 @click.option("--devices", type=click.Path(path_type=Path), default=None, help="A YAML file with further devices.")
 @click.option("--price", type=click.FloatRange(min=0), default=None, help="Of a device for an hour.")
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, with an object per target.")
 def plan(
-    config: Path,
+    config: Path | None,
     targets: tuple[str, ...],
     devices: Path | None,
     price: float | None,
@@ -57,8 +57,11 @@ def plan(
         for name, device in known().items():
             click.echo(f"{name:<12}{device.memory:8.1f} GiB  {device.source}")
         return
-    if not targets:
-        raise ConfigError("name what to plan for: --on h200x8 (lockstep plan CONFIG --list has the names)")
+    if config is None or not targets:
+        raise ConfigError("name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names)")
+    for name, given in (("--page", page), ("--price", price)):
+        if search and given is not None:
+            raise ConfigError(f"{name} {given}: is for a plan, and --search compares many: leave one of them out")
     checked = load(config, overrides)
     wanted = [target(each, devices) for each in targets]
     if write is not None and (not search or len(wanted) != 1):

@@ -60,8 +60,8 @@ def target(text: str, more: Path | None = None) -> Target:
     devices = {**known(), **(_parsed(more) if more is not None else {})}
     if _is_slice(text):
         raise ConfigError(
-            f"--on {text}: a slice of Cloud TPUs. Plans are for devices that torch drives itself (lockstep plan CONFIG "
-            "--list has them); compiling a step for TPUs without having one is not in this version"
+            f"--on {text}: a slice of Cloud TPUs. Plans are for devices that torch drives itself (lockstep plan --list "
+            "has them); compiling a step for TPUs without having one is not in this version"
         )
     match = _TARGET.fullmatch(text.strip().lower())
     name, count = (match["name"], match["count"]) if match else (text, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.planner.ledger import Books, Peak, kind_of
 
@@ -24,6 +24,14 @@ class Tensor:
     line: str
 
 
+class Axis(NamedTuple):
+    """Of a mesh: the ranks of one line along it, and how many places they are spread over, with those between them."""
+
+    name: str
+    ranks: int
+    span: int
+
+
 @dataclass(frozen=True)
 class Collective:
     """All of one kind, along one axis, in a step."""
@@ -31,6 +39,7 @@ class Collective:
     name: str
     axis: str
     ranks: int
+    span: int
     count: int
     bytes: int
 
@@ -107,14 +116,15 @@ def work_of(books: Books, start: int) -> list[Work]:
     return products + [Work(dtype, 0, size, count) for (dtype, _), (size, count) in found.items() if size]
 
 
-def collectives_of(books: Books, start: int, axes: dict[str, tuple[str, int]]) -> list[Collective]:
-    found: dict[tuple[str, str, int], list[int]] = {}
+def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: int) -> list[Collective]:
+    found: dict[tuple[str, Axis], list[int]] = {}
+    everybody = Axis("all ranks", world_size, world_size)
     for each in books.collectives[start:]:
-        axis, ranks = axes.get(each.group, ("all ranks", 0))
-        total = found.setdefault((each.name.rpartition(".")[2].strip("_"), axis, ranks), [0, 0])
+        key = (each.name.rpartition(".")[2].strip("_"), axes.get(each.group, everybody))
+        total = found.setdefault(key, [0, 0])
         total[0] += 1
         total[1] += each.bytes
-    return [Collective(name, axis, ranks, count, size) for (name, axis, ranks), (count, size) in found.items()]
+    return [Collective(name, *axis, count, size) for (name, axis), (count, size) in found.items()]
 
 
 def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[dict[str, int]]:

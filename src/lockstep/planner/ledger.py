@@ -14,7 +14,7 @@ import linecache
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Telling what is what
 
-    def name(self, tensors: Iterator[Tensor], kind: str) -> None:
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             found = self._of.get(storage)
@@ -260,7 +260,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _one(tensor.dtype)
         raise NotTraced(
             f"{_user_line() or 'the task'}: reads the value of a tensor (.item(), bool() or int() of one): a plan is "
-            "made without values. Keep it out of the step, or behind `if not torch.compiler.is_compiling()`"
+            "made without values. Keep it out of the step: log tensors as they are, choose by torch.where"
         )
 
     def _line(self, phase: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from lockstep.planner.figures import Step
 from lockstep.planner.roofline import Estimate, estimate
 
 GIB = 2**30
-# What a process has on a GPU beside its tensors: the driver's context, libraries' workspaces.
+# Kept back for what a process has on a GPU beside its tensors: the driver's context, libraries' workspaces. An
+# allowance, not measured.
 RESERVED = 0.8 * GIB
 _LIMIT_SECONDS = 900.0
 _PATIENT_SECONDS = 60.0  # a step that is traced in less is traced again, to try a batch size
@@ -92,7 +94,9 @@ def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | Non
     fixed = step.peak - varies
     if fixed >= plan.capacity or not varies:
         return None, False
-    guess = _multiple(step.batch * (plan.capacity - fixed) / varies, shares)
+    # With more than an epoch has, a batch would be smaller than it says.
+    most = step.examples if step.examples is not None else math.inf
+    guess = _multiple(min(step.batch * (plan.capacity - fixed) / varies, most), shares)
     if step.seconds > _PATIENT_SECONDS or not guess:
         return guess or None, False
     points = {step.batch: step.peak}
@@ -102,7 +106,7 @@ def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | Non
         points[guess] = peak_of(guess)
         (small, low), (large, high) = sorted(points.items())[0], sorted(points.items())[-1]
         slope = (high - low) / (large - small)
-        guess = _multiple(small + (plan.capacity - low) / slope, shares) if slope > 0 else guess
+        guess = _multiple(min(small + (plan.capacity - low) / slope, most), shares) if slope > 0 else guess
     fitting = [batch for batch, peak in points.items() if peak <= plan.capacity]
     return (max(fitting), True) if fitting else (guess or None, False)
 
@@ -126,8 +130,9 @@ def traced(config: Path, overrides: Sequence[str], world_size: int) -> Step:
             except subprocess.TimeoutExpired:
                 raise NotPlanned(f"{config}: tracing a step took more than {_LIMIT_SECONDS:g} s") from None
         if code != 0 or not out.exists():
-            kept = Path(tempfile.gettempdir()) / f"lockstep-plan-{os.getpid()}.log"
-            kept.write_bytes(log.read_bytes())
+            descriptor, kept = tempfile.mkstemp(prefix="lockstep-plan-", suffix=".log")
+            with os.fdopen(descriptor, "wb") as copy:
+                copy.write(log.read_bytes())
             raise NotPlanned(f"{config}: the step cannot be traced: {_last(log)}. All that was said: {kept}")
         found = json.loads(out.read_text(encoding="utf-8"))
     if "error" in found:

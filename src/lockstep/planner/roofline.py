@@ -63,10 +63,9 @@ def peak(target: Target, dtype: str, precision: str) -> float:
 
 
 def seconds(one: Collective, target: Target) -> float:
-    ranks = one.ranks or target.count
-    if ranks < 2:
+    if one.ranks < 2:
         return 0.0
     rounds = 2 if "reduce" in one.name and "scatter" not in one.name else 1
-    inside = ranks <= target.device.per_host and target.hosts == 1
+    inside = one.span <= target.device.per_host  # ranks of a host have consecutive places
     speed = target.device.link / 2 if inside else min(target.device.link / 2, target.device.network)
-    return rounds * one.bytes * (ranks - 1) / ranks / (speed * 1e9)
+    return rounds * one.bytes * (one.ranks - 1) / one.ranks / (speed * 1e9)

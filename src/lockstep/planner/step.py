@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lockstep.config.schema import Checkpoint, Log, RunConfig
@@ -75,7 +76,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
             flops=sum(each.flops for each in books.operations[start.operation :]),
             bytes=sum(each.bytes for each in books.operations[start.operation :]),
             work=figures.work_of(books, start.operation),
-            collectives=figures.collectives_of(books, start.collective, _axes(run, world_size)),
+            collectives=figures.collectives_of(books, start.collective, _axes(run, world_size), world_size),
             uneven=[f"{size} in {line}" for size, line in books.uneven.items()],
             timeline=figures.thinned(timeline, peak.at),
             phases=[(name, at - start.event) for name, at in books.phases if at >= start.event],
@@ -105,12 +106,12 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
 
     def named(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        ledger.name(iter([local_part(parameter.grad)]), "gradients")
+        ledger.name([local_part(parameter.grad)], "gradients")
 
     for each in parameters:
         if each.requires_grad:
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
-    ledger.name(iter(getattr(run.spread, "buckets", [])), "communication")
+    ledger.name(getattr(run.spread, "buckets", []), "communication")
     limits, step, done = config.train, step_of(task), 0
     for _ in run.epochs(None):
         batches = run.batches(
@@ -119,7 +120,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
         )  # fmt: skip
         began = _Start.now(ledger)
         while (batch := pretend.real(next, batches, None)) is not None:
-            ledger.name(iter(_tensors(batch)), "batch")
+            ledger.name(_tensors(batch), "batch")
             complete = step(run, task, batch)
             gc.collect()  # of fake tensors cycles are left, which no device would see
             del batch
@@ -133,13 +134,17 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     raise AssertionError("an endless number of epochs has ended")
 
 
-def _axes(run: Run, world_size: int) -> dict[str, tuple[str, int]]:
-    """The axes of the mesh and their sizes, by the names of torch's groups."""
+def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
+    """The axes of the mesh, by the names of torch's groups."""
     mesh = run.mesh
     if mesh is None:
-        return {"0": ("data", world_size)}
-    names = mesh.mesh_dim_names or ()
-    return {mesh.get_group(name).group_name: (name, mesh[name].size()) for name in names}
+        return {"0": figures.Axis("data", world_size, world_size)}
+    found = {}
+    for name in mesh.mesh_dim_names or ():
+        group = mesh.get_group(name)
+        ranks = dist.get_process_group_ranks(group)
+        found[group.group_name] = figures.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
+    return found
 
 
 def _states(run: Run) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
     yield (
         f"memory per device, at its peak in {_WHEN[step.phase]}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
-        f"GiB, of which {RESERVED / GIB:.1f} are the driver's"
+        f"GiB, of which {RESERVED / GIB:.1f} are kept back for the driver"
     )
     for kind in KINDS:
         if size := step.by_kind.get(kind):
