@@ -67,7 +67,7 @@ def target(text: str, more: Path | None = None) -> Target:
     name, count = (match["name"], match["count"]) if match else (text, None)
     if name not in devices:
         raise ConfigError(
-            f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)}. Write h200x8 for eight of them; "
+            f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)} h200x8 is eight of them; "
             "--devices FILE.yaml has those of one's own"
         )
     if count is not None and int(count) < 1:

@@ -94,7 +94,7 @@ def lines(found: Sequence[Tried]) -> Iterator[str]:
         if each.plan is None:
             yield f"{each.way.title:<{width}}  {each.why_not.splitlines()[0]}"
             continue
-        told = f"{each.plan.step.peak / GIB:6.1f} GiB  {each.plan.estimate.step * 1e3:7.1f} ms"
+        told = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
         yield f"{each.way.title:<{width}}  {told}{'' if each.plan.fits else '  does not fit'}"
 
 
