@@ -95,6 +95,7 @@ def _traced(
 ) -> Callable[..., Any]:  # fmt: skip
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import lowering  # noqa: F401  # some decompositions ask it, and do not import it
     from torch._inductor.decomposition import select_decomp_table
 
     others = [None if number in set(at) else each for number, each in enumerate(leaves)]

@@ -1,0 +1,149 @@
+"""Peak memory as `lockstep plan` says it, beside what torch's allocator gave out on a GPU: cases that differ.
+
+python benchmarks/plan.py                on a machine with an NVIDIA GPU of 80 GB; some minutes
+python benchmarks/plan.py --quick        anywhere: tiny models, planned alone, which measures nothing
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import yaml
+
+TASKS = Path(__file__).with_name("plan_task.py")
+GIB = 2**30
+STEPS = 5
+MOST_WRONG = 0.10
+
+SMALL = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 2_000_000, "lr": 6e-4}
+LARGE = {**SMALL, "layers": 24, "heads": 16, "width": 2048}
+TINY = {"layers": 2, "heads": 2, "width": 64, "context": 32, "vocab": 256, "max_bytes": 20_000, "lr": 1e-3}
+IMAGES = {"image_size": 224, "examples": 1600}
+TINY_IMAGES = {"image_size": 32, "examples": 64, "classes": 10}
+FSDP = {"strategy": {"type": "spmd", "preset": "fsdp"}}
+BY_BLOCKS = {"compile": "blocks"}
+AGAIN = {"recompute": "blocks"}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str
+    train: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("GPT 124 M, batch 32", "124m", {"batch_size": 32}),
+    Case("GPT 124 M, batch 96", "124m", {"batch_size": 96}),
+    Case("GPT 124 M, batch 32 in 4 parts", "124m", {"batch_size": 32, "accumulate": 4}),
+    Case("GPT 124 M, batch 16, float32", "124m", {"batch_size": 16, "precision": "float32"}),
+    Case("GPT 124 M, batch 32, average of weights", "124m", {"batch_size": 32, "ema": {"decay": 0.999}}),
+    Case("GPT 124 M, batch 32, compile", "124m", {"batch_size": 32, "compile": True}),
+    Case("GPT 124 M, batch 96, compile", "124m", {"batch_size": 96, "compile": True}),
+    Case("GPT 124 M, batch 64 in 2 parts, compile", "124m", {"batch_size": 64, "accumulate": 2, "compile": True}),
+    Case("GPT 124 M, batch 32, recompute", "124m", {"batch_size": 32, **AGAIN}),
+    Case("GPT 1.3 B, batch 16", "1.3b", {"batch_size": 16}),
+    Case("GPT 1.3 B, batch 16, recompute", "1.3b", {"batch_size": 16, **AGAIN}),
+    Case("GPT 1.3 B, batch 8, compile: blocks", "1.3b", {"batch_size": 8, **BY_BLOCKS}),
+    Case("GPT 1.3 B, batch 32, fsdp, recompute, compile: blocks", "1.3b",
+         {"batch_size": 32, **AGAIN, **BY_BLOCKS}, FSDP),
+    Case("GPT 1.3 B, batch 16, fsdp, gather: bf16", "1.3b", {"batch_size": 16},
+         {"strategy": {"type": "spmd", "preset": "fsdp", "gather": "bf16"}}),
+    Case("ResNet-50, batch 128, float32", "resnet", {"batch_size": 128, "precision": "float32"}),
+    Case("ResNet-50, batch 256", "resnet", {"batch_size": 256}),
+    Case("ResNet-50, batch 128, compile", "resnet", {"batch_size": 128, "compile": True}),
+    Case("ResNet-50, batch 256 in 4 parts", "resnet", {"batch_size": 256, "accumulate": 4}),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = report.options(__doc__, repeats=1)
+    parser.add_argument("--at-once", type=int, default=1, help="cases side by side; their memory is counted apart")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases with one of these in their name")
+    parser.add_argument("--planned-only", action="store_true", help="plan, and measure nothing")
+    chosen = report.parse(parser)
+    cases = [each for each in CASES if not chosen.only or any(text in each.name for text in chosen.only)]
+    measures = torch.cuda.is_available() and not chosen.quick and not chosen.planned_only
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder, ThreadPoolExecutor(chosen.at_once) as pool:
+        found = list(pool.map(lambda each: compared(each, Path(folder), chosen.quick, measures), cases))
+    header = ["", "measured", "planned", "", "traced in"]
+    text = report.table(header, [cells(case, each) for case, each in zip(cases, found, strict=True)])
+    wrong = [abs(each["planned"] / each["measured"] - 1) for each in found if "measured" in each]
+    device = torch.cuda.get_device_name() if measures else "no GPU: planned alone"
+    if wrong:
+        text += f"\n\nOn one {device}: at most {max(wrong):.1%} off, in the mean {sum(wrong) / len(wrong):.1%}."
+    raw = {"device": device, "cases": {case.name: each for case, each in zip(cases, found, strict=True)}}
+    report.publish(text, raw, chosen.json)
+    sys.exit(1 if any(each > MOST_WRONG for each in wrong) or any("failed" in each for each in found) else 0)
+
+
+def cells(case: Case, found: dict[str, Any]) -> list[str]:
+    if "failed" in found:
+        return [case.name, found["failed"].strip().splitlines()[-1][:80], "-", "-", "-"]
+    planned = f"{found['planned'] / GIB:.2f} GiB"
+    if "measured" not in found:
+        return [case.name, "-", planned, "-", f"{found['seconds']:.0f} s"]
+    off = found["planned"] / found["measured"] - 1
+    return [case.name, f"{found['measured'] / GIB:.2f} GiB", planned, f"{off:+.1%}", f"{found['seconds']:.0f} s"]
+
+
+def compared(case: Case, folder: Path, tiny: bool, measures: bool) -> dict[str, Any]:
+    print(case.name, file=sys.stderr, flush=True)
+    own = folder / case.name.replace(" ", "-").replace(":", "").replace(",", "")
+    own.mkdir()
+    try:
+        found = planned(case, own, tiny)
+        return {**found, **measured(case, own)} if measures else found
+    except report.MeasurementFailed as failure:  # the others are worth having
+        print(f"{case.name} failed: {failure}", file=sys.stderr)
+        return {"failed": str(failure)}
+
+
+def planned(case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
+    config = written(case, folder / "planned.yaml", tiny, notes="")
+    command = [*report.lockstep(), "plan", str(config), "--on", "h200", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode not in (0, 1):
+        raise report.MeasurementFailed(done.stderr)
+    (plan,) = json.loads(done.stdout)
+    return {"planned": plan["peak"], "seconds": plan["seconds"], "by_kind": plan["by_kind"]}
+
+
+def measured(case: Case, folder: Path) -> dict[str, Any]:
+    notes = folder / "notes.json"
+    config = written(case, folder / "measured.yaml", tiny=False, notes=str(notes))
+    report.run([*report.lockstep(), "train", str(config), f"--out={folder / 'run'}"], limit=500)
+    said = json.loads(notes.read_text(encoding="utf-8"))
+    return {"measured": said["peak"], "reserved": said["reserved"], "used": said["used"]}
+
+
+def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
+    sizes = {"124m": SMALL, "1.3b": LARGE, "resnet": IMAGES}
+    small = {"124m": TINY, "1.3b": TINY, "resnet": TINY_IMAGES}
+    kind = "Images" if case.model == "resnet" else "Text"
+    config = {
+        "task": {"type": f"{TASKS}:{kind}", "notes": notes, **(small if tiny else sizes)[case.model]},
+        "runtime": "cuda",
+        "processes": 1,
+        "train": {"precision": "bf16", "steps": STEPS, **case.train, **({"batch_size": 16} if tiny else {})},
+        "data": {"drop_last": True},
+        "checkpoint": {"every": None},
+        **({"optimizer": {"type": "torch.optim.SGD", "lr": 0.02, "momentum": 0.9}} if kind == "Images" else {}),
+        **case.settings,
+    }
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return file
+
+
+if __name__ == "__main__":
+    main()
