@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 @click.option("--search", is_flag=True, help="Try other ways of spreading it, and rank those that fit.")
 @click.option("--write", type=click.Path(path_type=Path), default=None, help="With --search: a new file for the best.")
 @click.option("--page", type=click.Path(path_type=Path), default=None, help="Write the plan as a page (HTML).")
+@click.option(
+    "--trace", "trace_to", type=click.Path(path_type=Path), default=None,
+    help="For TPUs: write the traced step to a file (MINE.step), to be compiled later: lockstep plan MINE.step",
+)  # fmt: skip
 @click.option("--list", "lists", is_flag=True, help="Show the devices that are known, and nothing else.")
 @SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, with an object per target.")
@@ -42,6 +46,7 @@ def plan(
     search: bool,
     write: Path | None,
     page: Path | None,
+    trace_to: Path | None,
     lists: bool,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -57,6 +62,8 @@ def plan(
         for name, device in known().items():
             click.echo(f"{name:<12}{device.memory:8.1f} GiB  {device.source}")
         return
+    if config is not None and config.suffix == ".step":
+        sys.exit(_of_step(config, targets, price, as_json))
     if config is None or not targets:
         raise ConfigError("name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names)")
     for name, given in (("--page", page), ("--price", price)):
@@ -66,6 +73,9 @@ def plan(
     wanted = [target(each, devices) for each in targets]
     if write is not None and (not search or len(wanted) != 1):
         raise ConfigError(f"--write {write}: is for --search with one target (--on)")
+    if trace_to is not None:
+        _trace(config, overrides, wanted, trace_to)
+        return
     from lockstep.planner.advice import advice
     from lockstep.planner.plan import make, traced
     from lockstep.planner.table import lines
@@ -79,7 +89,7 @@ def plan(
         if not as_json:
 
             def again(more: Sequence[str], target: Target = each) -> Step:
-                return traced(config, [*overrides, *more], target.count)
+                return traced(config, [*overrides, *more], target)
 
             advised = [f"- {text}" for text in advice(made, checked, again)] if not quick else []
             click.echo(visible("\n".join([*lines(made, price), *advised])) + "\n")
@@ -93,6 +103,40 @@ def plan(
     if as_json:
         click.echo(json.dumps([each.plain() for each in found]))
     sys.exit(0 if all(each.fits for each in found) else 1)
+
+
+def _trace(config: Path, overrides: tuple[str, ...], targets: list[Target], file: Path) -> None:
+    from lockstep.planner.tpu import engine, stored
+
+    if len(targets) != 1 or targets[0].slice is None:
+        raise ConfigError(f"--trace {file}: is for one slice of Cloud TPUs (--on v4-32)")
+    if not stored.is_step(file):
+        raise ConfigError(f"--trace {file}: the name must end with {stored.SUFFIX}, by which it is known later")
+    if file.exists():
+        raise ConfigError(f"--trace {file}: there is one already")
+    engine.trace(config, overrides, targets[0].slice, file)
+    traced, _ = stored.read(file)
+    click.echo(visible(f"{file}: a step of {traced.parameters:,} parameters for {targets[0].title}, traced in "
+                       f"{traced.seconds:g} s; lockstep plan {file} compiles it"))  # fmt: skip
+
+
+def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: bool) -> int:
+    """Compile a step that was traced before, for the slice that it was traced for, or for others of as many devices."""
+    from lockstep.planner.devices import target
+    from lockstep.planner.plan import of_file
+    from lockstep.planner.table import lines
+    from lockstep.planner.tpu import stored
+
+    wanted = [target(each) for each in names or (stored.read(file)[0].slice,)]
+    for each in wanted:
+        if each.slice is None:
+            raise ConfigError(f"{file}: is a step for TPUs, and {each.title} is none: name a slice (--on v4-32)")
+    found = [of_file(file, each) for each in wanted]
+    if as_json:
+        click.echo(json.dumps([each.plain() for each in found]))
+    else:
+        click.echo(visible("\n\n".join("\n".join(lines(each, price)) for each in found)))
+    return 0 if all(each.fits for each in found) else 1
 
 
 def _search(

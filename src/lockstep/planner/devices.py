@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from lockstep.config.accelerators import accelerator
+from lockstep.config.accelerators import Accelerator
 from lockstep.config.nearest import did_you_mean
 from lockstep.config.section import Section
 from lockstep.config.text_file import read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.errors import ConfigError
+from lockstep.planner.slices import device_name, slice_of
 
 _TARGET = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d+))?\Z")
 
@@ -40,14 +41,19 @@ class Target:
     name: str
     device: Device
     count: int
+    slice: Accelerator | None = None  # of Cloud TPUs
 
     @property
     def hosts(self) -> int:
-        return -(-self.count // self.device.per_host)
+        return self.slice.hosts if self.slice is not None else -(-self.count // self.device.per_host)
+
+    @property
+    def per_host(self) -> int:
+        return self.count // self.slice.hosts if self.slice is not None else self.device.per_host
 
     @property
     def title(self) -> str:
-        return f"{self.name}x{self.count}"
+        return self.name if self.slice is not None else f"{self.name}x{self.count}"
 
 
 @cache
@@ -58,29 +64,28 @@ def known() -> dict[str, Device]:
 def target(text: str, more: Path | None = None) -> Target:
     """`h200x8`, or `h200` for one; `more` is a file with further devices."""
     devices = {**known(), **(_parsed(more) if more is not None else {})}
-    if _is_slice(text):
-        raise ConfigError(
-            f"--on {text}: a slice of Cloud TPUs. Plans are for devices that torch drives itself (lockstep plan --list "
-            "has them); compiling a step for TPUs without having one is not in this version"
-        )
+    if (found := _slice(text)) is not None:
+        return Target(text.strip().lower(), devices[device_name(found)], found.devices, found)
     match = _TARGET.fullmatch(text.strip().lower())
     name, count = (match["name"], match["count"]) if match else (text, None)
     if name not in devices:
         raise ConfigError(
             f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)} h200x8 is eight of them; "
-            "--devices FILE.yaml has those of one's own"
+            "v4-32 is a slice of Cloud TPUs; --devices FILE.yaml has those of one's own"
         )
     if count is not None and int(count) < 1:
         raise ConfigError(f"--on {text}: a plan is for one device at least")
     return Target(name, devices[name], int(count or 1))
 
 
-def _is_slice(text: str) -> bool:
+def _slice(text: str) -> Accelerator | None:
+    """A slice by its name; a size that its generation does not come in is refused, with the nearest that there is."""
     try:
-        accelerator(text.strip().lower())
-    except ValueError:
-        return False
-    return True
+        return slice_of(text)
+    except ValueError as error:
+        if re.fullmatch(r"v(2|3|4|5e|5litepod|5p|6e)-\w+", text.strip().lower()):
+            raise ConfigError(f"--on {text}: {error}") from None
+        return None
 
 
 def _parsed(file: Path) -> dict[str, Device]:

@@ -43,7 +43,12 @@ class Plan:
 
     @property
     def capacity(self) -> float:
-        return self.target.device.memory * GIB - RESERVED
+        return self.target.device.memory * GIB - self.reserved
+
+    @property
+    def reserved(self) -> float:
+        """A TPU's compiler counts everything itself."""
+        return RESERVED if self.target.slice is None else 0.0
 
     @property
     def fits(self) -> bool:
@@ -75,13 +80,13 @@ class Plan:
 
 def make(config: Path, overrides: Sequence[str], target: Target, precision: str, seek_batch: bool) -> Plan:
     """Trace the config's step for so many devices; with `seek_batch`, find the largest batch that fits as well."""
-    step = traced(config, overrides, target.count)
+    step = traced(config, overrides, target)
     plan = Plan(target, step, estimate(step, target, precision), None, False)
     if not seek_batch:
         return plan
 
     def peak_of(batch: int) -> int:
-        return traced(config, [*overrides, f"train.batch_size={batch}"], target.count).peak
+        return traced(config, [*overrides, f"train.batch_size={batch}"], target).peak
 
     largest, tried = _largest_batch(plan, peak_of)
     return Plan(target, step, plan.estimate, largest, tried)
@@ -115,7 +120,28 @@ def _multiple(batch: float, of: int) -> int:
     return int(batch // of) * of
 
 
-def traced(config: Path, overrides: Sequence[str], world_size: int) -> Step:
+def traced(config: Path, overrides: Sequence[str], target: Target) -> Step:
+    """One step of a config on a target: on fake tensors, or compiled for a slice of TPUs."""
+    if target.slice is None:
+        return _on_fake_tensors(config, overrides, target.count)
+    from lockstep.planner.tpu import engine
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        file = Path(folder) / "traced.step"
+        engine.trace(config, overrides, target.slice, file)
+        return engine.compile(file, target.slice)
+
+
+def of_file(file: Path, target: Target) -> Plan:
+    """Of a step that was traced before, maybe on another machine."""
+    from lockstep.planner.tpu import engine
+
+    assert target.slice is not None
+    step = engine.compile(file, target.slice)
+    return Plan(target, step, estimate(step, target, "bf16"), None, False)
+
+
+def _on_fake_tensors(config: Path, overrides: Sequence[str], world_size: int) -> Step:
     """In a process of its own, which may do to torch what it likes."""
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         out, log = Path(folder) / "step.json", Path(folder) / "output.log"

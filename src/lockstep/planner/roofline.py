@@ -66,6 +66,7 @@ def seconds(one: Collective, target: Target) -> float:
     if one.ranks < 2:
         return 0.0
     rounds = 2 if "reduce" in one.name and "scatter" not in one.name else 1
-    inside = one.span <= target.device.per_host  # ranks of a host have consecutive places
+    # Ranks of a host have consecutive places; chips of a slice are linked, of the same host or not.
+    inside = target.slice is not None or one.span <= target.device.per_host
     speed = target.device.link / 2 if inside else min(target.device.link / 2, target.device.network)
     return rounds * one.bytes * (one.ranks - 1) / one.ranks / (speed * 1e9)

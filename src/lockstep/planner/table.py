@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.planner.figures import KINDS
-from lockstep.planner.plan import GIB, RESERVED, Plan
+from lockstep.planner.plan import GIB, Plan
 
 _SHOWN = 10
-_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step",
+         "program": "the compiled program"}  # fmt: skip
 
 
 def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     step, target = plan.step, plan.target
     verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
+    kept = f", of which {plan.reserved / GIB:.1f} are kept back for the driver" if plan.reserved else ""
     yield (
         f"memory per device, at its peak in {_WHEN[step.phase]}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
-        f"GiB, of which {RESERVED / GIB:.1f} are kept back for the driver"
+        f"GiB{kept}"
     )
     for kind in KINDS:
         if size := step.by_kind.get(kind):
@@ -26,6 +28,9 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     for each in step.largest[:_SHOWN]:
         shape = " x ".join(map(str, each.shape))
         yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line}"
+    if not step.work:
+        yield "the compiler makes no program that does not fit: what it would compute and exchange is not known"
+        return
     done = f"{step.flops / 1e12:.2f} TFLOP, {step.bytes / 1e9:.1f} GB moved"
     yield f"a step of {step.batch} examples, of each device: {done}"
     for one in step.collectives:

@@ -1,0 +1,120 @@
+"""`python -m lockstep.planner.tpu.compile STEP SLICE OUT`: what libtpu makes of a traced step for a slice.
+
+A process of its own: libtpu ends the process where something is wrong with it. It needs jax and libtpu, no TPU and no
+torch. What it says of a program that it does not compile is in the output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.planner.slices import slice_of, topology
+from lockstep.planner.tpu.narrow import narrow
+from lockstep.planner.tpu.program import Program
+from lockstep.planner.tpu.stored import Traced, read
+
+_SIZES = {
+    "arguments": "argument_size_in_bytes",
+    "results": "output_size_in_bytes",
+    "shared": "alias_size_in_bytes",
+    "temporaries": "temp_size_in_bytes",
+    "code": "generated_code_size_in_bytes",
+}
+
+
+def prepare() -> None:
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",  # else it asks the cloud who it is, and waits for an answer
+        JAX_USE_SHARDY_PARTITIONER="0",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        TPU_LOG_DIR="disabled",
+    )
+
+
+def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+    from jax.experimental import topologies
+
+    began = time.monotonic()
+    asked = topology(slice_of(target))
+    devices = topologies.get_topology_desc(platform="tpu", **asked).devices
+    count = len(devices)
+    if count != traced.devices:
+        return {"error": f"libtpu has {count} devices for {asked['topology_name']}, and the step was traced for "
+                         f"{traced.devices}"}  # fmt: skip
+    replicas = traced.replicas
+    partitions = count // replicas
+    options = compiler.get_compile_options(
+        num_replicas=replicas,
+        num_partitions=partitions,
+        device_assignment=np.arange(count).reshape(replicas, partitions),
+        use_spmd_partitioning=partitions > 1,
+    )
+    options.executable_build_options.use_shardy_partitioner = False
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(program))
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.parse(text)
+        del text
+        narrow(ir, module)
+        _annotate(ir, module, traced, replicas, partitions)
+        made = compiler.backend_compile(devices[0].client, module, xla_client.DeviceList(tuple(devices)), options)
+    took = time.monotonic() - began
+    memory = made.get_compiled_memory_stats()
+    costs = made.cost_analysis()
+    costs = costs[0] if isinstance(costs, list) else costs
+    written = made.hlo_modules()[0].to_string()
+    if keep := os.environ.get("LOCKSTEP_PLAN_KEEP_PROGRAM"):
+        Path(keep).write_text(written, encoding="utf-8")
+    return {
+        "sizes": {name: int(getattr(memory, field)) for name, field in _SIZES.items()},
+        "flops": float(costs.get("flops", 0.0)),
+        "bytes": float(costs.get("bytes accessed", 0.0)),
+        "seconds": round(took, 1),
+        "kind": devices[0].device_kind,
+        **Program(written).plain([each.kind for each in traced.arguments]),
+    }
+
+
+def _annotate(ir: Any, module: Any, traced: Traced, replicas: int, partitions: int) -> None:
+    """How arguments and results lie on the mesh, and which results take the place of an argument in memory."""
+    main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
+    number = ir.IntegerType.get_signless(32)
+    arguments = []
+    for each in traced.arguments:
+        said = {}
+        if partitions > 1:
+            said["mhlo.sharding"] = ir.StringAttr.get(each.sharding)
+        if each.result is not None:
+            said["tf.aliasing_output"] = ir.IntegerAttr.get(number, each.result)
+        arguments.append(ir.DictAttr.get(said))
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
+    if partitions > 1:
+        results = [ir.DictAttr.get({"mhlo.sharding": ir.StringAttr.get(each)}) for each in traced.results]
+        main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
+    module.operation.attributes["mhlo.num_replicas"] = ir.IntegerAttr.get(number, replicas)
+    module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(number, partitions)
+
+
+def main(step: str, target: str, out: str) -> int:
+    prepare()
+    traced, program = read(Path(step))
+    try:
+        found = compiled(traced, program, target)
+    except Exception as error:  # whatever XLA says of the program; it is read by who asked
+        found = {"refused": str(error)}
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

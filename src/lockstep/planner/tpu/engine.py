@@ -1,0 +1,253 @@
+"""A step for a slice of TPUs: traced in one process, compiled in another, and what came of it as a plan's figures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.accelerators import Accelerator
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.planner.figures import Collective, Step, Tensor, Work
+from lockstep.planner.tpu.refused import Refused, refused
+from lockstep.planner.tpu.stored import Traced, read
+
+# torch_xla's own extras name these: another libtpu speaks another version of XLA's messages.
+WANTED = {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
+INSTALL = "pip install 'lockstep-train[tpu-plan]'"
+_LIMIT_SECONDS = 1800.0
+_SHOWN = 300
+
+
+class NotCompiled(LockstepError):
+    """libtpu ended, or did not understand the program."""
+
+    exit_code = 2
+
+
+def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path) -> None:
+    """Write the traced step of a config to a file."""
+    require_tracer()
+    said = out.with_suffix(".json")
+    arguments = [str(config), target.type, str(out), *overrides]
+    try:
+        log, code = _child("lockstep.planner.tpu.trace", arguments)
+        found = json.loads(said.read_text(encoding="utf-8")) if said.exists() else {}
+    finally:
+        said.unlink(missing_ok=True)
+    if "error" in found:
+        raise ConfigError(f"{config}: {found['error']}")
+    if code != 0 or not out.exists():
+        raise NotCompiled(f"{config}: the step cannot be traced: {_crash(log, code)}. {_kept(log)}")
+
+
+def compile(step: Path, target: Accelerator) -> Step:
+    """What libtpu makes of a traced step."""
+    require_compiler()
+    traced, _ = read(step)
+    if traced.devices != target.devices:
+        raise ConfigError(
+            f"{step}: was traced for the {traced.devices} devices of {traced.slice}, and {target}: trace it again for "
+            f"{target.type}"
+        )
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        out = Path(folder) / "compiled.json"
+        log, code = _child("lockstep.planner.tpu.compile", [str(step), target.type, str(out)])
+        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
+    if found is None or code != 0:
+        raise NotCompiled(f"libtpu ended while it compiled for {target.type}: {_crash(log, code)}. {_kept(log)}")
+    if "error" in found:
+        raise ConfigError(f"--on {target.type}: {found['error']}")
+    if "refused" in found:
+        said = refused(found["refused"])
+        if said is None:
+            first = found["refused"].strip().splitlines()[0][:_SHOWN]
+            kept = _kept(f"{found['refused']}\n\n{log}")
+            raise NotCompiled(f"libtpu does not compile the step for {target.type}: {first}. {kept}")
+        return _not_fitting(traced, said)
+    return _fitting(traced, found)
+
+
+def require_tracer() -> None:
+    _require_processor()
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError(f"a step for TPUs is traced by torch_xla, which is not installed here: {INSTALL}")
+
+
+def require_compiler() -> None:
+    _require_processor()
+    for name, wanted in WANTED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError(
+                f"a step for TPUs is compiled by libtpu {WANTED['libtpu']} through jax {WANTED['jax']}, and {name} is "
+                f"not installed here: {INSTALL}"
+            ) from None
+        if found != wanted:
+            raise ConfigError(
+                f"{name} is {found}, and a step is compiled with {name} {wanted}: torch_xla, jax and libtpu have to be "
+                f"of versions that belong together: {INSTALL}"
+            )
+
+
+def _require_processor() -> None:
+    here = f"{platform.system()} on {platform.machine()}"
+    if here != "Linux on x86_64":
+        raise ConfigError(
+            "plans for TPUs are made by torch_xla and libtpu, which exist for Linux on x86_64 only, and this is "
+            f"{here}. On such a machine (any, it needs no TPU): {INSTALL}, then the same lockstep plan. Or trace the "
+            "step on one of them (lockstep plan CONFIG --on v4-32 --trace mine.step) and compile it on another "
+            "(lockstep plan mine.step)"
+        )
+
+
+def _child(module: str, arguments: Sequence[str]) -> tuple[str, int]:
+    """What it printed, and its exit code."""
+    left_out = ("RANK", "WORLD_SIZE", "PJRT_DEVICE", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    with tempfile.TemporaryFile() as said:
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, timeout=_LIMIT_SECONDS,
+                check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise NotCompiled(f"{module} took more than {_LIMIT_SECONDS:g} s") from None
+        said.seek(0)
+        return said.read().decode(errors="replace"), code
+
+
+def _crash(log: str, code: int) -> str:
+    """The one line of a crash that says something."""
+    lines = [each.strip() for each in log.splitlines() if each.strip()]
+    for wanted in (r"Check fail", r"^F\d{4} ", r"\bFATAL\b", r"Error\b"):
+        for line in lines:
+            if re.search(wanted, line):
+                return line[:_SHOWN]
+    how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{how}{': ' + lines[-1][:_SHOWN] if lines else ''}"
+
+
+def _kept(log: str) -> str:
+    descriptor, file = tempfile.mkstemp(prefix="lockstep-plan-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
+        out.write(log)
+    return f"All that was said: {file}"
+
+
+def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
+    sizes, times = found["sizes"], traced.programs
+    by_kind = _by_kind(found["by_argument"], sizes["arguments"])
+    extra = sizes["results"] - sizes["shared"]
+    by_kind["temporaries"] = sizes["temporaries"] + max(extra, 0) + sizes["code"]
+    fixed = sum(by_kind.values()) - by_kind["temporaries"]
+    flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
+    most = max(found["timeline"], default=0)
+    # What libtpu lays out is a little less or more than what its text says, whose course is kept.
+    scale = by_kind["temporaries"] / most if most else 0.0
+    return _step(
+        traced,
+        peak=fixed + by_kind["temporaries"],
+        by_kind=by_kind,
+        largest=[Tensor(kind="temporaries", **each) for each in found["largest"]],
+        flops=flops,
+        bytes=moved,
+        work=[Work("bfloat16", flops, moved, 1)],
+        collectives=collectives(found["exchanges"], traced.mesh, traced.devices, times),
+        timeline=[{**by_kind, "temporaries": round(each * scale)} for each in found["timeline"]],
+        seconds=traced.seconds + found["seconds"],
+    )
+
+
+def _not_fitting(traced: Traced, said: Refused) -> Step:
+    """libtpu says what it would have needed, and compiles nothing: the rest nobody knows."""
+    exact: dict[str, int] = {}
+    for each in traced.arguments:
+        exact[each.kind] = exact.get(each.kind, 0) + _bytes(each.shape, each.dtype) // _parts(each.sharding)
+    by_kind = _by_kind(exact, said.arguments)
+    by_kind["temporaries"] = said.used - sum(by_kind.values())
+    largest = [Tensor(kind="temporaries", **each) for each in said.largest]
+    return _step(
+        traced, peak=said.used, by_kind=by_kind, largest=largest, flops=0, bytes=0, work=[], collectives=[],
+        timeline=[], seconds=traced.seconds,
+    )  # fmt: skip
+
+
+def _step(traced: Traced, **values: Any) -> Step:
+    return Step(
+        world_size=traced.devices,
+        batch=traced.batch,
+        examples=traced.examples,
+        parameters=traced.parameters,
+        weights_bytes=traced.weights_bytes,
+        optimizer_bytes=traced.optimizer_bytes,
+        phase="program",
+        uneven=[],
+        phases=[],
+        **values,
+    )
+
+
+def _by_kind(exact: Mapping[str, int], total: int) -> dict[str, int]:
+    """By what each is, together what libtpu counts: small numbers and tiles are in `batch`."""
+    kinds = {kind: size for kind, size in exact.items() if kind != "other" and size}
+    kinds["batch"] = max(kinds.get("batch", 0) + total - sum(kinds.values()), 0)
+    return kinds
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    width = {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}.get(dtype, 4)
+    return math.prod(shape) * width
+
+
+def _parts(sharding: str) -> int:
+    match = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if match is None:
+        return 1
+    sizes = [int(each) for each in match[1].split(",")]
+    return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
+
+
+def collectives(
+    exchanges: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], devices: int, times: int
+) -> list[Collective]:
+    """Of each kind along each axis together."""
+    found: dict[tuple[str, str, int, int], list[int]] = {}
+    for each in exchanges:
+        group = each["group"] or list(range(devices))
+        key = (each["name"], axis_of(group, mesh), len(group), max(group) - min(group) + 1)
+        total = found.setdefault(key, [0, 0])
+        total[0] += each["count"] * times
+        total[1] += each["bytes"] * each["count"] * times
+    return [Collective(*key, count, size) for key, (count, size) in sorted(found.items())]
+
+
+def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
+    """The axis, or the axes, along which a group of devices lies, with the first device among them."""
+    names = [name for name, size in mesh.items() if size > 1]
+    for count in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, count):
+            if sorted(group) == _line(chosen, mesh):
+                return " x ".join(chosen)
+    return "all ranks" if len(group) == math.prod(mesh.values()) else f"{len(group)} devices"
+
+
+def _line(axes: Sequence[str], mesh: Mapping[str, int]) -> list[int]:
+    names = list(mesh)
+    strides = {name: math.prod(list(mesh.values())[number + 1 :]) for number, name in enumerate(names)}
+    places = itertools.product(*(range(mesh[axis]) for axis in axes))
+    return sorted(sum(place * strides[axis] for place, axis in zip(at, axes, strict=True)) for at in places)

@@ -1,0 +1,266 @@
+"""The parts of a run that are noted instead of done: its runtime, its strategy, its state as placeholders."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import strategy as strategies
+from lockstep.config.load import check_strategy
+from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.config.strategy import Strategy as StrategySettings
+from lockstep.distributed.group import Group
+from lockstep.planner.ledger import NotTraced
+from lockstep.planner.pretend import PretendGroup
+from lockstep.planner.tpu.placeholders import Register as Register
+from lockstep.planner.tpu.placeholders import swap
+from lockstep.planner.tpu.shardings import REPLICATED as REPLICATED
+from lockstep.planner.tpu.shardings import words
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.moving import map_tensors
+from lockstep.runtime.xla import XlaRuntime
+from lockstep.strategy import mesh as meshing
+from lockstep.strategy.base import Parameters, Strategy
+from lockstep.strategy.single import SingleStrategy
+from lockstep.strategy.spmd import SpmdStrategy
+from lockstep.strategy.xla_ddp import XlaDdpStrategy
+from lockstep.train.loop import step_of
+from lockstep.train.run import Run
+
+_TIMEOUT = 600.0
+
+
+class NotedRuntime(XlaRuntime):
+    """PJRT's CPU with as many devices as a slice has. Nothing is ever run on it."""
+
+    def __init__(self, settings: RunSettings, devices: int, register: Register) -> None:
+        super().__init__(0, 1, settings)
+        self._devices, self._register = devices, register
+        self.at_end_of_program: Callable[[], None] = lambda: None
+        if self.spmd:
+            # xs.Mesh asserts that this process has every device of the mesh; what it notes does not need them.
+            self._xr.global_runtime_device_count = lambda: devices
+
+    def global_device_count(self) -> int:
+        return self._devices
+
+    @property
+    def spans_processes(self) -> bool:
+        return not self.spmd and self._devices > 1
+
+    def end_of_program(self, device: torch.device | None = None) -> None:
+        self.at_end_of_program()
+
+    def move(self, batch: Any) -> Any:
+        return map_tensors(self._sent, batch)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return self._register.new(tensor.shape, tensor.dtype, "batch", "batch")
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        pass
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        import torch_xla.core.xla_model as xm
+
+        tensor.copy_(xm.all_reduce(xm.REDUCE_SUM, tensor))
+
+    def to_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        raise NotTraced("the step reads a value back from the device")
+
+    def compilations(self) -> int | None:
+        return None
+
+
+class _Noted(Strategy):
+    """What every strategy does otherwise here: models without memory, placeholders where it places them."""
+
+    register: Register
+    shardings: dict[int, str]  # by the identity of the parameter
+
+    def build(self, make: Callable[[], Any]) -> Any:
+        try:
+            with torch.device("meta"):
+                return make()
+        except (RuntimeError, NotImplementedError):  # it reads a value on its way: then as a run would make it
+            return make()
+
+    def fill(self, model: nn.Module, seed: int, init_weights: Any) -> None:
+        pass
+
+    def place(self, model: nn.Module) -> nn.Module:
+        found = self.split({name: tuple(each.shape) for name, each in model.named_parameters()})
+        self.shardings = getattr(self, "shardings", {})
+
+        def make(name: str, value: Tensor) -> Tensor:
+            return self.register.new(value.shape, value.dtype, "weights", name, found.get(name, REPLICATED))
+
+        names = {id(each): name for name, each in model.named_parameters()}
+        replaced = swap(model, make)
+        for before, after in replaced:
+            self.shardings[id(after)] = found.get(names[id(before)], REPLICATED)
+        self._replaced += replaced  # type: ignore[arg-type]
+        return model
+
+    def split(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+        return {}
+
+    def gradients_are_finite(self, parameters: Parameters) -> bool:
+        return True
+
+
+class NotedSpmd(_Noted, SpmdStrategy):
+    def split(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+        found = meshing.shardings(shapes, self._shapes, self._settings, self._rules)
+        return {name: words(each.spec, self._shapes[each.mesh]) for name, each in found.items()}
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        main = self._shapes[meshing.MAIN]
+        sharding = words(meshing.batch_spec(tensor.dim(), main), main) if tensor.dim() else REPLICATED
+        return self.register.new(tensor.shape, tensor.dtype, "batch", "batch", sharding)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(self._shapes[meshing.MAIN])
+
+
+class NotedDdp(_Noted, XlaDdpStrategy):
+    pass
+
+
+class NotedSingle(_Noted, SingleStrategy):
+    pass
+
+
+@contextlib.contextmanager
+def world(size: int, register: Register) -> Iterator[PretendGroup]:
+    really = strategies.create
+
+    def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
+        assert isinstance(runtime, XlaRuntime)
+        check_strategy(settings, runtime.name, group.world_size)
+        made: NotedSpmd | NotedDdp | NotedSingle
+        if settings.type == "spmd":
+            made = NotedSpmd(runtime, settings, group.world_size)
+        elif group.world_size > 1:
+            made = NotedDdp(runtime, settings, group.world_size)
+        else:
+            made = NotedSingle(runtime)
+        made.register = register
+        return made
+
+    strategies.create = create
+    try:
+        yield PretendGroup(0, size, _TIMEOUT)
+    finally:
+        strategies.create = really
+
+
+class State:
+    """What a run keeps from step to step: each a placeholder where a step begins."""
+
+    def __init__(self, run: Run, register: Register) -> None:
+        self._run, self._register = run, register
+        self._held: list[tuple[Tensor, int, int]] = []  # with its version, and the number of its placeholder
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: each for module in self._run.modules.values() for name, each in module.named_parameters()}
+
+    def mesh(self) -> dict[str, int]:
+        assert isinstance(self._run.spread, NotedSpmd)
+        return self._run.spread.shape
+
+    def _sharding(self, parameter: Tensor) -> str:
+        assert isinstance(self._run.spread, _Noted)
+        return self._run.spread.shardings.get(id(parameter), REPLICATED)
+
+    def _new(self, like: Tensor, kind: str, name: str, sharding: str) -> Tensor:
+        made = self._register.new(like.shape, like.dtype, kind, name, sharding)
+        return made
+
+    def renew(self) -> None:
+        """Placeholders for everything, as if it came from an earlier step."""
+        self._held.clear()
+        with torch.no_grad():
+            for module in self._run.modules.values():
+                for name, parameter in module.named_parameters():
+                    made = self._new(parameter, "weights", name, self._sharding(parameter))
+                    parameter.data = made
+                    self._hold(parameter)
+                for owner in module.modules():
+                    for name, buffer in list(owner._buffers.items()):
+                        if buffer is not None and buffer.device.type == "xla":
+                            owner._buffers[name] = self._new(buffer, "weights", name, REPLICATED)
+                            self._hold(owner._buffers[name])
+            for optimizer in self._run.optimizers.values():
+                for owned, state in optimizer.state.items():
+                    for key, value in state.items():
+                        if isinstance(value, Tensor) and value.device.type == "xla":
+                            sharding = self._sharding(owned) if value.shape == owned.shape else REPLICATED
+                            state[key] = self._new(value, "optimizer", key, sharding)
+                            self._hold(state[key])
+            for entry in self._run._models.entries.values():
+                if entry.average is not None:
+                    weights = entry.average.weights
+                    for name, parameter in entry.module.named_parameters():
+                        if name in weights:
+                            weights[name] = self._new(weights[name], "averages", name, self._sharding(parameter))
+                            self._hold(weights[name])
+
+    def _hold(self, tensor: Tensor | None) -> None:
+        assert tensor is not None
+        self._held.append((tensor, tensor._version, self._register.last))
+
+    def renew_gradients(self) -> None:
+        """A program has ended between two micro-batches: the next one is given the gradients that it made."""
+        for name, parameter in self.parameters().items():
+            if parameter.grad is not None:
+                parameter.grad = self._new(parameter.grad, "gradients", name, self._sharding(parameter))
+
+    def changed(self) -> list[tuple[Tensor, int]]:
+        """What the step has written to, each with the number of the placeholder that it was."""
+        return [(tensor.detach(), number) for tensor, version, number in self._held if tensor._version != version]
+
+    def weights_bytes(self) -> int:
+        state = [each for module in self._run.modules.values() for each in self._run.spread.state_dict(module).values()]
+        return sum(each.numel() * each.element_size() for each in state if isinstance(each, Tensor))
+
+    def optimizer_bytes(self) -> int:
+        return sum(
+            each.numel() * each.element_size()
+            for optimizer in self._run.optimizers.values()
+            for state in optimizer.state.values()
+            for each in state.values()
+            if isinstance(each, Tensor)
+        )
+
+    def replicated(self) -> list[tuple[str, int]]:
+        whole = [
+            (name, each.numel() * each.element_size())
+            for name, each in self.parameters().items()
+            if self._sharding(each) == REPLICATED
+        ]
+        return sorted(whole, key=lambda each: -each[1])[:20]
+
+
+def steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, state: State) -> None:
+    """Two: the first makes the optimizer's state, the second is what a plan is made of."""
+    limits, step, done = config.train, step_of(task), 0
+    for _ in run.epochs(None):
+        batches = run.batches(
+            data, limits.batch_size, order=order, drop_last=config.data.drop_last, accumulate=limits.accumulate,
+            collate=getattr(task, "collate", None),
+        )  # fmt: skip
+        for batch in batches:
+            complete = step(run, task, batch)
+            if not complete:
+                continue
+            done += 1
+            if done == 2:
+                return
+            state.renew()
+    raise AssertionError("an endless number of epochs has ended")

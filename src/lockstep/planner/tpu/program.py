@@ -1,0 +1,284 @@
+"""A program as XLA's compiler has left it, in its own words: what it exchanges, and what lies in memory when.
+
+The text has one instruction a line, in the order in which the device runs them:
+
+    %fusion.7 = bf16[8,2048]{1,0:T(8,128)(2,1)} fusion(%p.1, %p.2), kind=kOutput, metadata={... source_line=12}
+
+`T(8,128)` are tiles that memory is laid out in, and `S(1)` is memory on the chip itself, which is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "s32": 32,
+         "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "f8e4m3fn": 8, "f8e5m2": 8}  # fmt: skip
+_LINE = re.compile(r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$")
+_ARRAY = re.compile(r"(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<layout>[^}]*)\})?")
+_TILE = re.compile(r"T\((\d+(?:,\d+)*)\)")
+_OPERATION = re.compile(r" (?P<name>[a-z][\w\-]*)\(")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_EXCHANGES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_SAME_MEMORY = {"bitcast", "get-tuple-element", "tuple", "copy-done", "optimization-barrier"}
+_GROUPS = re.compile(r"replica_groups=(?P<groups>\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>\{.*?\})\}")
+_SOURCE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
+_OP_NAME = re.compile(r'op_name="(?P<name>[^"]*)"')
+_LARGEST, _POINTS = 10, 400
+
+
+@dataclass(frozen=True)
+class Array:
+    type: str
+    dims: tuple[int, ...]
+    bytes: int
+    on_chip: bool
+
+
+@dataclass(frozen=True)
+class Exchange:
+    name: str
+    group: list[int]  # the devices of one group
+    bytes: int
+    count: int
+
+
+@dataclass
+class Instruction:
+    name: str
+    operation: str
+    arrays: list[Array]
+    operands: list[str]
+    text: str
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.arrays if not each.on_chip)
+
+
+class Program:
+    def __init__(self, text: str) -> None:
+        self._exchanges: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+        self.entry: list[Instruction] = []
+        self._aliased = _aliased(text[: text.find("\n")])
+        within, entered = "", False
+        for line in text.splitlines():
+            if line.startswith(("%", "ENTRY")) and line.rstrip().endswith("{"):
+                entered = line.startswith("ENTRY")
+                within = line.split()[1 if entered else 0]
+            elif line.startswith(" "):
+                self._read(line, within, entered)
+
+    def _read(self, line: str, within: str, entered: bool) -> None:
+        exchanges = any(f" {name}" in line for name in _EXCHANGES)
+        if not entered and not exchanges:
+            return
+        found = parsed(line)
+        if found is None:
+            return
+        if entered:
+            self.entry.append(found)
+        if exchanges:
+            self._note_exchange(found, within)
+
+    def _note_exchange(self, found: Instruction, within: str) -> None:
+        name = found.operation.removesuffix("-start")
+        if name not in _EXCHANGES:
+            return
+        group = group_of(found.text)
+        # Of what is started and waited for later, the first arrays are what is sent.
+        arrays = found.arrays[len(found.arrays) // 2 :] if found.operation.endswith("-start") else found.arrays
+        size = sum(each.bytes for each in arrays)
+        if name == "reduce-scatter":
+            size *= max(len(group), 1)
+        elif name == "all-reduce" and "all-reduce-scatter" in within:
+            name = "reduce-scatter"
+        self._exchanges[(name, tuple(group), size)] += 1
+
+    def exchanges(self) -> list[Exchange]:
+        return [Exchange(name, list(group), size, count) for (name, group, size), count in self._exchanges.items()]
+
+    def plain(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """`kinds` are those of the arguments."""
+        arguments: Counter[str] = Counter()
+        for each in self.entry:
+            if each.operation == "parameter":
+                number = int(re.search(r"parameter\((\d+)\)", each.text)[1])  # type: ignore[index]
+                arguments[kinds[number] if number < len(kinds) else "other"] += each.bytes
+        timeline, largest = self._memory()
+        return {
+            "by_argument": dict(arguments),
+            "exchanges": [asdict(each) for each in self.exchanges()],
+            "timeline": timeline,
+            "largest": largest,
+        }
+
+    def _memory(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """Bytes of what the program itself makes, over its run, and the largest of them where they are most."""
+        base = self._bases()
+        ends: dict[str, int] = {}
+        for number, each in enumerate(self.entry):
+            for operand in each.operands:
+                for name in base.get(operand, ()):
+                    ends[name] = number
+        born = {each.name: number for number, each in enumerate(self.entry) if base.get(each.name) == (each.name,)}
+        by_name = {each.name: each for each in self.entry}
+        changes = [0] * (len(self.entry) + 1)
+        for name, number in born.items():
+            changes[number] += by_name[name].bytes
+            changes[min(ends.get(name, number), len(self.entry) - 1) + 1] -= by_name[name].bytes
+        held, now = [], 0
+        for change in changes[:-1]:
+            now += change
+            held.append(now)
+        if not held:
+            return [], []
+        peak = max(range(len(held)), key=lambda number: held[number])
+        alive = [by_name[name] for name, number in born.items() if number <= peak <= ends.get(name, number)]
+        alive = sorted((each for each in alive if each.bytes), key=lambda each: -each.bytes)[:_LARGEST]
+        step = max(len(held) // _POINTS, 1)
+        return [max(held[at : at + step]) for at in range(0, len(held), step)], [_told(each) for each in alive]
+
+    def _bases(self) -> dict[str, tuple[str, ...]]:
+        """For every instruction, those whose memory its result is in; of what takes an argument's place, none."""
+        found: dict[str, tuple[str, ...]] = {}
+        for each in self.entry:
+            if each.operation in ("parameter", "constant"):
+                found[each.name] = ()
+            elif each.operation in _SAME_MEMORY or each.operation.endswith("-done"):
+                found[each.name] = tuple(name for operand in each.operands for name in found.get(operand, ()))
+            else:
+                found[each.name] = (each.name,)
+        root = next((each for each in reversed(self.entry) if each.is_root), None)
+        if root is not None and root.operation == "tuple":
+            for number, operand in enumerate(root.operands):
+                if number in self._aliased:
+                    for name in found.get(operand, ()):
+                        found[name] = ()
+        return found
+
+
+def parsed(line: str) -> Instruction | None:
+    match = _LINE.match(line)
+    if match is None:
+        return None
+    rest = match["rest"]
+    shape, rest = _split_shape(rest)
+    operation = _OPERATION.match(rest)
+    if operation is None:
+        return None
+    inside = rest[operation.end() :]
+    operands = _OPERAND.findall(inside[: _closing(inside)])
+    arrays = [_array(each) for each in _ARRAY.finditer(shape)]
+    return Instruction(match["name"], operation["name"], arrays, operands, line, bool(match["root"]))
+
+
+def _split_shape(rest: str) -> tuple[str, str]:
+    """A shape may be a tuple of shapes, with parentheses in their layouts."""
+    if not rest.startswith("("):
+        shape, space, after = rest.partition(" ")
+        return shape, space + after
+    end = _closing(rest[1:]) + 2
+    return rest[:end], rest[end:]
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis ends that began before the text."""
+    depth = 1
+    for number, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return number
+    return len(text)
+
+
+def _array(match: re.Match[str]) -> Array:
+    dims = tuple(int(each) for each in match["dims"].split(",") if each)
+    layout = match["layout"] or ""
+    return Array(match["type"], dims, padded_bytes(match["type"], dims, layout), "S(" in layout)
+
+
+def padded_bytes(type: str, dims: Sequence[int], layout: str = "") -> int:
+    """With what tiles add: T(8,128) rounds the last two dimensions up, in the order that the layout has them."""
+    order = [int(each) for each in layout.partition(":")[0].split(",") if each.strip().isdigit()]
+    major = [dims[number] for number in reversed(order)] if len(order) == len(dims) else list(dims)
+    if tiles := _TILE.findall(layout):
+        tile = [int(each) for each in tiles[0].split(",")]
+        major = [1] * (len(tile) - len(major)) + major
+        for back in range(1, len(tile) + 1):
+            major[-back] = -(-major[-back] // tile[-back]) * tile[-back]
+    return math.prod(major) * _BITS.get(type, 32) // 8
+
+
+def group_of(text: str) -> list[int]:
+    """The devices of the first group, in the forms {{0,1},{2,3}} and [2,2]<=[4]T(1,0)."""
+    match = _GROUPS.search(text)
+    if match is None:
+        pairs = _PAIRS.search(text)
+        return _chain(pairs["pairs"]) if pairs else []
+    groups = match["groups"]
+    if groups.startswith("{"):
+        return [int(each) for each in groups[2:].partition("}")[0].split(",") if each]
+    shape, _, source = groups.partition("<=")
+    _, size = (int(each) for each in shape.strip("[]").split(",")) if "," in shape else (1, int(shape.strip("[]")))
+    sizes, _, order = source.partition("T")
+    return list(_iota(sizes, order))[:size]
+
+
+def _iota(sizes: str, order: str) -> Iterator[int]:
+    dims = [int(each) for each in sizes.strip("[]").split(",")]
+    read = [int(each) for each in order.strip("()").split(",")] if order else list(range(len(dims)))
+    strides = [math.prod(dims[number + 1 :]) for number in range(len(dims))]
+
+    def walk(at: int, total: int) -> Iterator[int]:
+        if at == len(read):
+            yield total
+            return
+        for place in range(dims[read[at]]):
+            yield from walk(at + 1, total + place * strides[read[at]])
+
+    return walk(0, 0)
+
+
+def _chain(pairs: str) -> list[int]:
+    """Those that device 0 reaches by sending on and on."""
+    sends = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
+    found, at = [0], sends.get(0)
+    while at is not None and at not in found:
+        found.append(at)
+        at = sends.get(at)
+    return sorted(found)
+
+
+def _aliased(header: str) -> set[int]:
+    """Which results take an argument's place."""
+    _, _, rest = header.partition("input_output_alias={")
+    return {int(each) for each in re.findall(r"\{(\d+)\}: \(", rest[: _closing_brace(rest)])}
+
+
+def _closing_brace(text: str) -> int:
+    depth = 1
+    for number, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return number
+    return len(text)
+
+
+def _told(each: Instruction) -> dict[str, Any]:
+    widest = max((one for one in each.arrays if not one.on_chip), key=lambda one: one.bytes)
+    source, name = _SOURCE.search(each.text), _OP_NAME.search(each.text)
+    line = f"{source['file']}:{source['line']}" if source and source["line"] else source["file"] if source else ""
+    return {
+        "bytes": each.bytes,
+        "shape": list(widest.dims),
+        "dtype": widest.type,
+        "operation": name["name"] if name else each.operation,
+        "line": line,
+    }

@@ -1,0 +1,91 @@
+"""A step as it was traced, in a file: one machine traces it, another compiles it.
+
+A zip archive of two members: `step.json`, what the arguments and results of the program are, and `step.hlo`, the
+program as XLA's own message. Nothing in it is code of Python's, and it is read with limits.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+FORMAT = 1
+SUFFIX = ".step"
+_FACTS, _PROGRAM = "step.json", "step.hlo"
+_MOST_FACTS, _MOST_PROGRAM = 256 * 2**20, 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What the program is given, in its order."""
+
+    kind: str  # weights, optimizer, gradients, batch or other
+    name: str
+    shape: list[int]  # of the whole
+    dtype: str
+    sharding: str
+    result: int | None  # which result takes its place in memory
+
+
+@dataclass(frozen=True)
+class Traced:
+    slice: str
+    devices: int
+    replicas: int  # programs that each device runs by itself (ddp), or 1: one program over all of them
+    mesh: dict[str, int]
+    batch: int
+    programs: int  # of a step: micro-batches, each of which is one
+    examples: int | None
+    parameters: int
+    weights_bytes: int
+    optimizer_bytes: int
+    precision: str
+    arguments: list[Argument]
+    results: list[str]  # the sharding of each
+    replicated: list[tuple[str, int]]  # parameters that every device has whole, with their bytes
+    seconds: float
+    name: str
+    versions: dict[str, str]
+
+    def facts(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+def write(traced: Traced, program: bytes, file: Path) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr(_FACTS, json.dumps(traced.facts()))
+        out.writestr(_PROGRAM, program)
+
+
+def read(file: Path) -> tuple[Traced, bytes]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            facts = json.loads(_member(archive, _FACTS, _MOST_FACTS, file))
+            program = _member(archive, _PROGRAM, _MOST_PROGRAM, file)
+    except (OSError, zipfile.BadZipFile, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file}: is no step that lockstep plan --trace has written: {error}") from None
+    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
+        raise ConfigError(f"{file}: was written by another version of Lockstep: trace the step again")
+    try:
+        arguments = [Argument(**each) for each in facts.pop("arguments")]
+        replicated = [(str(name), int(size)) for name, size in facts.pop("replicated")]
+        return Traced(arguments=arguments, replicated=replicated, **facts), program
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(f"{file}: is damaged, or no step: {error}") from None
+
+
+def is_step(file: Path) -> bool:
+    return file.suffix == SUFFIX
+
+
+def _member(archive: zipfile.ZipFile, name: str, most: int, file: Path) -> bytes:
+    size = archive.getinfo(name).file_size
+    if size > most:
+        raise ConfigError(f"{file}: {name} would be {size} bytes, more than the {most} that are read")
+    with archive.open(name) as member:
+        return member.read(most + 1)
