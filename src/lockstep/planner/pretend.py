@@ -7,7 +7,8 @@ what this one says; what they ask of the device is computed on fake tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -112,12 +113,25 @@ def world(size: int) -> Iterator[PretendGroup]:
     to = nn.Module.to
     nn.Module.to = _stays(to)  # type: ignore[method-assign]
     strategies.create = _create
+    available = torch.cuda.is_available
+    torch.cuda.is_available = _as_on_the_target(available)
     try:
         yield PretendGroup(0, size, _TIMEOUT)
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
         strategies.create = _really_create
+        torch.cuda.is_available = available
         dist.destroy_process_group()
+
+
+def _as_on_the_target(available: Callable[[], bool]) -> Callable[[], bool]:
+    """A task that asks for GPUs (fused=torch.cuda.is_available()) is told what it would be told there."""
+
+    def answer() -> bool:
+        asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        return available() if asking in ("torch", "lockstep") else True
+
+    return answer
 
 
 def _stays(to: Any) -> Any:

@@ -27,7 +27,7 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     yield "the largest tensors then"
     for each in step.largest[:_SHOWN]:
         shape = " x ".join(map(str, each.shape))
-        yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line}"
+        yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line or each.operation}"
     if not step.work:
         yield "the compiler makes no program that does not fit: what it would compute and exchange is not known"
         return

@@ -151,24 +151,27 @@ def _kept(log: str) -> str:
 
 def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     sizes, times = found["sizes"], traced.programs
-    by_kind = _by_kind(found["by_argument"], sizes["arguments"])
-    extra = sizes["results"] - sizes["shared"]
-    by_kind["temporaries"] = sizes["temporaries"] + max(extra, 0) + sizes["code"]
-    fixed = sum(by_kind.values()) - by_kind["temporaries"]
+    given = _by_kind(found["by_argument"], sizes["arguments"])
+    made = sizes["temporaries"] + max(sizes["results"] - sizes["shared"], 0) + sizes["code"]
+    # What libtpu lays out is a little less or more than what its text says, whose course and kinds are kept.
+    told = sum(found["peak"].values())
+    scale = made / told if told else 0.0
+    by_kind = {**given, **{kind: round(size * scale) for kind, size in found["peak"].items()}}
+    if not told:
+        by_kind["temporaries"] = made
     flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
-    most = max(found["timeline"], default=0)
-    # What libtpu lays out is a little less or more than what its text says, whose course is kept.
-    scale = by_kind["temporaries"] / most if most else 0.0
     return _step(
         traced,
-        peak=fixed + by_kind["temporaries"],
+        peak=sizes["arguments"] + made,
+        phase=found["phase"],
         by_kind=by_kind,
-        largest=[Tensor(kind="temporaries", **each) for each in found["largest"]],
+        largest=[Tensor(**each) for each in found["largest"]],
         flops=flops,
         bytes=moved,
         work=[Work("bfloat16", flops, moved, 1)],
         collectives=collectives(found["exchanges"], traced.mesh, traced.devices, times),
-        timeline=[{**by_kind, "temporaries": round(each * scale)} for each in found["timeline"]],
+        timeline=[{**given, **{kind: round(size * scale) for kind, size in at.items()}} for at in found["timeline"]],
+        phases=[(name, at) for name, at in found["phases"]],
         seconds=traced.seconds + found["seconds"],
     )
 
@@ -178,12 +181,12 @@ def _not_fitting(traced: Traced, said: Refused) -> Step:
     exact: dict[str, int] = {}
     for each in traced.arguments:
         exact[each.kind] = exact.get(each.kind, 0) + _bytes(each.shape, each.dtype) // _parts(each.sharding)
-    by_kind = _by_kind(exact, said.arguments)
-    by_kind["temporaries"] = said.used - sum(by_kind.values())
+    given = said.arguments or sum(exact.values())
+    by_kind = {**_by_kind(exact, given), "temporaries": said.program}
     largest = [Tensor(kind="temporaries", **each) for each in said.largest]
     return _step(
-        traced, peak=said.used, by_kind=by_kind, largest=largest, flops=0, bytes=0, work=[], collectives=[],
-        timeline=[], seconds=traced.seconds,
+        traced, peak=given + said.program, phase="program", by_kind=by_kind, largest=largest, flops=0, bytes=0,
+        work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
     )  # fmt: skip
 
 
@@ -195,9 +198,7 @@ def _step(traced: Traced, **values: Any) -> Step:
         parameters=traced.parameters,
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
-        phase="program",
         uneven=[],
-        phases=[],
         **values,
     )
 

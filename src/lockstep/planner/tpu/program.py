@@ -29,6 +29,7 @@ _GROUPS = re.compile(r"replica_groups=(?P<groups>\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>\{.*?\})\}")
 _SOURCE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
 _OP_NAME = re.compile(r'op_name="(?P<name>[^"]*)"')
+_BACKWARD = re.compile(r'op_name="[^"]*(?<!norm)_backward')
 _LARGEST, _POINTS = 10, 400
 
 
@@ -52,7 +53,7 @@ class Exchange:
 class Instruction:
     name: str
     operation: str
-    arrays: list[Array]
+    arrays: list[Array]  # that it makes
     operands: list[str]
     text: str
     is_root: bool
@@ -60,6 +61,25 @@ class Instruction:
     @property
     def bytes(self) -> int:
         return sum(each.bytes for each in self.arrays if not each.on_chip)
+
+
+@dataclass(frozen=True)
+class _Life:
+    """Something that the program makes, from the instruction that does to the last that reads it."""
+
+    made: Instruction
+    born: int
+    end: int
+    middle: int  # where the backward pass begins
+    weights: set[tuple[int, ...]]  # the forms of a device's parts of the weights
+
+    @property
+    def kind(self) -> str:
+        """The compiler knows none: what is made in the forward pass and read in the backward pass are activations;
+        what is made in the backward pass and has the form of a weight, its gradient."""
+        if self.born < self.middle:
+            return "activations" if self.end >= self.middle else "temporaries"
+        return "gradients" if any(each.dims in self.weights for each in self.made.arrays) else "temporaries"
 
 
 class Program:
@@ -92,9 +112,7 @@ class Program:
         if name not in _EXCHANGES:
             return
         group = group_of(found.text)
-        # Of what is started and waited for later, the first arrays are what is sent.
-        arrays = found.arrays[len(found.arrays) // 2 :] if found.operation.endswith("-start") else found.arrays
-        size = sum(each.bytes for each in arrays)
+        size = sum(each.bytes for each in found.arrays)
         if name == "reduce-scatter":
             size *= max(len(group), 1)
         elif name == "all-reduce" and "all-reduce-scatter" in within:
@@ -107,43 +125,66 @@ class Program:
     def plain(self, kinds: Sequence[str]) -> dict[str, Any]:
         """`kinds` are those of the arguments."""
         arguments: Counter[str] = Counter()
+        weights: set[tuple[int, ...]] = set()
         for each in self.entry:
             if each.operation == "parameter":
                 number = int(re.search(r"parameter\((\d+)\)", each.text)[1])  # type: ignore[index]
-                arguments[kinds[number] if number < len(kinds) else "other"] += each.bytes
-        timeline, largest = self._memory()
+                kind = kinds[number] if number < len(kinds) else "other"
+                arguments[kind] += each.bytes
+                if kind == "weights":
+                    weights.update(one.dims for one in each.arrays)
         return {
             "by_argument": dict(arguments),
             "exchanges": [asdict(each) for each in self.exchanges()],
-            "timeline": timeline,
-            "largest": largest,
+            **self._memory(weights),
         }
 
-    def _memory(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """Bytes of what the program itself makes, over its run, and the largest of them where they are most."""
+    def _memory(self, weights: set[tuple[int, ...]]) -> dict[str, Any]:
+        """Bytes of what the program itself makes, by kind, over its run; the largest of them where they are most."""
         base = self._bases()
         ends: dict[str, int] = {}
         for number, each in enumerate(self.entry):
             for operand in each.operands:
                 for name in base.get(operand, ()):
                     ends[name] = number
-        born = {each.name: number for number, each in enumerate(self.entry) if base.get(each.name) == (each.name,)}
-        by_name = {each.name: each for each in self.entry}
-        changes = [0] * (len(self.entry) + 1)
-        for name, number in born.items():
-            changes[number] += by_name[name].bytes
-            changes[min(ends.get(name, number), len(self.entry) - 1) + 1] -= by_name[name].bytes
-        held, now = [], 0
+        middle = self._middle()
+        lives = [
+            _Life(each, number, max(ends.get(each.name, number), number), middle, weights)
+            for number, each in enumerate(self.entry)
+            if base.get(each.name) == (each.name,) and each.bytes
+        ]
+        changes: list[dict[str, int]] = [{} for _ in range(len(self.entry) + 1)]
+        for life in lives:
+            size = life.made.bytes
+            changes[life.born][life.kind] = changes[life.born].get(life.kind, 0) + size
+            changes[life.end + 1][life.kind] = changes[life.end + 1].get(life.kind, 0) - size
+        now: dict[str, int] = {}
+        held = []
         for change in changes[:-1]:
-            now += change
+            now = {kind: now.get(kind, 0) + change.get(kind, 0) for kind in {*now, *change}}
             held.append(now)
         if not held:
-            return [], []
-        peak = max(range(len(held)), key=lambda number: held[number])
-        alive = [by_name[name] for name, number in born.items() if number <= peak <= ends.get(name, number)]
-        alive = sorted((each for each in alive if each.bytes), key=lambda each: -each.bytes)[:_LARGEST]
+            return {"timeline": [], "phases": [], "peak": {}, "phase": "program", "largest": []}
+        peak = max(range(len(held)), key=lambda number: sum(held[number].values()))
+        alive = sorted((each for each in lives if each.born <= peak <= each.end), key=lambda each: -each.made.bytes)
         step = max(len(held) // _POINTS, 1)
-        return [max(held[at : at + step]) for at in range(0, len(held), step)], [_told(each) for each in alive]
+        parts = [held[at : at + step] for at in range(0, len(held), step)]
+        begins = [("forward", 0)] + ([("backward", middle // step)] if middle < len(self.entry) else [])
+        return {
+            "timeline": [max(part, key=lambda each: sum(each.values())) for part in parts],
+            "phases": begins,
+            "peak": held[peak],
+            "phase": "forward" if peak < middle else "backward",
+            "largest": [_told(each) for each in alive[:_LARGEST]],
+        }
+
+    def _middle(self) -> int:
+        """Where the backward pass begins: at the first of its operations, but for a few that can be computed at once.
+
+        Of norms the compiler does what both passes need in the forward pass, under the name of the other.
+        """
+        found = [number for number, each in enumerate(self.entry) if _BACKWARD.search(each.text)]
+        return found[len(found) // 20] if found else len(self.entry)
 
     def _bases(self) -> dict[str, tuple[str, ...]]:
         """For every instruction, those whose memory its result is in; of what takes an argument's place, none."""
@@ -175,8 +216,27 @@ def parsed(line: str) -> Instruction | None:
         return None
     inside = rest[operation.end() :]
     operands = _OPERAND.findall(inside[: _closing(inside)])
-    arrays = [_array(each) for each in _ARRAY.finditer(shape)]
+    arrays = [_array(each) for each in _ARRAY.finditer(_made(shape, operation["name"]))]
     return Instruction(match["name"], operation["name"], arrays, operands, line, bool(match["root"]))
+
+
+def _made(shape: str, operation: str) -> str:
+    """Of what is started and waited for later, the result has what it works on as well: (from, to, ...)."""
+    if not operation.endswith("-start") or operation == "all-reduce-start" or not shape.startswith("("):
+        return shape
+    parts = _parts(shape[1:-1])
+    return parts[0] if operation == "copy-start" else parts[1] if len(parts) > 1 else shape
+
+
+def _parts(text: str) -> list[str]:
+    """What commas divide, outside of all brackets."""
+    found, depth, begin = [], 0, 0
+    for number, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append(text[begin:number])
+            begin = number + 1
+    return [*found, text[begin:]]
 
 
 def _split_shape(rest: str) -> tuple[str, str]:
@@ -271,12 +331,14 @@ def _closing_brace(text: str) -> int:
     return len(text)
 
 
-def _told(each: Instruction) -> dict[str, Any]:
+def _told(life: _Life) -> dict[str, Any]:
+    each = life.made
     widest = max((one for one in each.arrays if not one.on_chip), key=lambda one: one.bytes)
     source, name = _SOURCE.search(each.text), _OP_NAME.search(each.text)
     line = f"{source['file']}:{source['line']}" if source and source["line"] else source["file"] if source else ""
     return {
         "bytes": each.bytes,
+        "kind": life.kind,
         "shape": list(widest.dims),
         "dtype": widest.type,
         "operation": name["name"] if name else each.operation,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
-_ARGUMENTS = re.compile(r"^\s*arguments\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
+_PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^\s*\d+\. Size: (?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
 _SHAPE = re.compile(r"Shape: (?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _SOURCE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
@@ -18,9 +18,9 @@ _MOST = 10
 
 @dataclass(frozen=True)
 class Refused:
-    used: int
     capacity: int
-    arguments: int
+    program: int
+    arguments: int  # 0 where it does not count them, as for a slice that is not there
     largest: list[dict[str, Any]]
 
 
@@ -29,13 +29,14 @@ def refused(text: str) -> Refused | None:
     used = _USED.search(text)
     if used is None:
         return None
-    arguments = _ARGUMENTS.search(text)
+    parts = {each["name"]: size(each["size"]) for each in _PART.finditer(text)}
+    arguments = parts.get("arguments", 0)
     found = list(_ALLOCATION.finditer(text))
     ends = [each.start() for each in found[1:]] + [len(text)]
     return Refused(
-        size(used["used"]),
         size(used["capacity"]),
-        size(arguments["size"]) if arguments else 0,
+        parts.get("program", size(used["used"]) - arguments),
+        arguments,
         [_allocation(each["size"], text[each.end() : end]) for each, end in zip(found, ends, strict=True)][:_MOST],
     )
 
