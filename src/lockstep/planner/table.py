@@ -15,14 +15,18 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     step, target = plan.step, plan.target
     verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
+    when = f" in {_WHEN[step.phase]}" if step.phase in _WHEN else ""  # a compiler says nothing of it
     yield (
-        f"memory per device, at its peak in {_WHEN[step.phase]}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
+        f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
         f"GiB, of which {RESERVED / GIB:.1f} are kept back for the driver"
     )
     for kind in KINDS:
         if size := step.by_kind.get(kind):
             yield f"  {kind:<14}{size / GIB:8.2f} GiB"
-    yield "the largest tensors then"
+    if step.host_bytes:
+        yield f"  {step.host_bytes / GIB:.2f} GiB more are in the memory of its host (strategy.offload)"
+    if step.largest:
+        yield "the largest tensors then"
     for each in step.largest[:_SHOWN]:
         shape = " x ".join(map(str, each.shape))
         yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line}"
