@@ -26,7 +26,7 @@ def step(**values: Any) -> Step:
         by_kind={"weights": weights, "optimizer": 2 * weights, "activations": 6 * GIB},
         largest=[Tensor(GIB, "activations", [4096, 65536], "float32", "aten.mm.default", "gpt.py:9 return x < 1 & y")],
         flops=8 * 10**12, bytes=10**11,
-        work=[Work("bfloat16", 10**11, 10**9, 60), Work("float32", 10**9, 10**8, 20), Work("float32", 0, 4 * 10**10, 9)],
+        work=[Work("bfloat16", 10**11, 10**9, 60), Work("float32", 10**9, 10**8, 9), Work("float32", 0, 10**10, 9)],
         collectives=[Collective("allreduce", "data", 16, 16, 20, weights)],
         uneven=[], timeline=timeline, phases=phases, seconds=3.0, events=1000,
         weights=[Weight("tokens.weight", 1, [65536, 4096], [65536, 4096], GIB, GIB, True),

@@ -25,7 +25,8 @@ from planned_steps import compiled, plan, step
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--window-size=1400,900", "--dump-dom",
+    "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr",
+    "--window-size=1400,900", "--dump-dom",
 ]  # fmt: skip
 
 TENSOR = step(
@@ -134,8 +135,8 @@ for (const [name, width, text] of pages) {
   frame.onload = () => {
     const root = frame.contentDocument.documentElement, look = each => frame.contentWindow.getComputedStyle(each);
     const style = look(root.querySelector("body"));
-    const texts = [...root.querySelectorAll("body *")].filter(each => !each.childElementCount && each.textContent.trim());
-    const small = texts.filter(each => parseFloat(look(each).fontSize) < 11).length;
+    const texts = [...root.querySelectorAll("body *")].filter(each => !each.childElementCount);
+    const small = texts.filter(each => each.textContent.trim() && parseFloat(look(each).fontSize) < 11).length;
     found.push({name, width, wide: root.scrollWidth, inner: root.clientWidth, page: style.backgroundColor,
                 ink: style.color, small, charts: root.querySelectorAll(".plot svg").length});
     document.title = JSON.stringify(found);

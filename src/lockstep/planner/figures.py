@@ -186,8 +186,9 @@ def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: 
 
 
 def held_by_the_host(books: Books) -> int:
-    """The most at once."""
-    return max(itertools.accumulate(change for each, change in books.events if each.on_host), default=0)
+    """The most at once, but for what its optimizer makes on the way."""
+    kept = (change for each, change in books.events if each.on_host and each.kind is not None)
+    return max(itertools.accumulate(kept), default=0)
 
 
 def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[dict[str, int]]:
