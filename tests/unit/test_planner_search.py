@@ -115,10 +115,27 @@ def test_options_of_ddp_stay() -> None:
 
 def test_there_is_an_end_to_traces() -> None:
     wide = Device(**{**DEVICE.model_dump(), "per_host": 64, "memory": 2})
-    table = Table(Target("card", wide, 64), 1, 64 * 4, ["a", "b"])
+    table = Table(Target("card", wide, 64), 1, 64 * 100, ["a", "b"])
     found = searched(table)
     assert len(table.asked) == 40
     assert [each for each in found if each.why_not == "not traced: 40 are traced at most"]
+
+
+def test_what_is_slower_than_one_that_fits_is_not_made_slower_still() -> None:
+    """Of ddp four parts fit, in less time than fsdp takes as it is."""
+    table = Table(ONE_HOST, 1, 8 * 50)
+    found = searched(table)
+    assert found[0].way.title == "ddp, in 4 parts"
+    left = {each.way.title: each.why_not for each in found if each.plan is None}
+    assert left["fsdp, in parts or recompute"] == "not traced: no faster than ddp, in 4 parts"
+    assert len([each for each in table.asked if '"fsdp"' in each]) == 1
+
+
+def test_recompute_is_for_fewer_parts_than_without() -> None:
+    found = searched(Table(Target("card", DEVICE, 1), 1, 30))
+    assert titles(found) == ["whole, in 2 parts", "whole, recompute", "whole"] and found[1].fits
+    short = searched(Table(Target("card", DEVICE, 1), 1, 100))
+    assert "whole, in 7 parts" not in titles(short) and "whole, recompute, in 2 parts" in titles(short, True)
 
 
 def test_what_is_refused_is_told_last() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Trace once: no advice, and no search for the largest batch.")
 @click.option("--search", is_flag=True, help="Try other ways of spreading it, and rank those that fit.")
 @click.option("--write", type=click.Path(path_type=Path), default=None, help="With --search: a new file for the best.")
-@click.option("--page", type=click.Path(path_type=Path), default=None, help="Write the plan as a page (HTML).")
+@click.option("--page", type=click.Path(path_type=Path), default=None, help="Write it as a page (HTML), a search too.")
 @click.option("--list", "lists", is_flag=True, help="Show the devices that are known, and nothing else.")
 @SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, with an object per target.")

@@ -119,8 +119,8 @@ class Step:
                 "largest": [Tensor(**each) for each in raw["largest"]],
                 "work": [Work(**each) for each in raw["work"]],
                 "collectives": [Collective(**each) for each in raw["collectives"]],
-                "uneven": [Awkward(**each) for each in raw["uneven"]],
-                "weights": [Weight(**each) for each in raw["weights"]],
+                "uneven": [Awkward(**each) for each in raw.get("uneven", [])],
+                "weights": [Weight(**each) for each in raw.get("weights", [])],
                 "phases": [(name, at) for name, at in raw["phases"]],
             }
         )

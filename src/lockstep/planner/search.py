@@ -1,8 +1,11 @@
 """`lockstep plan --search`: the ways of spreading a run over a target, and which of those that fit is the fastest.
 
-A trace takes seconds, so there are at most `_MOST` of them, and none of what is known without one: a way whose weights,
-optimizer state and gradients alone are too much is not tried with recompute, nor in parts; one that has more copies of
-the model than such a one is not tried at all; one that fits as it is is not tried with recompute, which computes more.
+A trace takes seconds, so there are at most `_MOST` of them, and none of what is known without one:
+
+- A way whose weights, optimizer state and gradients alone are too much is tried neither in parts nor with recompute,
+  and one that has no less of the model on a device is not tried at all.
+- More parts, and recompute, are never faster: what fits without is not tried with, and what is slower without than
+  another that fits is not either.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 from lockstep.config.load import to_yaml, with_values
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, shares
 from lockstep.config.schema import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import Step
 from lockstep.planner.plan import GIB, Plan
@@ -130,39 +133,50 @@ class _Search:
     too_much: dict[str, str] = field(default_factory=dict)  # by family: the first whose model alone does not fit
 
     def all_of(self, spread: Spread) -> None:
-        """Without recompute and with it, each in as few parts of a batch as fit."""
+        """As it is; where it does not fit, in as few parts of a batch as do, and with recompute in fewer than those."""
         if spread.family in self.too_much:
             self._leave_out(spread.title, f"not traced: has no less of the model than {self.too_much[spread.family]}")
             return
-        for recompute in (None, self.config.train.recompute or "blocks"):
-            plain = self._in_parts(spread, recompute)
-            if plain is None or plain.fits or spread.family in self.too_much:
-                return  # refused; nothing to gain by computing more; nothing to gain at all
+        first = self._try(spread, None, 1)
+        if first is None or first.fits:
+            return
+        fastest = min((each for each in self.found if each.fits), key=lambda each: each.rank, default=None)
+        if fastest is not None and fastest.rank[1] <= first.estimate.step:
+            self._leave_out(f"{spread.title}, in parts or recompute", f"not traced: no faster than {fastest.way.title}")
+            return
+        parts = self._in_parts(spread, None, first, math.inf)
+        if spread.family not in self.too_much:
+            recompute = self.config.train.recompute or "blocks"
+            again = self._try(spread, recompute, 1)
+            if again is not None:
+                self._in_parts(spread, recompute, again, parts or math.inf)
 
-    def _in_parts(self, spread: Spread, recompute: str | None) -> Plan | None:
-        """The plan as it is: in one part."""
-        title = f"{spread.title}, recompute" if recompute else spread.title
-        first = last = self._try(spread, title, recompute, 1)
-        while last is not None and not last.fits:
-            if _lower_bound(last.step, math.inf) > last.capacity:
+    def _in_parts(self, spread: Spread, recompute: str | None, plan: Plan, fewer_than: float) -> int | None:
+        """How many fit; `plan` is what one needs."""
+        parts: int | None = 1
+        while parts is not None and not plan.fits:
+            if _lower_bound(plan.step, math.inf) > plan.capacity:
                 self.too_much.setdefault(spread.family, spread.title)
-                break
-            parts = self._next(spread, last)
-            if parts is None:
-                break
-            last = self._try(spread, f"{title}, in {parts} parts", recompute, parts)
-        return first
+                return None
+            parts = self._next(spread, plan, parts)
+            if parts is None or parts >= fewer_than:
+                return None
+            tried = self._try(spread, recompute, parts)
+            if tried is None:
+                return None
+            plan = tried
+        return parts
 
-    def _next(self, spread: Spread, last: Plan) -> int | None:
+    def _next(self, spread: Spread, plan: Plan, done: int) -> int | None:
         """The fewest parts that may fit, of those that divide a device's share of the batch."""
-        done = self.found[-1].way.values.get("train.accumulate", 1)
         share = self.config.train.batch_size // spread.shares
-        for parts in _divisors(share) if share else ():
-            if parts >= 2 * done and _lower_bound(last.step, parts / done) <= last.capacity:
+        for parts in _divisors(share):
+            if parts >= 2 * done and _lower_bound(plan.step, parts / done) <= plan.capacity:
                 return parts
         return None
 
-    def _try(self, spread: Spread, title: str, recompute: str | None, parts: int) -> Plan | None:
+    def _try(self, spread: Spread, recompute: str | None, parts: int) -> Plan | None:
+        title = ", ".join([spread.title, *["recompute"] * bool(recompute), *[f"in {parts} parts"] * (parts > 1)])
         way = Way(title, {"strategy": spread.strategy, "train.recompute": recompute, "train.accumulate": parts})
         if self.traces >= _MOST:
             self._leave_out(title, f"not traced: {_MOST} are traced at most")
@@ -171,7 +185,7 @@ class _Search:
         self.traces += 1
         try:
             self.found.append(Tried(way, self.make(way.overrides)))
-        except ConfigError as error:
+        except LockstepError as error:  # refused, or beyond tracing: others may not be
             self.found.append(Tried(way, None, str(error)))
         return self.found[-1].plan
 

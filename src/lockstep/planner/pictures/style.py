@@ -44,7 +44,7 @@ td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top; 
 .told { grid-area: told; font-variant-numeric: tabular-nums; }
 .track span { display: block; height: .9rem; min-width: 1px; border-radius: 2px; }
 .track span + span { height: .35rem; margin-top: 2px; }
-.ways .row { border-top: 1px solid var(--line); padding: .35rem 0; }
+.ways .row { grid-template-columns: 17rem 1fr 18rem; border-top: 1px solid var(--line); padding: .35rem 0; }
 .hosts { display: flex; flex-wrap: wrap; gap: .6rem; }
 .host { border: 1px solid var(--line); border-radius: 6px; padding: .4rem; }
 .devices { display: grid; grid-template-columns: repeat(4, 2.2rem); gap: .3rem; }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from lockstep.planner.pictures.chart import BLUE, GREEN, GREY, RED, gib, key, milliseconds
-from lockstep.planner.plan import Plan
+from lockstep.planner.pictures.chart import BLUE, GREEN, GREY, RED, gib, key, milliseconds, short
+from lockstep.planner.plan import GIB, Plan
 from lockstep.planner.search import Tried
 
 
@@ -26,7 +26,7 @@ def picture(found: Sequence[Tried], price: float | None) -> str:
 
 def _row(each: Tried, plan: Plan, most: float, best: bool, price: float | None) -> str:
     held = plan.step.peak / plan.capacity
-    told = [milliseconds(plan.estimate.step), f"{gib(plan.step.peak)} of {gib(plan.capacity)}"]
+    told = [milliseconds(plan.estimate.step), f"{short(plan.step.peak / GIB)} of {gib(plan.capacity)}"]
     if price is not None and (cost := plan.price_per_epoch(price)) is not None:
         told.append(f"{cost:,.2f} an epoch")
     verdict = ' <b class="fits">the best</b>' if best else "" if plan.fits else ' <b class="not">does not fit</b>'
