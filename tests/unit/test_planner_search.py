@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conftest import TASK_FILE
+from lockstep.config.load import load, with_values
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.planner.devices import Device, Target
 from lockstep.planner.figures import Step
 from lockstep.planner.plan import GIB, Plan
 from lockstep.planner.roofline import Estimate
-from lockstep.planner.search import Tried, lines, plain, search
+from lockstep.planner.search import Tried, lines, plain, search, write
 from planned_steps import DEVICE, step
 
 
 def config(batch: int = 256, **strategy: Any) -> RunConfig:
     return RunConfig.model_validate({
-        "task": "tasks.py:Tiny", "train": {"steps": 1, "batch_size": batch}, "strategy": strategy or {"type": "auto"},
+        "task": f"{TASK_FILE}:Tiny", "train": {"steps": 1, "batch_size": batch},
+        "strategy": strategy or {"type": "auto"},
     })  # fmt: skip
 
 
@@ -141,6 +145,14 @@ def test_recompute_is_for_fewer_parts_than_without() -> None:
 def test_what_is_refused_is_told_last() -> None:
     found = searched(Table(Target("card", DEVICE, 1), 0, 400))
     assert found[-1].why_not == "it has no blocks" and found[0].fits
+
+
+def test_the_best_is_written_with_its_processes_on_all_hosts(tmp_path: Path) -> None:
+    table = Table(TWO_HOSTS, 16 * 10, 1)
+    own = with_values(config(), {"processes": 1})
+    write(own, searched(table, own)[0], TWO_HOSTS, tmp_path / "best.yaml")
+    written = load(tmp_path / "best.yaml")
+    assert written.processes == 16 and written.strategy.preset == "fsdp" and written.strategy.mesh == {"data": 16}
 
 
 @pytest.mark.parametrize("price", [None, 2.0])

@@ -247,8 +247,8 @@ def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, 
 
 
 def write(config: RunConfig, best: Tried, target: Target, file: Path) -> None:
-    """The config with what the search found, as one that trains."""
-    values = {**best.way.values, **({"processes": target.count} if target.hosts == 1 else {})}
+    """The config with what the search found, as one that trains; `processes` are those of all hosts together."""
+    values = {**best.way.values, "processes": target.count}
     chosen = with_values(config, values).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     text = f"# Found by lockstep plan --search for {target.title}: {best.way.title}.\n" + to_yaml(chosen)
     try:
