@@ -43,6 +43,25 @@ def test_weights_and_optimizer_state_are_those_of_a_checkpoint(project: Project)
     assert per_rank["weights"] == pytest.approx(
         plan["weights_bytes"] / 2, rel=0.2
     )  # rounded up, each of many small ones
+    assert plan["mesh"] == {"data": 2} and plan["host_bytes"] == 0
+    inner = next(each for each in plan["weights"] if each["name"] == "*.*.inner.weight")
+    assert (inner["count"], inner["shape"], inner["local"]) == (4, [128, 64], [64, 64])
+    begins = dict(reversed(plan["phases"]))
+    assert 0 == begins["forward"] < begins["backward"] < begins["optimizer"] < plan["events"]
+
+
+def test_what_is_offloaded_is_none_of_the_devices(project: Project) -> None:
+    """But for the block that is computed: its part comes from the host, and is there until it is gathered."""
+    values: dict[str, Any] = {
+        "task": {**STACKED, "width": 256, "layers": 8},
+        "optimizer": ADAM,
+        "train": {"steps": 2, "batch_size": 12},
+    }
+    plan = planned(project, "--on", "t4x2", strategy={**FSDP, "offload": True}, **values)
+    assert not {"weights", "gradients", "optimizer"} & set(plan["by_kind"])
+    kept = plan["weights_bytes"] * 4 / 2  # weights, gradients and two numbers of Adam's, on each of two
+    assert plan["host_bytes"] == pytest.approx(kept, rel=0.02)
+    assert 0 < plan["peak"] < kept / 2
 
 
 @pytest.mark.parametrize("strategy", [{"type": "ddp"}, FSDP], ids=["ddp", "fsdp"])
@@ -120,7 +139,7 @@ def test_what_does_not_fit_is_told_with_the_lines_that_made_it(project: Project)
                                      "--page", "plan.html")  # fmt: skip
     assert finished.code == 1, finished.text
     page = (project.folder / "plan.html").read_text()
-    assert "watchx1: <span" in page and page.count("<svg") > 4 and "<script" not in page and "http" not in page
+    assert "watchx1: <span" in page and page.count("<svg") == 4 and "<script" not in page and "http" not in page
     assert "watchx1: DOES NOT FIT" in finished.out and "t4x1: fits" in finished.out
     assert "tasks.py:" in finished.out
 
@@ -159,7 +178,7 @@ LINE = "reads.py:9 return loss if loss.item() > 0 else loss * 2: reads the value
     [
         (["--on", "h20"], "no device 'h20' is known"),
         ([], "name a config and what to plan for"),
-        (["--on", "h200", "--search", "--price", "2"], "--price 2.0: is for a plan, and --search compares many"),
+        (["--on", "h200", "--write", "best.yaml"], "--write best.yaml: is for --search with one target"),
         (["--on", "h200x3", "--set", MESH], "is a mesh of 4 devices, but there are 3"),
         (["--on", "h200", "--set", "task=reads.py:Reads"], LINE),
     ],
@@ -181,8 +200,11 @@ def test_a_search_ends_in_a_config_that_trains(project: Project) -> None:
         task={**STACKED, "width": 512}, optimizer=ADAM, train={"steps": 2, "batch_size": 4}, data={"drop_last": True}
     )
     best = project.folder / "best.yaml"
-    finished = project.run("plan", config, "--on", "watchx2", "--devices", small, "--search", "--write", best)
+    finished = project.run("plan", config, "--on", "watchx2", "--devices", small, "--search", "--write", best,
+                           "--page", "ways.html", "--price", "2")  # fmt: skip
     assert finished.code == 0, finished.text
+    page = (project.folder / "ways.html").read_text()
+    assert "the best</b>" in page and "does not fit</b>" in page and "an epoch" in finished.out
     ranked = [line.split("  ")[0] for line in finished.out.splitlines()[2:] if line]
     assert ranked[0].startswith("fsdp") and any(
         "ddp" in line and "does not fit" in line for line in finished.out.splitlines()
@@ -197,9 +219,9 @@ def test_advice_says_what_it_would_bring(project: Project) -> None:
     config = project.config(
         task={**STACKED, "width": 96, "layers": 8}, optimizer=ADAM, train={"steps": 2, "batch_size": 64}, processes=4
     )
-    finished = project.run("plan", config, "--on", "t4x4")
+    finished = project.run("plan", config, "--on", "t4x4", "--json")
     assert finished.code == 0, finished.text
-    assert (
-        "- every device has all weights, gradients and optimizer state: strategy: {type: spmd, preset: fsdp}"
-        in finished.out
-    )
+    (plan,) = json.loads(finished.out)
+    (copies,) = [each for each in plan["advice"] if each["text"].startswith("every device has all weights")]
+    assert "*.*.inner.weight [192, 96]" in copies["text"] and copies["gib"] > 0
+    assert "strategy: {type: spmd, preset: fsdp} splits them over the 4" in copies["text"]

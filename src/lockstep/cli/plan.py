@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Trace once: no advice, and no search for the largest batch.")
 @click.option("--search", is_flag=True, help="Try other ways of spreading it, and rank those that fit.")
 @click.option("--write", type=click.Path(path_type=Path), default=None, help="With --search: a new file for the best.")
-@click.option("--page", type=click.Path(path_type=Path), default=None, help="Write the plan as a page (HTML).")
+@click.option("--page", type=click.Path(path_type=Path), default=None, help="Write it as a page (HTML), a search too.")
 @click.option(
     "--trace", "trace_to", type=click.Path(path_type=Path), default=None,
     help="For TPUs: write the traced step to a file (MINE.step), to be compiled later: lockstep plan MINE.step",
@@ -66,9 +67,6 @@ def plan(
         sys.exit(_of_step(config, targets, price, as_json))
     if config is None or not targets:
         raise ConfigError("name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names)")
-    for name, given in (("--page", page), ("--price", price)):
-        if search and given is not None:
-            raise ConfigError(f"{name} {given}: is for a plan, and --search compares many: leave one of them out")
     checked = load(config, overrides)
     wanted = [target(each, devices) for each in targets]
     if write is not None and (not search or len(wanted) != 1):
@@ -81,27 +79,27 @@ def plan(
     from lockstep.planner.table import lines
 
     if search:
-        sys.exit(_search(config, checked, overrides, wanted, write, as_json))
-    found = []
+        sys.exit(_search(config, checked, overrides, wanted, price, write, page, as_json))
+    found, advised = [], []
     for each in wanted:
         made = make(config, overrides, each, checked.train.precision, seek_batch=not quick)
         found.append(made)
+
+        def again(more: Sequence[str], target: Target = each) -> Step:
+            return traced(config, [*overrides, *more], target)
+
+        advised.append(list(advice(made, checked, again)) if not quick else [])
         if not as_json:
-
-            def again(more: Sequence[str], target: Target = each) -> Step:
-                return traced(config, [*overrides, *more], target)
-
-            advised = [f"- {text}" for text in advice(made, checked, again)] if not quick else []
-            click.echo(visible("\n".join([*lines(made, price), *advised])) + "\n")
+            click.echo(visible("\n".join([*lines(made, price), *(f"- {one.text}" for one in advised[-1])])) + "\n")
     if page is not None:
-        from lockstep.planner.page import page as drawn
+        from lockstep.planner.page import plans_page, write_page
 
-        try:
-            page.write_text(drawn(f"{checked.name or config.stem}: a plan", found), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--page {page}: {error.strerror}") from None
+        write_page(page, plans_page(checked.name or config.stem, found, advised, checked.train.precision, price))
     if as_json:
-        click.echo(json.dumps([each.plain() for each in found]))
+        click.echo(json.dumps([
+            {**each.plain(), "advice": [asdict(one) for one in told]}
+            for each, told in zip(found, advised, strict=True)
+        ]))  # fmt: skip
     sys.exit(0 if all(each.fits for each in found) else 1)
 
 
@@ -144,33 +142,40 @@ def _search(
     config: RunConfig,
     overrides: tuple[str, ...],
     targets: list[Target],
+    price: float | None,
     write: Path | None,
+    page: Path | None,
     as_json: bool,
 ) -> int:
     """The exit code: 1 where nothing fits one of the targets."""
     from lockstep.planner import search
     from lockstep.planner.plan import make
 
-    told, fits = [], True
+    told, fits, ways = [], True, []
     for each in targets:
 
         def planned(more: Sequence[str], target: Target = each) -> Plan:
             return make(file, [*overrides, *more], target, config.train.precision, seek_batch=False)
 
-        found = search.search(config, each, planned)
+        def note(title: str, target: Target = each) -> None:
+            if sys.stderr.isatty():
+                click.echo(visible(f"{target.title}: {title}"), err=True)
+
+        found = search.search(config, each, planned, note)
+        ways.append((each, found))
         best = found[0]
         fits = fits and best.plan is not None and best.plan.fits
         if as_json:
-            told.append({
-                "target": each.title,
-                "ways": [{"way": one.way.title, "values": one.way.values, "why_not": one.why_not or None,
-                          "plan": one.plan.plain() if one.plan is not None else None} for one in found],
-            })  # fmt: skip
+            told.append({"target": each.title, "ways": search.plain(found, price)})
         else:
-            click.echo(visible("\n".join([each.title, *search.lines(found)])) + "\n")
+            click.echo(visible("\n".join([each.title, *search.lines(found, price)])) + "\n")
         if write is not None and best.plan is not None and best.plan.fits:
             search.write(config, best, each, write)
             click.echo(visible(f"{write}: {best.way.title}"), err=True)
+    if page is not None:
+        from lockstep.planner.page import search_page, write_page
+
+        write_page(page, search_page(config.name or file.stem, ways, config.train.precision, price))
     if as_json:
         click.echo(json.dumps(told))
     return 0 if fits else 1

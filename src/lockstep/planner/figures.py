@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from lockstep.planner.ledger import Books, Peak, kind_of
@@ -55,6 +59,28 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """Parameters that are alike but for the number of their block: what there is of one, and what this rank has."""
+
+    name: str  # with * for the number
+    count: int
+    shape: list[int]
+    local: list[int]
+    bytes: int  # of one, whole
+    local_bytes: int
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Awkward:
+    """A size of matrices that no unit is made for: a line that has it, and the arithmetic of a step that goes by it."""
+
+    size: int
+    line: str
+    flops: int
+
+
+@dataclass(frozen=True)
 class Step:
     """One step of one rank."""
 
@@ -72,10 +98,15 @@ class Step:
     bytes: int
     work: list[Work]
     collectives: list[Collective]
-    uneven: list[str]  # sizes of matrices that are no multiple of 8, with a line that has them
+    uneven: list[Awkward]  # sizes of matrices that are no multiple of 8
     timeline: list[dict[str, int]]
-    phases: list[tuple[str, int]]
+    phases: list[tuple[str, int]]  # each with the event at which it began
     seconds: float  # that tracing took
+    events: int = 0  # that the timeline is thinned from, and phases count
+    weights: list[Weight] = field(default_factory=list)  # the largest first
+    mesh: dict[str, int] = field(default_factory=dict)  # axes in the order of ranks, the last running fastest
+    axes: list[str] = field(default_factory=list)  # that there are rules for, in the config or by the task
+    host_bytes: int = 0  # that the rank keeps in the memory of its host (strategy.offload)
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,6 +119,8 @@ class Step:
                 "largest": [Tensor(**each) for each in raw["largest"]],
                 "work": [Work(**each) for each in raw["work"]],
                 "collectives": [Collective(**each) for each in raw["collectives"]],
+                "uneven": [Awkward(**each) for each in raw.get("uneven", [])],
+                "weights": [Weight(**each) for each in raw.get("weights", [])],
                 "phases": [(name, at) for name, at in raw["phases"]],
             }
         )
@@ -116,6 +149,31 @@ def work_of(books: Books, start: int) -> list[Work]:
     return products + [Work(dtype, 0, size, count) for (dtype, _), (size, count) in found.items() if size]
 
 
+def awkward_of(books: Books, start: int) -> list[Awkward]:
+    """The most arithmetic first."""
+    flops: Counter[int] = Counter()
+    for each in books.operations[start:]:
+        for size in each.awkward:
+            flops[size] += each.flops
+    return [Awkward(size, books.lines[size], count) for size, count in flops.most_common()]
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+Named = tuple[str, Sequence[int], Sequence[int], int, bool]  # a parameter: its shape, the rank's, bytes per number
+
+
+def weights_of(parameters: Iterable[Named]) -> list[Weight]:
+    alike: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int, bool]] = Counter(
+        (_NUMBER.sub("*", name), tuple(shape), tuple(local), size, trained)
+        for name, shape, local, size, trained in parameters
+    )
+    found = [
+        Weight(name, count, list(shape), list(local), math.prod(shape) * size, math.prod(local) * size, trained)
+        for (name, shape, local, size, trained), count in alike.items()
+    ]
+    return sorted(found, key=lambda each: -each.bytes * each.count)
+
+
 def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: int) -> list[Collective]:
     found: dict[tuple[str, Axis], list[int]] = {}
     everybody = Axis("all ranks", world_size, world_size)
@@ -125,6 +183,12 @@ def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: 
         total[0] += 1
         total[1] += each.bytes
     return [Collective(name, *axis, count, size) for (name, axis), (count, size) in found.items()]
+
+
+def held_by_the_host(books: Books) -> int:
+    """The most at once, but for what its optimizer makes on the way."""
+    kept = (change for each, change in books.events if each.on_host and each.kind is not None)
+    return max(itertools.accumulate(kept), default=0)
 
 
 def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[dict[str, int]]:

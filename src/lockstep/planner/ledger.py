@@ -32,6 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.errors import ConfigError
 
 _WORTH_ASKING = 2**16  # bytes: who made smaller ones does not matter
+_ALIGNED, _SMALL = 8, 64  # numbers of 16 bits: what matrix units load at once, and what is too small to matter
 _ROUNDED_TO = 512  # bytes: what the allocator of GPUs hands out is a multiple of it
 _ALIKE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TORCH, _LOCKSTEP = (str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent))
@@ -56,6 +57,7 @@ class Allocation:
     kind: str | None = None  # where it is known before its end: weights, gradients, optimizer, batch
     born: int = 0
     died: int | None = None
+    on_host: bool = False  # kept in the memory of the host (strategy.offload): no device has it
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Operation:
     flops: int
     bytes: int
     dtype: str
+    awkward: tuple[int, ...] = ()  # sizes of its matrices that no unit is made for
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Books:
     events: list[tuple[Allocation, int]] = field(default_factory=list)  # with the change in bytes
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    uneven: dict[int, str] = field(default_factory=dict)  # sizes of matrices that no unit is made for, and a line
+    lines: dict[int, str] = field(default_factory=dict)  # of awkward sizes: the first that has it
     phases: list[tuple[str, int]] = field(default_factory=list)  # with the event at which each began
 
     @functools.cached_property
@@ -95,9 +98,9 @@ class Books:
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what passes while it is entered."""
 
-    def __init__(self, only_fake: bool = False) -> None:
-        """With `only_fake`, tensors that have memory are none of the device's."""
-        self._only_fake = only_fake
+    def __init__(self, only_fake: bool = False, optimizes_on_host: bool = False) -> None:
+        """With `only_fake`, tensors that have memory are none of the device's; `optimizes_on_host` is offload."""
+        self._only_fake, self._optimizes_on_host = only_fake, optimizes_on_host
         super().__init__()  # type: ignore[no-untyped-call]
         self.books = Books()
         self._of: Any = WeakIdKeyDictionary()  # storage -> its allocation
@@ -110,13 +113,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Telling what is what
 
-    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def name(self, tensors: Iterable[Tensor], kind: str, on_host: bool = False) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             found = self._of.get(storage)
             if found is None:
                 found = self._note(storage, tensor, "before", "", kind)
             found.kind = kind
+            found.on_host = found.on_host or on_host
 
     @contextlib.contextmanager
     def inside_a_kernel(self, is_inside: bool) -> Iterator[None]:
@@ -205,11 +209,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
         dtype = _name_of(inputs[0].dtype if inputs else outputs[0].dtype) if inputs or outputs else ""
+        awkward: tuple[int, ...] = ()
         if flops and moved and inputs[0].element_size() <= 2:
-            sizes = {size for each in inputs[:3] for size in each.shape[-2:] if size % 8 and size > 64}
-            for size in sizes:
-                self.books.uneven.setdefault(size, self._line(phase))
-        self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype))
+            sizes = {size for each in inputs[:3] for size in each.shape[-2:] if size > _SMALL}
+            awkward = tuple(sorted(size for size in sizes if size % _ALIGNED))
+            for size in awkward:
+                self.books.lines.setdefault(size, self._line(phase))
+        if not (self._optimizes_on_host and phase == "optimizer"):
+            self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype, awkward))
 
     def _is_in_memory(self, tensor: Tensor) -> bool:
         found = self._of.get(tensor.untyped_storage())
@@ -224,6 +231,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _name_of(tensor.dtype),
             self.phase,
             kind,
+            on_host=self._optimizes_on_host and self.phase == "optimizer",
         )
         self._of[storage] = found
         self._watched[id(found)] = weakref.ref(storage, partial(self._gone, found))
@@ -296,14 +304,16 @@ def replay(books: Books, start: int = 0, end: int | None = None) -> tuple[Peak, 
     most, at = -1, start
     total = 0
     for number, (allocation, change) in enumerate(books.events[:end]):
-        kind = kind_of(allocation, books)
-        now[kind] += change
-        total += change
+        if not allocation.on_host:
+            now[kind_of(allocation, books)] += change
+            total += change
         if number >= start:
             line.append((number, dict(now)))
             if total > most:
                 most, at = total, number
     for allocation, change in books.events[: at + 1]:
+        if allocation.on_host:
+            continue
         held = alive.get(id(allocation), (allocation, 0))[1] + change
         if held:
             alive[id(allocation)] = (allocation, held)

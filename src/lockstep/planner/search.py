@@ -1,23 +1,45 @@
-"""`lockstep plan --search`: the ways of spreading a run over a target, and which of those that fit is the fastest."""
+"""`lockstep plan --search`: the ways of spreading a run over a target, and which of those that fit is the fastest.
+
+A trace takes seconds, so there are at most `_MOST` of them, and none of what is known without one:
+
+- A way whose weights, optimizer state and gradients alone are too much is tried neither in parts nor with recompute,
+  and one that has no less of the model on a device is not tried at all.
+- More parts, and recompute, are never faster: what fits without is not tried with, and what is slower without than
+  another that fits is not either.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import to_yaml, with_values
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
+from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, shares
 from lockstep.config.schema import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
+from lockstep.planner.figures import Step
 from lockstep.planner.plan import GIB, Plan
 
-_KEPT = ("blocks", "gather")  # of the config's own strategy, where another spreads the model
-_PARTS = (1, 2, 4)  # in which a device may compute its share of a batch
+_KEPT = ("blocks", "gather", "offload")  # of the config's own strategy, where another mesh spreads the model
+_STAYS = ("weights", "optimizer", "averages", "gradients")  # whatever the batch
+_MOST = 40  # traces
+_MOST_AXES = 2  # that are not the batch's, at once
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A way of spreading the model. Of a family, each has more of it on a device than the one before."""
+
+    title: str
+    strategy: Mapping[str, Any]
+    shares: int  # of a batch
+    family: str
 
 
 @dataclass(frozen=True)
@@ -32,32 +54,6 @@ class Way:
         return [f"{path}={json.dumps(value)}" for path, value in self.values.items()]
 
 
-def ways(config: RunConfig, target: Target) -> Iterator[Way]:
-    """Every way that multiplies out, whole models first, and what keeps the most in memory first."""
-    for (name, strategy), recompute in itertools.product(_spreads(config, target), (None, "blocks")):
-        title = f"{name}, recompute" if recompute else name
-        yield Way(title, {"strategy": strategy, "train.recompute": recompute})
-
-
-def _spreads(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
-    count, own = target.count, config.strategy
-    kept = {name: value for name in _KEPT if (value := getattr(own, name)) not in (None, "float32")}
-    yield ("ddp" if count > 1 else "whole"), {"type": "ddp" if count > 1 else "auto"}
-    if count > 1:
-        yield "fsdp", {"type": "spmd", "preset": "fsdp", "mesh": {DATA_AXIS: count}, **kept}
-    if target.hosts > 1 and count % target.hosts == 0:
-        mesh = {REPLICA_AXIS: target.hosts, DATA_AXIS: count // target.hosts}
-        yield f"hsdp {mesh[REPLICA_AXIS]} x {mesh[DATA_AXIS]}", {"type": "spmd", "preset": "hsdp", "mesh": mesh, **kept}
-    others = [axis for axis in own.mesh or {} if axis not in BATCH_AXES]
-    if len(others) == 1:  # the config has rules for it
-        rules = {pattern: rule.model_dump(mode="json") for pattern, rule in own.shard.items()}
-        for size in (2, 4, 8):
-            if count % size == 0 and size <= target.device.per_host:
-                mesh = {DATA_AXIS: count // size, others[0]: size}
-                spread = {"type": "spmd", "mesh": mesh, "preset": own.preset or "tensor", "shard": rules, **kept}
-                yield f"{mesh[DATA_AXIS]} x {size} {others[0]}", spread
-
-
 @dataclass(frozen=True)
 class Tried:
     way: Way
@@ -65,42 +61,194 @@ class Tried:
     why_not: str = ""
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        return (self.plan is None or not self.plan.fits, self.plan.estimate.step if self.plan is not None else 0.0)
+    def fits(self) -> bool:
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        if self.plan is None:
+            return (2, 0.0)
+        return (0 if self.plan.fits else 1, self.plan.estimate.step)
 
 
-def search(config: RunConfig, target: Target, make: Callable[[Sequence[str]], Plan]) -> list[Tried]:
-    """All ways, the fastest that fits first. One that does not fit is tried in smaller parts of a batch."""
-    found = []
-    for way in ways(config, target):
-        for parts in _PARTS:
-            smaller = Way(f"{way.title}, in {parts} parts", {**way.values, "train.accumulate": parts})
-            chosen = way if parts == 1 else smaller
-            try:
-                found.append(Tried(chosen, make(chosen.overrides)))
-            except ConfigError as error:
-                found.append(Tried(chosen, None, str(error)))
-                break
-            plan = found[-1].plan
-            if plan is None or plan.fits or config.train.batch_size < target.count * parts * 2:
-                break
-    return sorted(found, key=lambda each: each.rank)
+def spreads(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[Spread]:
+    """Every mesh and preset that multiplies out, whole models first. `axes` are those that there are rules for."""
+    count, own = target.count, config.strategy
+    kept = {name: value for name in _KEPT if (value := getattr(own, name)) not in (None, "float32", False)}
+    rules = {pattern: rule.model_dump(mode="json") for pattern, rule in own.shard.items()}
+
+    def over(title: str, preset: str, mesh: dict[str, int], family: str, rules: dict[str, Any]) -> Spread:
+        strategy = {"type": "spmd", "preset": preset, "mesh": mesh, **({"shard": rules} if rules else {}), **kept}
+        return Spread(title, strategy, shares(mesh), family)
+
+    if count == 1:
+        yield Spread("whole", {"type": "auto"}, 1, "whole")
+        return
+    its_own = own.model_dump(mode="json", exclude_defaults=True) if own.type in ("auto", "ddp") else {}
+    yield Spread("ddp", {**its_own, "type": "ddp"}, count, "ddp")
+    yield over("fsdp", "fsdp", {DATA_AXIS: count}, "fsdp", {})
+    for replicas in _divisors(count)[1:-1]:
+        mesh = {REPLICA_AXIS: replicas, DATA_AXIS: count // replicas}
+        yield over(f"hsdp {replicas} x {count // replicas}", "hsdp", mesh, "fsdp", {})
+    for sizes in _sizes(axes, count, target.device.per_host):
+        data = count // math.prod(sizes.values())
+        text = " x ".join(f"{size} {axis}" for axis, size in sizes.items())
+        mine = _rules_of(rules, sizes)
+        if data > 1:
+            yield over(f"fsdp {data} x {text}", "fsdp", {DATA_AXIS: data, **sizes}, f"fsdp x {text}", mine)
+        yield over(f"{data} x {text}", "tensor", {DATA_AXIS: data, **sizes}, f"fsdp x {text}", mine)
 
 
-def lines(found: Sequence[Tried]) -> Iterator[str]:
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _sizes(axes: Sequence[str], count: int, per_host: int) -> Iterator[dict[str, int]]:
+    """Of axes along which ranks wait for each other: they stay within a host."""
+    options = [each for each in _divisors(count) if each <= per_host]
+    for sizes in itertools.product(options, repeat=len(axes[:_MOST_AXES])):
+        used = {axis: size for axis, size in zip(axes, sizes, strict=False) if size > 1}
+        if used and count % math.prod(sizes) == 0 and math.prod(sizes) <= per_host:
+            yield used
+
+
+def _rules_of(rules: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Of the config: those whose axes the mesh has. The task's own are chosen so by the run."""
+
+    def has(entry: Any) -> bool:
+        named = [entry] if isinstance(entry, str) else entry or []
+        return all(axis in sizes or axis == DATA_AXIS for axis in named)
+
+    return {pattern: rule for pattern, rule in rules.items() if rule["mesh"] is None and all(map(has, rule["spec"]))}
+
+
+@dataclass
+class _Search:
+    config: RunConfig
+    target: Target
+    make: Callable[[Sequence[str]], Plan]
+    note: Callable[[str], None]
+    traces: int = 0
+    found: list[Tried] = field(default_factory=list)
+    too_much: dict[str, str] = field(default_factory=dict)  # by family: the first whose model alone does not fit
+
+    def all_of(self, spread: Spread) -> None:
+        """As it is; where it does not fit, in as few parts of a batch as do, and with recompute in fewer than those."""
+        if spread.family in self.too_much:
+            self._leave_out(spread.title, f"not traced: has no less of the model than {self.too_much[spread.family]}")
+            return
+        first = self._try(spread, None, 1)
+        if first is None or first.fits:
+            return
+        fastest = min((each for each in self.found if each.fits), key=lambda each: each.rank, default=None)
+        if fastest is not None and fastest.rank[1] <= first.estimate.step:
+            self._leave_out(f"{spread.title}, in parts or recompute", f"not traced: no faster than {fastest.way.title}")
+            return
+        parts = self._in_parts(spread, None, first, math.inf)
+        if spread.family not in self.too_much:
+            recompute = self.config.train.recompute or "blocks"
+            again = self._try(spread, recompute, 1)
+            if again is not None:
+                self._in_parts(spread, recompute, again, parts or math.inf)
+
+    def _in_parts(self, spread: Spread, recompute: str | None, plan: Plan, fewer_than: float) -> int | None:
+        """How many fit; `plan` is what one needs."""
+        parts: int | None = 1
+        while parts is not None and not plan.fits:
+            if _lower_bound(plan.step, math.inf) > plan.capacity:
+                self.too_much.setdefault(spread.family, spread.title)
+                return None
+            parts = self._next(spread, plan, parts)
+            if parts is None or parts >= fewer_than:
+                return None
+            tried = self._try(spread, recompute, parts)
+            if tried is None:
+                return None
+            plan = tried
+        return parts
+
+    def _next(self, spread: Spread, plan: Plan, done: int) -> int | None:
+        """The fewest parts that may fit, of those that divide a device's share of the batch."""
+        share = self.config.train.batch_size // spread.shares
+        for parts in _divisors(share):
+            if parts >= 2 * done and _lower_bound(plan.step, parts / done) <= plan.capacity:
+                return parts
+        return None
+
+    def _try(self, spread: Spread, recompute: str | None, parts: int) -> Plan | None:
+        title = ", ".join([spread.title, *["recompute"] * bool(recompute), *[f"in {parts} parts"] * (parts > 1)])
+        way = Way(title, {"strategy": spread.strategy, "train.recompute": recompute, "train.accumulate": parts})
+        if self.traces >= _MOST:
+            self._leave_out(title, f"not traced: {_MOST} are traced at most")
+            return None
+        self.note(title)
+        self.traces += 1
+        try:
+            self.found.append(Tried(way, self.make(way.overrides)))
+        except LockstepError as error:  # refused, or beyond tracing: others may not be
+            self.found.append(Tried(way, None, str(error)))
+        return self.found[-1].plan
+
+    def _leave_out(self, title: str, why: str) -> None:
+        self.found.append(Tried(Way(title, {}), None, why))
+
+
+def _lower_bound(step: Step, parts: float) -> float:
+    """Memory that is needed in so many times more parts at least: what depends on the batch is a part of it."""
+    stays = sum(step.by_kind.get(kind, 0) for kind in _STAYS)
+    return stays + sum(size for kind, size in step.by_kind.items() if kind not in (*_STAYS, "communication")) / parts
+
+
+def search(
+    config: RunConfig,
+    target: Target,
+    make: Callable[[Sequence[str]], Plan],
+    note: Callable[[str], None] = lambda title: None,
+) -> list[Tried]:
+    """All ways, the fastest that fits first; `note` is told of each before it is traced."""
+    at_work = _Search(config, target, make, note)
+    own = [axis for axis in config.strategy.mesh or {} if axis not in BATCH_AXES]
+    for spread in spreads(config, target, []):
+        at_work.all_of(spread)
+    # The axes that a task has rules for are known to who has made the task.
+    ruled = next((each.plan.step.axes for each in at_work.found if each.plan is not None), own)
+    known = {spread.title for spread in spreads(config, target, [])}
+    for spread in spreads(config, target, ruled or own):
+        if spread.title not in known:
+            at_work.all_of(spread)
+    return sorted(at_work.found, key=lambda each: each.rank)
+
+
+def lines(found: Sequence[Tried], price: float | None = None) -> Iterator[str]:
     width = max(len(each.way.title) for each in found)
-    yield f"{'':<{width}}  {'per device':>10}  {'at least':>10}"
+    yield f"{'':<{width}}  {'per device':>10}  {'at least':>10}" + (f"  {'an epoch':>10}" if price is not None else "")
     for each in found:
         if each.plan is None:
             yield f"{each.way.title:<{width}}  {each.why_not.splitlines()[0]}"
             continue
         told = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
+        if price is not None:
+            cost = each.plan.price_per_epoch(price)
+            told += f"  {'unknown' if cost is None else format(cost, ',.2f'):>10}"
         yield f"{each.way.title:<{width}}  {told}{'' if each.plan.fits else '  does not fit'}"
 
 
+def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, Any]]:
+    return [
+        {
+            "way": one.way.title,
+            "values": one.way.values,
+            "why_not": one.why_not or None,
+            "plan": one.plan.plain() if one.plan is not None else None,
+            "price_per_epoch": one.plan.price_per_epoch(price) if one.plan is not None and price is not None else None,
+        }
+        for one in found
+    ]
+
+
 def write(config: RunConfig, best: Tried, target: Target, file: Path) -> None:
-    """The config with what the search found, as one that trains."""
-    values = {**best.way.values, **({"processes": target.count} if target.hosts == 1 else {})}
+    """The config with what the search found, as one that trains; `processes` are those of all hosts together."""
+    values = {**best.way.values, "processes": target.count}
     chosen = with_values(config, values).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     text = f"# Found by lockstep plan --search for {target.title}: {best.way.title}.\n" + to_yaml(chosen)
     try:

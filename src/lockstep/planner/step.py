@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
 from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.values import Interval
 from lockstep.distributed.topology import Topology
-from lockstep.planner import figures, fusion, pretend
+from lockstep.planner import figures, fusion, offload, pretend
 from lockstep.planner.figures import Step
 from lockstep.planner.ledger import Ledger, NotTraced, replay
 from lockstep.record.display import Display
+from lockstep.strategy.mesh import axes_of
+from lockstep.strategy.rules import shard_rules
 from lockstep.strategy.slices import local_part
 from lockstep.train.loop import step_of
 from lockstep.train.making import set_up
@@ -47,7 +51,10 @@ def trace(config: RunConfig, world_size: int) -> Step:
     task = create_task(config.task)
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
-    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(only_fake=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    ledger = Ledger(only_fake=True, optimizes_on_host=config.strategy.offload)
+    if config.strategy.offload:
+        offload.install()
     fusion.install(ledger)
     runtime = pretend.PretendRuntime(fake)
     with pretend.world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
@@ -77,10 +84,15 @@ def trace(config: RunConfig, world_size: int) -> Step:
             bytes=sum(each.bytes for each in books.operations[start.operation :]),
             work=figures.work_of(books, start.operation),
             collectives=figures.collectives_of(books, start.collective, _axes(run, world_size), world_size),
-            uneven=[f"{size} in {line}" for size, line in books.uneven.items()],
+            uneven=figures.awkward_of(books, start.operation),
             timeline=figures.thinned(timeline, peak.at),
-            phases=[(name, at - start.event) for name, at in books.phases if at >= start.event],
+            phases=_phases(books.phases, start.event),
             seconds=round(time.monotonic() - began, 1),
+            events=len(timeline),
+            weights=figures.weights_of(_parameters(run)),
+            mesh=_mesh_of(config, world_size),
+            axes=_ruled_axes(config, task),
+            host_bytes=figures.held_by_the_host(books),
         )
 
 
@@ -101,12 +113,13 @@ class _Start:
 def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> _Start:
     """Two steps; where the second began."""
     parameters = [each for module in run.modules.values() for each in module.parameters()]
-    ledger.name((local_part(each) for each in parameters), "weights")
+    away = config.strategy.offload
+    ledger.name((local_part(each) for each in parameters), "weights", away)
     ledger.name((each for module in run.modules.values() for each in module.buffers()), "weights")
 
     def named(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        ledger.name([local_part(parameter.grad)], "gradients")
+        ledger.name([local_part(parameter.grad)], "gradients", away)
 
     for each in parameters:
         if each.requires_grad:
@@ -129,7 +142,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
             done += 1
             if done == 2:
                 return began
-            ledger.name((local_part(each) for each in _states(run)), "optimizer")
+            ledger.name((local_part(each) for each in _states(run)), "optimizer", away)
             began = _Start.now(ledger)
     raise AssertionError("an endless number of epochs has ended")
 
@@ -145,6 +158,31 @@ def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
         ranks = dist.get_process_group_ranks(group)
         found[group.group_name] = figures.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
     return found
+
+
+def _phases(phases: list[tuple[str, int]], start: int) -> list[tuple[str, int]]:
+    """Of the second step, the one in which it begins among them."""
+    before = [name for name, at in phases if at <= start][-1:]
+    return [(name, 0) for name in before] + [(name, at - start) for name, at in phases if at > start]
+
+
+def _parameters(run: Run) -> Iterator[figures.Named]:
+    for owner, module in run.modules.items():
+        for name, each in module.named_parameters():
+            full = f"{owner}.{name}" if len(run.modules) > 1 else name
+            yield full, each.shape, local_part(each).shape, each.element_size(), each.requires_grad
+
+
+def _mesh_of(config: RunConfig, world_size: int) -> dict[str, int]:
+    if config.strategy.type != "spmd":
+        return {DATA_AXIS: world_size}
+    return dict(resolve_meshes(config.strategy, world_size)[MAIN])
+
+
+def _ruled_axes(config: RunConfig, task: Any) -> list[str]:
+    rules = {**shard_rules(task.shard_rules()), **config.strategy.shard}
+    found = {axis for rule in rules.values() if rule.mesh is None for entry in rule.spec for axis in axes_of(entry)}
+    return sorted(found - set(BATCH_AXES))
 
 
 def _states(run: Run) -> list[torch.Tensor]:

@@ -8,8 +8,7 @@ from lockstep.planner.figures import KINDS
 from lockstep.planner.plan import GIB, Plan
 
 _SHOWN = 10
-_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step",
-         "program": "the compiled program"}  # fmt: skip
+_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
 
 
 def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
@@ -17,14 +16,15 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
     kept = f", of which {plan.reserved / GIB:.1f} are kept back for the driver" if plan.reserved else ""
-    yield (
-        f"memory per device, at its peak in {_WHEN[step.phase]}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
-        f"GiB{kept}"
-    )
+    when = f" in {_WHEN[step.phase]}" if step.phase in _WHEN else ""  # a compiler says nothing of it
+    yield (f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} GiB{kept}")
     for kind in KINDS:
         if size := step.by_kind.get(kind):
             yield f"  {kind:<14}{size / GIB:8.2f} GiB"
-    yield "the largest tensors then"
+    if step.host_bytes:
+        yield f"  {step.host_bytes / GIB:.2f} GiB more are in the memory of its host (strategy.offload)"
+    if step.largest:
+        yield "the largest tensors then"
     for each in step.largest[:_SHOWN]:
         shape = " x ".join(map(str, each.shape))
         yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line or each.operation}"

@@ -1,0 +1,167 @@
+"""Which ways a search traces, and which it knows enough of without: by a table of what each would need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import TASK_FILE
+from lockstep.config.load import load, with_values
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
+from lockstep.planner.devices import Device, Target
+from lockstep.planner.figures import Step
+from lockstep.planner.plan import GIB, Plan
+from lockstep.planner.roofline import Estimate
+from lockstep.planner.search import Tried, lines, plain, search, write
+from planned_steps import DEVICE, step
+
+
+def config(batch: int = 256, **strategy: Any) -> RunConfig:
+    return RunConfig.model_validate({
+        "task": f"{TASK_FILE}:Tiny", "train": {"steps": 1, "batch_size": batch},
+        "strategy": strategy or {"type": "auto"},
+    })  # fmt: skip
+
+
+class Table:
+    """A model of so many GiB with its state, and activations of so many for the whole batch on one device."""
+
+    def __init__(self, target: Target, model: float, activations: float, axes: Sequence[str] = ()) -> None:
+        self.target, self.model, self.activations, self.axes = target, model, activations, list(axes)
+        self.asked: list[str] = []
+
+    def __call__(self, overrides: Sequence[str]) -> Plan:
+        given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in overrides)}
+        self.asked.append(" ".join(overrides))
+        if given["train.recompute"] and self.model == 0:
+            raise ConfigError("it has no blocks")
+        mesh = given["strategy"].get("mesh", {"data": self.target.count})
+        count = self.target.count
+        copies = {"fsdp": 1, "hsdp": mesh.get("replica", 1), "tensor": mesh["data"]}.get(
+            given["strategy"].get("preset"), count
+        )
+        weights = self.model * copies / count
+        held = self.activations / count / given["train.accumulate"] / (4 if given["train.recompute"] else 1)
+        made: Step = step(
+            world_size=count, axes=self.axes, peak=int((weights + held) * GIB),
+            by_kind={"weights": int(weights * GIB), "activations": int(held * GIB)},
+        )  # fmt: skip
+        time = 1.0 + given["train.accumulate"] / 10 + bool(given["train.recompute"]) / 3 + 1 / copies
+        return Plan(self.target, made, Estimate(time, 0, 0, 0), None, False)
+
+
+def searched(table: Table, settings: RunConfig | None = None) -> list[Tried]:
+    return search(settings or config(), table.target, table)
+
+
+def titles(found: Sequence[Tried], fits: bool | None = None) -> list[str]:
+    return [each.way.title for each in found if fits is None or each.fits is fits]
+
+
+ONE_HOST, TWO_HOSTS = Target("card", DEVICE, 8), Target("card", DEVICE, 16)
+
+
+def test_what_fits_as_it_is_is_not_computed_twice_nor_in_parts() -> None:
+    found = searched(Table(ONE_HOST, 1, 1))
+    assert titles(found) == ["ddp", "hsdp 4 x 2", "hsdp 2 x 4", "fsdp"] and all(each.fits for each in found)
+
+
+def test_a_batch_goes_into_as_many_parts_as_it_takes() -> None:
+    found = searched(Table(Target("card", DEVICE, 1), 1, 400))
+    assert titles(found, True) == ["whole, in 32 parts", "whole, recompute, in 8 parts"][::-1]
+    assert "whole, in 4 parts" not in titles(found), "a part that cannot fit is not traced"
+
+
+def test_parts_divide_a_devices_share() -> None:
+    found = searched(Table(ONE_HOST, 0, 8 * 16 * 5), config(batch=8 * 9))
+    assert "ddp, in 9 parts" in titles(found, True) and not [each for each in titles(found) if "in 8" in each]
+
+
+def test_what_has_more_of_the_model_than_one_that_is_too_large_is_not_traced() -> None:
+    table = Table(ONE_HOST, 8 * 10, 1)
+    found = searched(table)
+    assert titles(found, True) == ["fsdp"]
+    left = {each.way.title: each.why_not for each in found if each.plan is None}
+    assert left == {"hsdp 4 x 2": "not traced: has no less of the model than hsdp 2 x 4"}
+    assert len(table.asked) == 3, table.asked  # ddp, fsdp, hsdp 2 x 4: neither parts nor recompute help
+
+
+def test_axes_that_a_task_has_rules_for_are_tried_within_hosts() -> None:
+    found = searched(Table(TWO_HOSTS, 1, 1, ["model"]))
+    sizes = {"2 x 8 model", "4 x 4 model", "8 x 2 model"}
+    assert sizes | {f"fsdp {each}" for each in sizes} <= set(titles(found))
+    assert not [each for each in titles(found) if "16 model" in each]
+    (one,) = [each for each in found if each.way.title == "fsdp 4 x 4 model"]
+    assert one.way.values["strategy"]["mesh"] == {"data": 4, "model": 4}
+    assert {"hsdp 2 x 8", "hsdp 4 x 4", "hsdp 8 x 2"} <= set(titles(found))
+
+
+def test_rules_of_the_config_go_along_where_the_mesh_has_their_axes() -> None:
+    rules = {"a.*": ["model", None], "b.*": ["expert", None]}
+    own = config(type="spmd", mesh={"data": 2, "model": 2, "expert": 2}, shard=rules, preset="tensor")
+    found = searched(Table(ONE_HOST, 1, 1, ["expert", "model"]), own)
+    strategies = {each.way.title: each.way.values["strategy"] for each in found}
+    assert set(strategies["fsdp 4 x 2 model"]["shard"]) == {"a.*"}
+    assert set(strategies["fsdp 2 x 2 expert x 2 model"]["shard"]) == {"a.*", "b.*"}
+    assert "shard" not in strategies["fsdp"]
+
+
+def test_options_of_ddp_stay() -> None:
+    found = searched(Table(ONE_HOST, 1, 1), config(type="ddp", find_unused_parameters=True))
+    assert found[0].way.values["strategy"] == {"type": "ddp", "find_unused_parameters": True}
+
+
+def test_there_is_an_end_to_traces() -> None:
+    wide = Device(**{**DEVICE.model_dump(), "per_host": 64, "memory": 2})
+    table = Table(Target("card", wide, 64), 1, 64 * 100, ["a", "b"])
+    found = searched(table)
+    assert len(table.asked) == 40
+    assert [each for each in found if each.why_not == "not traced: 40 are traced at most"]
+
+
+def test_what_is_slower_than_one_that_fits_is_not_made_slower_still() -> None:
+    """Of ddp four parts fit, in less time than fsdp takes as it is."""
+    table = Table(ONE_HOST, 1, 8 * 50)
+    found = searched(table)
+    assert found[0].way.title == "ddp, in 4 parts"
+    left = {each.way.title: each.why_not for each in found if each.plan is None}
+    assert left["fsdp, in parts or recompute"] == "not traced: no faster than ddp, in 4 parts"
+    assert len([each for each in table.asked if '"fsdp"' in each]) == 1
+
+
+def test_recompute_is_for_fewer_parts_than_without() -> None:
+    found = searched(Table(Target("card", DEVICE, 1), 1, 30))
+    assert titles(found) == ["whole, in 2 parts", "whole, recompute", "whole"] and found[1].fits
+    short = searched(Table(Target("card", DEVICE, 1), 1, 100))
+    assert "whole, in 7 parts" not in titles(short) and "whole, recompute, in 2 parts" in titles(short, True)
+
+
+def test_what_is_refused_is_told_last() -> None:
+    found = searched(Table(Target("card", DEVICE, 1), 0, 400))
+    assert found[-1].why_not == "it has no blocks" and found[0].fits
+
+
+def test_the_best_is_written_with_its_processes_on_all_hosts(tmp_path: Path) -> None:
+    table = Table(TWO_HOSTS, 16 * 10, 1)
+    own = with_values(config(), {"processes": 1})
+    write(own, searched(table, own)[0], TWO_HOSTS, tmp_path / "best.yaml")
+    written = load(tmp_path / "best.yaml")
+    assert written.processes == 16 and written.strategy.preset == "fsdp" and written.strategy.mesh == {"data": 16}
+
+
+@pytest.mark.parametrize("price", [None, 2.0])
+def test_prices_are_those_of_an_epoch(price: float | None) -> None:
+    found = searched(Table(ONE_HOST, 1, 1))
+    first = found[0].plan
+    assert first is not None
+    cost = plain(found, price)[0]["price_per_epoch"]
+    assert cost == (None if price is None else first.price_per_epoch(price))
+    assert ("an epoch" in "\n".join(lines(found, price))) is (price is not None)
+    unknown = [replace(found[0], plan=replace(first, step=replace(first.step, examples=None)))]
+    assert price is None or "unknown" in "\n".join(lines(unknown, price))
