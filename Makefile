@@ -102,7 +102,7 @@ test-environment:
 	@scripts/environment test constraints/torch.txt $(TEST_EXTRAS)
 
 xla-environment:
-	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla
+	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla,tpu-plan
 
 bench-environment:
 	@scripts/environment bench constraints/torch.txt examples,tensorboard,ray,bench

@@ -20,9 +20,10 @@ def test_a_target_is_a_name_and_a_number() -> None:
 @pytest.mark.parametrize("name", known())
 def test_every_device_has_all_its_figures_and_their_source(name: str) -> None:
     each = known()[name]
-    assert each.source and each.peak["float32"] <= max(each.peak.values())
+    assert each.source and each.peak.get("float32", 0) <= max(each.peak.values())
     assert 1 < each.memory < 300 and 100 <= each.bandwidth <= 10_000
-    assert target(f"{name}x{each.per_host}").hosts == 1
+    if each.vendor == "nvidia":
+        assert target(f"{name}x{each.per_host}").hosts == 1 and "float32" in each.peak
 
 
 def test_devices_of_ones_own(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
     [
         ("h20x8", "no device 'h20' is known, did you mean"),
         ("h200x0", "a plan is for one device at least"),
-        ("v4-32", "a slice of Cloud TPUs"),
+        ("v4-31", "did you mean v4-32"),
     ],
 )
 def test_what_cannot_be_a_target(text: str, message: str) -> None:

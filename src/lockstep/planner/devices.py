@@ -73,6 +73,8 @@ def target(text: str, more: Path | None = None) -> Target:
             f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)} h200x8 is eight of them; "
             "v4-32 is a slice of Cloud TPUs; --devices FILE.yaml has those of one's own"
         )
+    if devices[name].vendor == "google":
+        raise ConfigError(f"--on {text}: TPUs come in slices, by the names that they are rented by: v4-32, v5e-16")
     if count is not None and int(count) < 1:
         raise ConfigError(f"--on {text}: a plan is for one device at least")
     return Target(name, devices[name], int(count or 1))

@@ -90,7 +90,7 @@ def spreads(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[
     for replicas in _divisors(count)[1:-1]:
         mesh = {REPLICA_AXIS: replicas, DATA_AXIS: count // replicas}
         yield over(f"hsdp {replicas} x {count // replicas}", "hsdp", mesh, "fsdp", {})
-    for sizes in _sizes(axes, count, target.device.per_host):
+    for sizes in _sizes(axes, count, target.per_host):
         data = count // math.prod(sizes.values())
         text = " x ".join(f"{size} {axis}" for axis, size in sizes.items())
         mine = _rules_of(rules, sizes)
@@ -248,7 +248,9 @@ def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, 
 
 def write(config: RunConfig, best: Tried, target: Target, file: Path) -> None:
     """The config with what the search found, as one that trains; `processes` are those of all hosts together."""
-    values = {**best.way.values, "processes": target.count}
+    # On a slice the hosts count their own processes.
+    there = {"processes": target.count} if target.slice is None else {"runtime": "xla", "processes": "auto"}
+    values = {**best.way.values, **there}
     chosen = with_values(config, values).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     text = f"# Found by lockstep plan --search for {target.title}: {best.way.title}.\n" + to_yaml(chosen)
     try:

@@ -20,8 +20,9 @@ from typing import Any
 
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.planner.figures import Collective, Step, Tensor, Work
+from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
 from lockstep.planner.tpu.refused import Refused, refused
+from lockstep.planner.tpu.shardings import part
 from lockstep.planner.tpu.stored import Traced, read
 
 # torch_xla's own extras name these: another libtpu speaks another version of XLA's messages.
@@ -180,7 +181,7 @@ def _not_fitting(traced: Traced, said: Refused) -> Step:
     """libtpu says what it would have needed, and compiles nothing: the rest nobody knows."""
     exact: dict[str, int] = {}
     for each in traced.arguments:
-        exact[each.kind] = exact.get(each.kind, 0) + _bytes(each.shape, each.dtype) // _parts(each.sharding)
+        exact[each.kind] = exact.get(each.kind, 0) + math.prod(part(each.shape, each.sharding)) * _width(each.dtype)
     given = said.arguments or sum(exact.values())
     by_kind = {**_by_kind(exact, given), "temporaries": said.program}
     largest = [Tensor(kind="temporaries", **each) for each in said.largest]
@@ -199,6 +200,13 @@ def _step(traced: Traced, **values: Any) -> Step:
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
         uneven=[],
+        weights=weights_of(
+            (each.name, each.shape, part(each.shape, each.sharding), _width(each.dtype), each.result is not None)
+            for each in traced.arguments
+            if each.kind == "weights"
+        ),
+        mesh=traced.mesh,
+        events=len(values["timeline"]),
         **values,
     )
 
@@ -210,17 +218,8 @@ def _by_kind(exact: Mapping[str, int], total: int) -> dict[str, int]:
     return kinds
 
 
-def _bytes(shape: Sequence[int], dtype: str) -> int:
-    width = {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}.get(dtype, 4)
-    return math.prod(shape) * width
-
-
-def _parts(sharding: str) -> int:
-    match = re.match(r"\{devices=\[([\d,]+)\]", sharding)
-    if match is None:
-        return 1
-    sizes = [int(each) for each in match[1].split(",")]
-    return math.prod(sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes)
+def _width(dtype: str) -> int:
+    return {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}.get(dtype, 4)
 
 
 def collectives(

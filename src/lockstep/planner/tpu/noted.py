@@ -238,14 +238,6 @@ class State:
             if isinstance(each, Tensor)
         )
 
-    def replicated(self) -> list[tuple[str, int]]:
-        whole = [
-            (name, each.numel() * each.element_size())
-            for name, each in self.parameters().items()
-            if self._sharding(each) == REPLICATED
-        ]
-        return sorted(whole, key=lambda each: -each[1])[:20]
-
 
 def steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, state: State) -> None:
     """Two: the first makes the optimizer's state, the second is what a plan is made of."""

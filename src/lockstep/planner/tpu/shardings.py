@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 REPLICATED = "{replicated}"
@@ -30,10 +31,13 @@ def words(spec: Sequence[Entry], mesh: Mapping[str, int]) -> str:
     return f"{{devices=[{_joined(tiles)}]<={source}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
 
 
-def part(shape: Sequence[int], spec: Sequence[Entry], mesh: Mapping[str, int]) -> list[int]:
+def part(shape: Sequence[int], sharding: str) -> list[int]:
     """What of a tensor one device has."""
-    divided = [math.prod(mesh[axis] for axis in _axes(entry)) for entry in spec]
-    return [-(-size // by) for size, by in zip(shape, divided, strict=True)]
+    match = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if match is None:
+        return list(shape)
+    tiles = [int(each) for each in match[1].split(",")][: len(shape)]
+    return [-(-size // by) for size, by in zip(shape, tiles, strict=True)]
 
 
 def _axes(entry: Entry) -> tuple[str, ...]:

@@ -47,7 +47,6 @@ class Traced:
     precision: str
     arguments: list[Argument]
     results: list[str]  # the sharding of each
-    replicated: list[tuple[str, int]]  # parameters that every device has whole, with their bytes
     seconds: float
     name: str
     versions: dict[str, str]
@@ -73,8 +72,7 @@ def read(file: Path) -> tuple[Traced, bytes]:
         raise ConfigError(f"{file}: was written by another version of Lockstep: trace the step again")
     try:
         arguments = [Argument(**each) for each in facts.pop("arguments")]
-        replicated = [(str(name), int(size)) for name, size in facts.pop("replicated")]
-        return Traced(arguments=arguments, replicated=replicated, **facts), program
+        return Traced(arguments=arguments, **facts), program
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(f"{file}: is damaged, or no step: {error}") from None
 

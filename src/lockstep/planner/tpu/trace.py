@@ -110,7 +110,6 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
             precision=config.train.precision,
             arguments=arguments,
             results=[register.known[number].sharding for _, number in results],
-            replicated=state.replicated(),
             seconds=round(time.monotonic() - began, 1),
             name=name,
             versions={"torch": torch.__version__, "torch_xla": torch_xla.__version__},
