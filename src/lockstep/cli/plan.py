@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lockstep.planner.devices import Target
     from lockstep.planner.figures import Step
     from lockstep.planner.plan import Plan
+
+
+_REMEDIES_SECONDS = 600.0
 
 
 @click.command(epilog="Example: lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1")
@@ -82,6 +85,8 @@ def plan(
                 return traced(config, [*overrides, *more], target.count)
 
             advised = [f"- {text}" for text in advice(made, checked, again)] if not quick else []
+            if not quick and not made.fits:
+                advised = [*_remedies(config, checked, overrides, made), *advised]
             click.echo(visible("\n".join([*lines(made, price), *advised])) + "\n")
     if page is not None:
         from lockstep.planner.page import page as drawn
@@ -93,6 +98,17 @@ def plan(
     if as_json:
         click.echo(json.dumps([each.plain() for each in found]))
     sys.exit(0 if all(each.fits for each in found) else 1)
+
+
+def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: Plan) -> Iterator[str]:
+    """What would make it fit, the cheapest first."""
+    import time
+
+    from lockstep.planner import remedies
+    from lockstep.planner.traces import Traces
+
+    trace = Traces(file, overrides, made.target.count, time.monotonic() + _REMEDIES_SECONDS)
+    return remedies.lines(remedies.find(made, config, trace, made.capacity), made)
 
 
 def _search(

@@ -8,7 +8,7 @@ from lockstep.planner.figures import KINDS
 from lockstep.planner.plan import GIB, RESERVED, Plan
 
 _SHOWN = 10
-_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
 
 
 def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
@@ -16,7 +16,7 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
     yield (
-        f"memory per device, at its peak in {_WHEN[step.phase]}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
+        f"memory per device, at its peak in {WHEN[step.phase]}: {step.peak / GIB:.2f} of {target.device.memory:.1f} "
         f"GiB, of which {RESERVED / GIB:.1f} are kept back for the driver"
     )
     for kind in KINDS:

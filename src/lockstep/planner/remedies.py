@@ -1,0 +1,195 @@
+"""What would make a step fit that does not, the cheapest first: each is traced, and takes the time it is said to.
+
+Some change only how the same step is computed (parts of a batch, recompute, fsdp, compile); others, which say so, what
+is computed (bf16, a smaller batch). Where none of them is enough, some are tried together.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.mesh import DATA_AXIS, batch_shares
+from lockstep.config.schema import RunConfig
+from lockstep.planner.figures import Step
+from lockstep.planner.plan import Plan
+from lockstep.planner.roofline import estimate
+from lockstep.planner.traces import NO_TIME
+
+# For each of some overrides its step, or why there is none.
+Trace = Callable[[Sequence[Sequence[str]]], list[Step | str]]
+
+SHOWN = 3
+_GROWS = ("activations", "temporaries", "batch")  # with the examples that are computed at once
+_MOST_PARTS = 64
+_AGAIN = 2  # how often a number of parts, or a batch, is corrected by the trace of another
+_RECOMPUTE = {"train.recompute": "blocks"}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to set, and the plan that comes of it."""
+
+    values: Mapping[str, Any]
+    plan: Plan
+    more_time: float  # per example, as a share of what it takes now; less than 0: it is faster
+    note: str = ""
+
+    @property
+    def command(self) -> str:
+        """As `lockstep train` and `lockstep resume` take it."""
+        return " ".join(f"--set {shlex.quote(each)}" for each in _overrides(self.values))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Those that are enough, the cheapest first, and what there was no time to try."""
+
+    remedies: list[Remedy]
+    least: Remedy | None  # what needs the least, where none is enough
+    untried: list[str]
+
+
+def size(count: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if count >= 0.1 * unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count / 2**10:.1f} KiB"
+
+
+def find(plan: Plan, config: RunConfig, trace: Trace, enough: float) -> Found:
+    """Whatever needs no more than `enough` bytes of a device."""
+    search = _Search(plan, config, trace, enough)
+    singles = list(_singles(plan, config))
+    search.several(singles)
+    search.parts({}, "the same batch in more parts")
+    search.batch()
+    if not search.enough:
+        together = {**_RECOMPUTE, **next((each for each, _ in singles if "strategy" in each), {})}
+        if len(together) > 1:
+            search.several([(together, "")])
+        search.parts(together, "")
+    return search.found()
+
+
+def lines(found: Found, plan: Plan) -> Iterator[str]:
+    if found.remedies:
+        yield "cheapest remedies, by the plan and the estimate of its time:"
+    for each in found.remedies[:SHOWN]:
+        yield from _told(each, plan)
+    if not found.remedies and found.least is not None:
+        yield "nothing that was tried is enough here: more devices, larger ones, a smaller model. What needs the least:"
+        yield from _told(found.least, plan)
+    elif not found.remedies and not found.untried:
+        yield "nothing that was tried makes it need less: more devices, larger ones or a smaller model"
+    if found.untried:
+        yield f"there was no time to try {', '.join(found.untried)}"
+
+
+def _told(one: Remedy, plan: Plan) -> Iterator[str]:
+    peak = one.plan.step.peak
+    note = f"; {one.note}" if one.note else ""
+    yield f"  {one.command}"
+    yield f"      needs {size(peak)}, {size(plan.step.peak - peak)} less; {_time(one.more_time)}{note}"
+
+
+def _time(more: float) -> str:
+    if abs(more) < 0.005:
+        return "takes the same time"
+    return f"takes {abs(more):.0%} {'more' if more > 0 else 'less'} time"
+
+
+def _singles(plan: Plan, config: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    """Settings that are there or not."""
+    count, train, own = plan.target.count, config.train, config.strategy
+    if train.recompute is None:
+        yield dict(_RECOMPUTE), ""
+    if count > 1 and own.type in ("auto", "ddp"):
+        kept = {"blocks": own.blocks} if own.blocks is not None else {}
+        yield {"strategy": {"type": "spmd", "preset": "fsdp", "mesh": {DATA_AXIS: count}, **kept}}, ""
+    if train.precision in ("float32", "tf32") and "bf16" in plan.target.device.peak:
+        yield {"train.precision": "bf16"}, "rounds more"
+    if not train.compile and config.runtime != "cpu":
+        yield {"train.compile": True}, ""
+
+
+class _Search:
+    def __init__(self, plan: Plan, config: RunConfig, trace: Trace, enough: float) -> None:
+        self._plan, self._config, self._trace, self._limit = plan, config, trace, enough
+        self._tried: list[Remedy] = []
+        self._untried: list[str] = []
+
+    @property
+    def enough(self) -> list[Remedy]:
+        return [each for each in self._tried if each.plan.step.peak <= self._limit]
+
+    def found(self) -> Found:
+        less = [each for each in self._tried if each.plan.step.peak < self._plan.step.peak]
+        least = min(less, key=lambda each: each.plan.step.peak, default=None)
+        # Of those that take as long, first what computes the same.
+        enough = sorted(self.enough, key=lambda each: (round(each.more_time, 2), "train.batch_size" in each.values))
+        return Found(enough, None if enough else least, self._untried)
+
+    def several(self, asked: Sequence[tuple[Mapping[str, Any], str]]) -> list[Remedy | None]:
+        """Trace them, at once; none where one cannot be traced: a model without blocks, a rule that is broken."""
+        steps = self._trace([_overrides(values) for values, _ in asked]) if asked else []
+        return [self._note(values, note, step) for (values, note), step in zip(asked, steps, strict=True)]
+
+    def parts(self, beside: Mapping[str, Any], note: str) -> None:
+        """A power of two that is enough by the line of the last one, and not more than there are examples."""
+        shares = batch_shares(self._config.strategy, "cuda", self._plan.target.count)
+        most = min(self._plan.step.batch // max(shares, 1), _MOST_PARTS)
+        last = self._of(beside)
+        parts = self._config.train.accumulate
+        for _ in range(_AGAIN):
+            growing = _growing(last)
+            wanted, fixed = parts * 2, last.peak - growing
+            while wanted < most and fixed + growing * parts / wanted > self._limit:
+                wanted *= 2
+            if wanted > most:
+                return
+            (tried,) = self.several([({**beside, "train.accumulate": wanted}, note)])
+            if tried is None or tried.plan.step.peak <= self._limit:
+                return
+            parts, last = wanted, tried.plan.step
+
+    def batch(self) -> None:
+        """The largest batch that is small enough, by the line through two of them."""
+        count, step = max(self._plan.target.count, 1), self._plan.step
+        batch, peak, slope = step.batch, step.peak, _growing(step) / step.batch
+        for _ in range(_AGAIN):
+            wanted = int((batch - (peak - self._limit) / slope) // count) * count if slope > 0 else 0
+            if wanted < count or wanted >= batch:
+                return
+            (tried,) = self.several(
+                [({"train.batch_size": wanted}, "another batch, which a resumed run cannot change to")]
+            )
+            if tried is None or tried.plan.step.peak <= self._limit:
+                return
+            slope = (peak - tried.plan.step.peak) / (batch - wanted)
+            batch, peak = wanted, tried.plan.step.peak
+
+    def _of(self, values: Mapping[str, Any]) -> Step:
+        return next((each.plan.step for each in self._tried if each.values == values), self._plan.step)
+
+    def _note(self, values: Mapping[str, Any], note: str, step: Step | str) -> Remedy | None:
+        if isinstance(step, str):
+            if step == NO_TIME:
+                self._untried.append(" with ".join(values))
+            return None
+        target = self._plan.target
+        plan = Plan(target, step, estimate(step, target, self._config.train.precision), None, False)
+        before, after = self._plan.estimate.step / self._plan.step.batch, plan.estimate.step / step.batch
+        self._tried.append(Remedy(values, plan, after / before - 1 if before else 0.0, note))
+        return self._tried[-1]
+
+
+def _growing(step: Step) -> int:
+    return sum(step.by_kind.get(kind, 0) for kind in _GROWS)
+
+
+def _overrides(values: Mapping[str, Any]) -> list[str]:
+    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in values.items()]
