@@ -108,7 +108,7 @@ def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: P
     from lockstep.planner.traces import Traces
 
     trace = Traces(file, overrides, made.target.count, time.monotonic() + _REMEDIES_SECONDS)
-    return remedies.lines(remedies.find(made, config, trace, made.capacity), made)
+    return remedies.lines(remedies.find(made, config, trace), made)
 
 
 def _search(

@@ -21,7 +21,7 @@ from lockstep.errors import LockstepError
 from lockstep.planner import here, remedies
 from lockstep.planner.figures import KINDS
 from lockstep.planner.plan import GIB, RESERVED, NotPlanned, Plan
-from lockstep.planner.remedies import size
+from lockstep.planner.remedies import OFF_BY, size
 from lockstep.planner.roofline import estimate
 from lockstep.planner.table import WHEN
 from lockstep.planner.traces import NO_TIME, Traces
@@ -29,8 +29,6 @@ from lockstep.planner.traces import NO_TIME, Traces
 _LARGEST, _LONGEST_LINE = 4, 100
 _WORTH_SAYING = 0.005  # of the peak
 _LAST_WORDS_SECONDS = 10.0
-# Where a step that fits by the plan has failed: less than this share of it is worth saying.
-_LESS = 0.9
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,11 +65,11 @@ def _planned(config: RunConfig, trace: Traces, host_memory: int | None, allowed:
 
 def _checked(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterator[str]:
     if plan.fits:
-        yield f"a step needs {size(plan.step.peak)} of {_memory(plan)}, and fits"
+        yield f"a step needs {size(plan.step.peak)} of {_memory(plan)}, and fits{_narrowly(plan)}"
         return
     yield f"DOES NOT FIT: {_needs(plan)}"
     yield from _kinds(plan)
-    yield from remedies.lines(remedies.find(plan, config, trace, plan.capacity), plan)
+    yield from remedies.lines(remedies.find(plan, config, trace), plan)
 
 
 def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterator[str]:
@@ -82,16 +80,22 @@ def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterato
         shape = " x ".join(map(str, each.shape))
         line = each.line if len(each.line) <= _LONGEST_LINE else f"{each.line[:_LONGEST_LINE]} ..."
         yield f"    {size(each.bytes):>10}  {each.kind:<13} {shape} {each.dtype}  {line}".rstrip()
-    if plan.fits:
+    if plan.fits and _narrowly(plan):
+        yield f"so a step fits{_narrowly(plan)}"
+    elif plan.fits:
         yield (
             "so a step fits, and memory ran out by what is no part of one: validation (validate.batch_size), what the "
             "task or its hooks keep, data workers, other processes, or a memory in pieces "
             "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
         )
-    enough = plan.capacity if not plan.fits else _LESS * plan.step.peak
-    yield from remedies.lines(remedies.find(plan, config, trace, enough), plan)
+    yield from remedies.lines(remedies.find(plan, config, trace), plan)
     if config.runtime == "cuda":
         yield f"all of the plan: lockstep plan {file} --on {plan.target.title}"
+
+
+def _narrowly(plan: Plan) -> str:
+    narrow = plan.step.peak > plan.capacity * (1 - OFF_BY)
+    return f", by less than the {OFF_BY:.0%} that plans are off" if narrow else ""
 
 
 def _needs(plan: Plan) -> str:
@@ -102,8 +106,8 @@ def _needs(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     target = plan.target
     if target.device.vendor == "host":
-        each = f"each of {target.count} processes can have" if target.count > 1 else "a process can have"
-        return f"the {size(target.device.memory * GIB)} that {each} here, {RESERVED / GIB:.1f} of them for itself"
+        each = f"each of {target.count} processes" if target.count > 1 else "a process"
+        return f"the {size(plan.capacity)} that {each} has for tensors here"
     each = f"each of {target.count} {target.name} has" if target.count > 1 else f"the {target.name} has"
     return f"the {size(target.device.memory * GIB)} that {each}, {RESERVED / GIB:.1f} of them for the driver"
 

@@ -16,6 +16,8 @@ from lockstep.planner.plan import GIB, RESERVED, NotPlanned
 from lockstep.planner.traces import context
 
 _ASK_SECONDS = 60.0
+_OF_ITSELF = 0.3 * GIB  # what a process with torch has on the host without any tensor
+_OF_THREADS = 1.3 * GIB  # addresses that a rank's threads have taken beside those (measured, glibc)
 # What says which of two remedies takes longer: one core's worth of a usual host, and memory for all of them.
 _HOST = {"vendor": "host", "peak": {"float32": 0.1}, "bandwidth": 20, "link": 10, "network": 1}
 
@@ -60,12 +62,13 @@ def like(name: str, memory: float, devices: Mapping[str, Device]) -> tuple[str, 
 
 
 def _of_a_process(count: int, host_memory: int | None) -> float:
-    memory: float = min(_available(), host_memory or _available()) / count
+    """What its tensors can have, and what a plan keeps back of every device."""
+    memory = min(_available(), host_memory or _available()) / count - _OF_ITSELF
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        # This process has torch loaded, and nothing else: what it lacks is what tensors of another could have.
-        memory = min(memory, max(limit - _addresses(), 1) + RESERVED)
-    return memory
+        # This process has torch loaded as a rank has, and no tensors.
+        memory = min(memory, limit - _addresses() - _OF_THREADS)
+    return max(memory, 0) + RESERVED
 
 
 def _available() -> int:

@@ -23,8 +23,10 @@ from lockstep.planner.traces import NO_TIME
 Trace = Callable[[Sequence[Sequence[str]]], list[Step | str]]
 
 SHOWN = 3
+OFF_BY = 0.06  # of what is really needed, plans were too low by this at most (docs/planning.md)
 _GROWS = ("activations", "temporaries", "batch")  # with the examples that are computed at once
 _MOST_PARTS = 64
+_LESS = 0.1  # of the peak: a remedy that brings no more is none
 _AGAIN = 2  # how often a number of parts, or a batch, is corrected by the trace of another
 _RECOMPUTE = {"train.recompute": "blocks"}
 
@@ -60,9 +62,10 @@ def size(count: float) -> str:
     return f"{count / 2**10:.1f} KiB"
 
 
-def find(plan: Plan, config: RunConfig, trace: Trace, enough: float) -> Found:
-    """Whatever needs no more than `enough` bytes of a device."""
-    search = _Search(plan, config, trace, enough)
+def find(plan: Plan, config: RunConfig, trace: Trace) -> Found:
+    """Whatever fits though plans are off; of a step that fits by the plan and has failed, whatever needs less."""
+    certain = plan.capacity * (1 - OFF_BY)
+    search = _Search(plan, config, trace, min(certain, plan.step.peak * (1 - _LESS)))
     singles = list(_singles(plan, config))
     search.several(singles)
     search.parts({}, "the same batch in more parts")
@@ -80,11 +83,11 @@ def lines(found: Found, plan: Plan) -> Iterator[str]:
         yield "cheapest remedies, by the plan and the estimate of its time:"
     for each in found.remedies[:SHOWN]:
         yield from _told(each, plan)
+    if not found.remedies and not found.untried:
+        yield f"nothing that was tried {'needs much less' if plan.fits else 'fits'}: more devices, or a smaller model"
     if not found.remedies and found.least is not None:
-        yield "nothing that was tried is enough here: more devices, larger ones, a smaller model. What needs the least:"
+        yield "what needs the least:"
         yield from _told(found.least, plan)
-    elif not found.remedies and not found.untried:
-        yield "nothing that was tried makes it need less: more devices, larger ones or a smaller model"
     if found.untried:
         yield f"there was no time to try {', '.join(found.untried)}"
 
