@@ -58,29 +58,38 @@ def test_a_device_without_memory_ends_a_run_with_a_plan_and_remedies(project: Pr
     assert summary(project.only_run())["reason"].startswith("out of memory: CUDA out of memory")
 
 
-def test_a_host_without_memory_is_told_before_the_run_and_after_it(project: Project) -> None:
-    """Really: the system gives no more. What is advised is then enough, under the same limit."""
+def test_a_host_without_memory_ends_a_run_with_a_plan_and_remedies(project: Project) -> None:
+    """Really: the system gives no more."""
+    project.config(**HUNGRY)
+    finished = limited(project, "train", "config.yaml").wait()
+    assert finished.code == 5, finished.text
+    assert "out of memory: [enforce fail at alloc_cpu.cpp" in finished.err[: finished.err.index(PLANNING)]
+    assert len(re.findall(r"a step needs [\d.]+ GiB .* too much", finished.err)) == 1
+    told = remedies(finished)
+    assert "--set train.accumulate=4" in told and len(told) <= 3, finished.err
+    assert re.search(r"needs [\d.]+ [GM]iB, [\d.]+ GiB less; takes (the same|\d+% more) time", finished.err)
+
+
+def test_a_run_that_fits_is_said_to_before_it_starts(project: Project) -> None:
+    finished = project.run("train", project.config(plan="check", train={"steps": 2, "batch_size": 12}))
+    assert finished.code == 0, finished.text
+    fits = re.search(
+        r"plan: a step needs [\d.]+ KiB of the [\d.]+ GiB that each of 2 processes has .*, and fits", finished.err
+    )
+    assert fits is not None and fits.start() < finished.err.index("2 processes on cpu"), finished.err
+
+
+@pytest.mark.long
+def test_what_will_not_fit_is_told_before_and_remedies_are_enough(project: Project) -> None:
+    """Under the same limit: what is advised trains."""
     project.config(**HUNGRY, plan="check")
     finished = limited(project, "train", "config.yaml").wait()
     assert finished.code == 5, finished.text
     warned, failed = finished.err.index("warning: plan: DOES NOT FIT"), finished.err.index("out of memory: [enforce")
     assert warned < finished.err.index("training starts all the same") < failed < finished.err.index(PLANNING)
     assert len(re.findall(r"a step needs [\d.]+ GiB .* too much", finished.err)) == 2
-    told = remedies(finished)
-    assert "--set train.accumulate=4" in told and len(told) <= 3, finished.err
-    assert re.search(r"needs [\d.]+ [GM]iB, [\d.]+ GiB less; takes (the same|\d+% more) time", finished.err)
-
-
-@pytest.mark.long
-def test_remedies_are_enough(project: Project) -> None:
-    project.config(**HUNGRY)
-    finished = limited(project, "train", "config.yaml").wait()
-    assert finished.code == 5, finished.text
     for number, remedy in enumerate(remedies(finished)):
-        again = limited(
-            project, "train", "config.yaml", "--out", f"again-{number}", *remedy.split(), "--set", "plan=check"
-        )
-        trained = again.wait()
+        trained = limited(project, "train", "config.yaml", "--out", f"again-{number}", *remedy.split()).wait()
         assert trained.code == 0, f"{remedy}\n{trained.text}"
         assert "and fits" in trained.err
 

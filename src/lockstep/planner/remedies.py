@@ -22,12 +22,14 @@ from lockstep.planner.traces import NO_TIME
 # For each of some overrides its step, or why there is none.
 Trace = Callable[[Sequence[Sequence[str]]], list[Step | str]]
 
+Asked = tuple[Mapping[str, Any], str]  # what to set, and what else to say of it
+
 SHOWN = 3
 OFF_BY = 0.06  # of what is really needed, plans were too low by this at most (docs/planning.md)
 _GROWS = ("activations", "temporaries", "batch")  # with the examples that are computed at once
 _MOST_PARTS = 64
 _LESS = 0.1  # of the peak: a remedy that brings no more is none
-_AGAIN = 2  # how often a number of parts, or a batch, is corrected by the trace of another
+_GUESSES = 2  # of a number of parts, or of a batch: the second by the trace of the first
 _RECOMPUTE = {"train.recompute": "blocks"}
 
 
@@ -67,14 +69,13 @@ def find(plan: Plan, config: RunConfig, trace: Trace) -> Found:
     certain = plan.capacity * (1 - OFF_BY)
     search = _Search(plan, config, trace, min(certain, plan.step.peak * (1 - _LESS)))
     singles = list(_singles(plan, config))
-    search.several(singles)
-    search.parts({}, "the same batch in more parts")
-    search.batch()
+    search.several([*singles, *search.guesses()])
+    search.several(list(search.guesses()))
     if not search.enough:
         together = {**_RECOMPUTE, **next((each for each, _ in singles if "strategy" in each), {})}
-        if len(together) > 1:
-            search.several([(together, "")])
-        search.parts(together, "")
+        search.several([(together, "")])
+        for _ in range(_GUESSES):
+            search.several(list(search.more_parts(together)))
     return search.found()
 
 
@@ -105,7 +106,7 @@ def _time(more: float) -> str:
     return f"takes {abs(more):.0%} {'more' if more > 0 else 'less'} time"
 
 
-def _singles(plan: Plan, config: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
+def _singles(plan: Plan, config: RunConfig) -> Iterator[Asked]:
     """Settings that are there or not."""
     count, train, own = plan.target.count, config.train, config.strategy
     if train.recompute is None:
@@ -124,6 +125,7 @@ class _Search:
         self._plan, self._config, self._trace, self._limit = plan, config, trace, enough
         self._tried: list[Remedy] = []
         self._untried: list[str] = []
+        self._asked: list[Mapping[str, Any]] = []
 
     @property
     def enough(self) -> list[Remedy]:
@@ -136,58 +138,64 @@ class _Search:
         enough = sorted(self.enough, key=lambda each: (round(each.more_time, 2), "train.batch_size" in each.values))
         return Found(enough, None if enough else least, self._untried)
 
-    def several(self, asked: Sequence[tuple[Mapping[str, Any], str]]) -> list[Remedy | None]:
-        """Trace them, at once; none where one cannot be traced: a model without blocks, a rule that is broken."""
-        steps = self._trace([_overrides(values) for values, _ in asked]) if asked else []
-        return [self._note(values, note, step) for (values, note), step in zip(asked, steps, strict=True)]
+    def several(self, asked: Sequence[Asked]) -> None:
+        """Trace them at once. What cannot be traced is left out: a model without blocks, a rule that is broken."""
+        new = [(values, note) for values, note in asked if values not in self._asked]
+        self._asked += [values for values, _ in new]
+        steps = self._trace([_overrides(values) for values, _ in new]) if new else []
+        for (values, note), step in zip(new, steps, strict=True):
+            self._note(values, note, step)
 
-    def parts(self, beside: Mapping[str, Any], note: str) -> None:
-        """A power of two that is enough by the line of the last one, and not more than there are examples."""
+    def guesses(self) -> Iterator[Asked]:
+        """A number of parts, and a batch, that are enough by what was traced so far; none where one is."""
+        yield from self.more_parts({}, "the same batch in more parts")
+        yield from self._smaller_batch()
+
+    def more_parts(self, beside: Mapping[str, Any], note: str = "") -> Iterator[Asked]:
+        """A power of two, and not more than there are examples."""
         shares = batch_shares(self._config.strategy, "cuda", self._plan.target.count)
         most = min(self._plan.step.batch // max(shares, 1), _MOST_PARTS)
-        last = self._of(beside)
-        parts = self._config.train.accumulate
-        for _ in range(_AGAIN):
-            growing = _growing(last)
-            wanted, fixed = parts * 2, last.peak - growing
-            while wanted < most and fixed + growing * parts / wanted > self._limit:
-                wanted *= 2
-            if wanted > most:
-                return
-            (tried,) = self.several([({**beside, "train.accumulate": wanted}, note)])
-            if tried is None or tried.plan.step.peak <= self._limit:
-                return
-            parts, last = wanted, tried.plan.step
+        before = self._with({*beside, "train.accumulate"})
+        step = before[-1].plan.step if before else self._of(beside)
+        parts = before[-1].values["train.accumulate"] if before else self._config.train.accumulate
+        if before and step.peak <= self._limit:
+            return
+        growing = _growing(step)
+        wanted = parts * 2
+        while wanted < most and step.peak - growing + growing * parts / wanted > self._limit:
+            wanted *= 2
+        if wanted <= most:
+            yield {**beside, "train.accumulate": wanted}, note
 
-    def batch(self) -> None:
-        """The largest batch that is small enough, by the line through two of them."""
-        count, step = max(self._plan.target.count, 1), self._plan.step
-        batch, peak, slope = step.batch, step.peak, _growing(step) / step.batch
-        for _ in range(_AGAIN):
-            wanted = int((batch - (peak - self._limit) / slope) // count) * count if slope > 0 else 0
-            if wanted < count or wanted >= batch:
-                return
-            (tried,) = self.several(
-                [({"train.batch_size": wanted}, "another batch, which a resumed run cannot change to")]
-            )
-            if tried is None or tried.plan.step.peak <= self._limit:
-                return
-            slope = (peak - tried.plan.step.peak) / (batch - wanted)
-            batch, peak = wanted, tried.plan.step.peak
+    def _smaller_batch(self) -> Iterator[Asked]:
+        """Memory grows with the batch in a straight line."""
+        steps = [self._plan.step, *(each.plan.step for each in self._with({"train.batch_size"}))]
+        count, last = max(self._plan.target.count, 1), steps[-1]
+        if len(steps) > 1 and last.peak <= self._limit:
+            return
+        slope = _growing(last) / last.batch
+        if len(steps) > 1:
+            slope = (steps[-2].peak - last.peak) / (steps[-2].batch - last.batch)
+        wanted = int((last.batch - (last.peak - self._limit) / slope) // count) * count if slope > 0 else 0
+        if count <= wanted < last.batch:
+            yield {"train.batch_size": wanted}, "another batch, which a resumed run cannot change to"
+
+    def _with(self, keys: set[str]) -> list[Remedy]:
+        """Those that set just these, in the order in which they were tried."""
+        return [each for each in self._tried if set(each.values) == keys]
 
     def _of(self, values: Mapping[str, Any]) -> Step:
         return next((each.plan.step for each in self._tried if each.values == values), self._plan.step)
 
-    def _note(self, values: Mapping[str, Any], note: str, step: Step | str) -> Remedy | None:
+    def _note(self, values: Mapping[str, Any], note: str, step: Step | str) -> None:
         if isinstance(step, str):
             if step == NO_TIME:
                 self._untried.append(" with ".join(values))
-            return None
+            return
         target = self._plan.target
         plan = Plan(target, step, estimate(step, target, self._config.train.precision), None, False)
         before, after = self._plan.estimate.step / self._plan.step.batch, plan.estimate.step / step.batch
         self._tried.append(Remedy(values, plan, after / before - 1 if before else 0.0, note))
-        return self._tried[-1]
 
 
 def _growing(step: Step) -> int:
