@@ -17,10 +17,10 @@ import pytest
 from conftest import TASK_FILE, Finished, Project, Started, summary, wait_until
 
 PLANNING = "out of memory: planning a step on this machine"
-ADDRESSES = 4_200_000  # KiB: a rank has half of it before its first tensor
-# A few tensors of 16 numbers for each of 64 x 250,000 rows.
+ADDRESSES = 3_000_000  # KiB: a rank has two thirds of it before its first tensor
+# A few tensors of 16 numbers for each of 64 x 110,000 rows.
 HUNGRY: dict[str, Any] = {
-    "task": {"type": f"{TASK_FILE}:Hungry", "times": 250_000},
+    "task": {"type": f"{TASK_FILE}:Hungry", "times": 110_000},
     "processes": 1,
     "train": {"steps": 2, "batch_size": 64},
     "data": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import resource
@@ -13,11 +14,10 @@ from typing import Any, NamedTuple
 from lockstep.config.schema import RunConfig
 from lockstep.planner.devices import Device, Target, known
 from lockstep.planner.plan import GIB, RESERVED, NotPlanned
-from lockstep.planner.traces import context
 
 _ASK_SECONDS = 60.0
 _OF_ITSELF = 0.3 * GIB  # what a process with torch has on the host without any tensor
-_OF_THREADS = 1.3 * GIB  # addresses that a rank's threads have taken beside those (measured, glibc)
+_OF_THREADS = 1.4 * GIB  # addresses that a rank's threads have taken beside those (measured, glibc)
 # What says which of two remedies takes longer: one core's worth of a usual host, and memory for all of them.
 _HOST = {"vendor": "host", "peak": {"float32": 0.1}, "bandwidth": 20, "link": 10, "network": 1}
 
@@ -88,9 +88,11 @@ def _addresses() -> int:
 
 
 def _gpus(most: int) -> list[Gpu]:
-    """Asked by a process of its own: who has used CUDA has memory there, and cannot be forked any more."""
-    receiving, sending = context().Pipe(duplex=False)
-    asking = context().Process(target=_tell_gpus, args=(sending, most), daemon=True)
+    """Asked by a new process: who has used CUDA has memory there and cannot be forked, and who was forked cannot use it
+    where torch has looked for GPUs before."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    asking = context.Process(target=_tell_gpus, args=(sending, most), daemon=True)
     asking.start()
     sending.close()
     try:

@@ -9,8 +9,10 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -28,7 +30,7 @@ _LOADED = ("torch._dynamo", "torch._meta_registrations", "lockstep.planner.gpu_r
 NO_TIME = "there was no time for it"
 
 
-def context() -> Any:
+def _context() -> Any:
     """Forking is for Linux: elsewhere libraries do not survive it, and a process loads torch by itself."""
     return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
@@ -65,13 +67,15 @@ class Traces:
         return [found.get(number, NO_TIME) for number in range(len(asked))]
 
     def _start(self, overrides: Sequence[str], out: Path) -> Any:
-        arguments = (str(self._config), str(self._world_size), str(out), *self._overrides, *overrides)
-        process = context().Process(target=_trace, args=arguments, daemon=True)
+        seconds = math.ceil(self._deadline - time.monotonic()) + 1
+        arguments = (seconds, str(self._config), str(self._world_size), str(out), *self._overrides, *overrides)
+        process = _context().Process(target=_trace, args=arguments, daemon=True)
         process.start()
         return process
 
 
-def _trace(config: str, world_size: str, out: str, *overrides: str) -> None:
+def _trace(seconds: int, config: str, world_size: str, out: str, *overrides: str) -> None:
+    signal.alarm(seconds)  # whoever started this may be gone
     # What the task prints is not what a plan says.
     log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
