@@ -1,4 +1,4 @@
-"""What would make a step fit that does not, the cheapest first: each is traced, and takes the time it is said to.
+"""What would make a step fit that does not, the cheapest first: each is traced, and its time estimated.
 
 Some change only how the same step is computed (parts of a batch, recompute, fsdp, compile); others, which say so, what
 is computed (bf16, a smaller batch). Where none of them is enough, some are tried together.
