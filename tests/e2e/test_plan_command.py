@@ -144,6 +144,23 @@ def test_what_does_not_fit_is_told_with_the_lines_that_made_it(project: Project)
     assert "tasks.py:" in finished.out
 
 
+def test_a_step_is_that_of_a_whole_batch(project: Project) -> None:
+    """Not the rest of an epoch, where that has less than two of them."""
+    plan = planned(project, "--on", "t4", task={**STACKED, "examples": 100}, train={"batch_size": 64}, data={})
+    products = 8 * 64 + 4 * 2 * 64 * 128 + 64 * 4  # each three times, but for the gradient of the inputs
+    assert plan["flops"] == 2 * 64 * (3 * products - 8 * 64)
+
+
+@pytest.mark.long
+def test_what_does_not_fit_comes_with_remedies(project: Project) -> None:
+    small = project.folder / "small.yaml"
+    small.write_text("watch: {memory: 0.803, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 1}\n")
+    config = project.config(task={**STACKED, "examples": 4096}, train={"steps": 2, "batch_size": 4096})
+    finished = project.run("plan", config, "--on", "watch", "--devices", small)
+    assert finished.code == 1, finished.text
+    assert "cheapest remedies" in finished.out and "--set train.accumulate=" in finished.out
+
+
 @pytest.mark.long
 def test_the_largest_batch_is_one_that_fits(project: Project) -> None:
     small = project.folder / "small.yaml"

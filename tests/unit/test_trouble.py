@@ -57,6 +57,14 @@ def test_it_is_called_what_it_is(error: BaseException, beginning: str, is_told: 
         assert raised.value is error, "what a rank found out while it waited is not about the others"
 
 
+def test_whose_memory_it_is() -> None:
+    assert report(torch.OutOfMemoryError(CUDA), 0, "box").memory == "device"
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**52)
+    assert report(raised.value, 0, "box").memory == "host"
+    assert report(RuntimeError(WORKER), 0, "box").memory == report(ValueError("no"), 0, "box").memory == ""
+
+
 @pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:4711", "Connection reset by peer"])
 def test_a_lost_connection_is_none_of_these(text: str) -> None:
     error = RuntimeError(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lockstep.planner.devices import Target
     from lockstep.planner.figures import Step
     from lockstep.planner.plan import Plan
+
+
+_REMEDIES_SECONDS = 600.0
 
 
 @click.command(epilog="Example: lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1")
@@ -90,7 +93,10 @@ def plan(
 
         advised.append(list(advice(made, checked, again)) if not quick else [])
         if not as_json:
-            click.echo(visible("\n".join([*lines(made, price), *(f"- {one.text}" for one in advised[-1])])) + "\n")
+            told = [f"- {one.text}" for one in advised[-1]]
+            if not quick and not made.fits and each.slice is None:
+                told = [*_remedies(config, checked, overrides, made), *told]
+            click.echo(visible("\n".join([*lines(made, price), *told])) + "\n")
     if page is not None:
         from lockstep.planner.page import plans_page, write_page
 
@@ -135,6 +141,17 @@ def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: b
     else:
         click.echo(visible("\n\n".join("\n".join(lines(each, price)) for each in found)))
     return 0 if all(each.fits for each in found) else 1
+
+
+def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: Plan) -> Iterator[str]:
+    """What would make it fit, the cheapest first."""
+    import time
+
+    from lockstep.planner import remedies
+    from lockstep.planner.traces import Traces
+
+    trace = Traces(file, overrides, made.target.count, time.monotonic() + _REMEDIES_SECONDS)
+    return remedies.lines(remedies.find(made, config, trace), made)
 
 
 def _search(

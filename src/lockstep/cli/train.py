@@ -18,7 +18,7 @@ from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
-from lockstep.start import checkpoint, cluster, local, queue, resuming, tasks
+from lockstep.start import checkpoint, cluster, fitting, local, queue, resuming, tasks
 from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def train(
     if dry_run:
         _dry_run(loaded, "RUN_DIR", out)
         return
+    if loaded.launch.type != "local":
+        fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
     if loaded.launch.type == "slurm":
         _tell_queued(queue.train(loaded, _on_disk(out)))
         return
@@ -83,6 +85,7 @@ def train(
     local.warm_up(local.plan(loaded, ""))
     folder = folders.new(out, "--out", loaded)
     with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
+        fitting.check(loaded, folder, say)
         conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
 
@@ -146,6 +149,8 @@ def resume(
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
         folder = run.folder()
+        if loaded.launch.type != "local":
+            fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
         if loaded.launch.type == "slurm":
             loaded = queue.resolved(loaded)
             with folder_lock.locked(folder):  # until the job may have it
@@ -159,6 +164,7 @@ def resume(
             loaded = local.resolved(loaded, say)
             changed(loaded)
             local.warm_up(local.plan(loaded, str(folder)))
+            fitting.check(loaded, folder, say)
             conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
 
@@ -244,6 +250,7 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
             "name a folder on a disk. A single run can be kept in a bucket"
         )
     sweep = load_sweep(file, config)
+    fitting.not_checked(config, "for the trials of a sweep", say)
     if config.launch.type == "slurm":
         _sweep_in_queue(config, sweep, out, dry_run)
         return

@@ -329,6 +329,9 @@ class RunConfig(RunSettings):
         (), strict=False, description="what else happens between steps: classes like lockstep.Hook, made on every rank"
     )
     init_from: Annotated[InitFrom, BeforeValidator(_as_path, json_schema_input_type=InitFrom | str)] | None = None
+    plan: Literal["off", "check"] = Field(
+        "off", description="check: before it starts, say whether a step fits the devices that are here"
+    )
     after: After | None = None
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +39,7 @@ class Report:
     traceback: str = ""  # empty where the message says all that the user needs
     consequence: bool = False
     concerns_all_ranks: bool = False
+    memory: trouble.Memory = ""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -56,6 +57,7 @@ class Failure:
     traceback: str = ""
     followers: Mapping[int, str] = field(default_factory=dict)
     concerns_all_ranks: bool = False
+    memory: trouble.Memory = ""  # whose memory ran out, where that is why it failed
 
     def render(self, world_size: int) -> str:
         """One headline, the user's traceback where there is one, and the other ranks in a line."""
@@ -108,6 +110,7 @@ def report(error: BaseException, rank: int, host: str) -> Report:
         traceback="" if quiet or (own and own.is_told) else "".join(user_traceback(of_user)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
+        memory=own.memory if own else "",
     )
 
 
@@ -144,20 +147,41 @@ def find_cause(reports: list[Report], exit_codes: Mapping[int, int], host: str) 
     if silent:
         code = exit_codes[silent[0]]
         followers = {each.rank: _first_line(each.message) for each in by_time}
-        return Failure(silent[0], host, describe_exit(code), 5, followers=followers)
+        return Failure(silent[0], host, describe_exit(code), 5, _signal(code), followers=followers)
     if by_time:
         return _failure(by_time[0], by_time, exit_codes, silent)
     return Failure(0, host, "the run ended and no rank said why", 5)
 
 
 def describe_exit(code: int) -> str:
-    if code < 0:
-        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    if name := _signal(code):
         hint = " (out of memory? see the kernel log)" if name == "SIGKILL" else ""
         return f"killed by {name}{hint}, exit code {code}"
     if code == 0:
         return "the process left without finishing its work (exit code 0): something called os._exit or sys.exit"
     return f"exit code {code}"
+
+
+def _signal(code: int) -> str:
+    """What a process was killed by, by its exit code; nothing where it was not."""
+    if code >= 0:
+        return ""
+    return signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+
+
+def ended_by_the_kernel(failure: Failure) -> Failure:
+    """The same where it is known that memory was why a rank was killed; any other as it is."""
+    if failure.kind != "SIGKILL":
+        return failure
+    return replace(failure, cause="killed by SIGKILL: the kernel has ended it for lack of memory", memory="host")
+
+
+def how_to_plan(config: str, devices: int) -> str:
+    """What to tell of memory that ran out where nobody makes a plan by himself."""
+    return (
+        f"what fills the memory, and what would make it fit: lockstep plan {config} --on DEVICEx{devices} "
+        "(lockstep plan --list has the devices)"
+    )
 
 
 def worth_retrying(failure: Failure) -> bool:
@@ -185,6 +209,7 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
         cause.traceback,
         followers,
         cause.concerns_all_ranks,
+        cause.memory,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _SHARED_MEMORY = "/dev/shm"
 # In lower case, as all that is compared with them.
@@ -17,13 +17,19 @@ _NO_MEMORY = (
     "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
     "failed to allocate memory", "bad_alloc", "cublas_status_alloc_failed", "resource_exhausted",
 )  # fmt: skip
+# Of these, what is said of a device's memory, and not of the host's.
+_OF_A_DEVICE = ("cuda", "cublas", "hip out of memory", "mps backend", "resource_exhausted")
 # Less room than this in shared memory, and it is what a write without a file's name found no room in.
 _LITTLE_BYTES = 1_000_000
+
+
+Memory = Literal["", "device", "host"]
 
 
 class Trouble(NamedTuple):
     message: str
     is_told: bool  # whether the message says all, so that a traceback has nothing to add
+    memory: Memory = ""  # whose memory ran out, where that is the trouble
 
 
 def of(error: BaseException) -> Trouble | None:
@@ -48,6 +54,7 @@ def of(error: BaseException) -> Trouble | None:
             f"out of memory: {_line(text) or type(error).__name__}. To need less, lower train.batch_size, or raise "
             "train.accumulate (the same batch in more parts), or use fewer processes or data.workers on this host",
             is_told=False,
+            memory="device" if any(sign in lower for sign in _OF_A_DEVICE) else "host",
         )
     return None
 

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_COUNTERS = Path("/proc/vmstat")
 # Version 1 writes a number of this order where there is no limit.
 _UNLIMITED = 2**60
 
@@ -26,6 +27,16 @@ def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | No
     texts = _read(root, membership, "", "memory.max")
     texts += _read(root, membership, "memory", "memory.limit_in_bytes")
     return min((limit for text in texts if (limit := bytes_of(text)) is not None), default=None)
+
+
+def kills_for_memory(counters: Path = _COUNTERS) -> int:
+    """How many processes of this machine the kernel has killed for lack of memory, its own or a control group's."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in counters.read_text(encoding="utf-8").splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def process_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:

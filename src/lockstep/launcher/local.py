@@ -17,14 +17,24 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.failure import Failure, Report, Result, find_cause, stop_file, worth_retrying
+from lockstep.distributed.failure import (
+    Failure,
+    Report,
+    Result,
+    ended_by_the_kernel,
+    find_cause,
+    stop_file,
+    worth_retrying,
+)
 from lockstep.distributed.signals import QUIET_SIGNALS, Signals, handled, unless_ignored
 from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, RankStalled
 from lockstep.import_path import safe_interpreters
+from lockstep.launcher import cgroup
 from lockstep.launcher.plan import LaunchPlan
 from lockstep.terminal import tell
 
@@ -86,10 +96,12 @@ def launch(
         from lockstep.distributed.store.private import store_prefix
 
         for attempt in range(max_restarts + 1):
-            heartbeats = store.under(store_prefix(attempt))
+            heartbeats, kills = store.under(store_prefix(attempt)), cgroup.kills_for_memory()
             result = _attempt(
                 plan.at(port, attempt, str(store.unix_path)), entry, argument, grace, fresh, signals, heartbeats, watch
             )
+            if result.failure is not None and cgroup.kills_for_memory() > kills:
+                result = replace(result, failure=ended_by_the_kernel(result.failure))
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result

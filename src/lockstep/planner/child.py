@@ -17,6 +17,7 @@ from lockstep.errors import LockstepError
 
 def main(config: str, world_size: str, out: str, *overrides: str) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on machines with GPUs and without
     logging.disable(logging.WARNING)
     try:
         from lockstep.planner import gpu_rules

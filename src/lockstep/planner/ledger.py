@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import functools
 import linecache
+import multiprocessing
 import sys
 import weakref
 from collections import Counter
@@ -35,7 +36,9 @@ _WORTH_ASKING = 2**16  # bytes: who made smaller ones does not matter
 _ALIGNED, _SMALL = 8, 64  # numbers of 16 bits: what matrix units load at once, and what is too small to matter
 _ROUNDED_TO = 512  # bytes: what the allocator of GPUs hands out is a multiple of it
 _ALIKE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_TORCH, _LOCKSTEP = (str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent))
+_TORCH, _LOCKSTEP, _PROCESSES = (
+    str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent, multiprocessing.__file__)
+)
 
 _FULLY_SHARD = str(Path(_TORCH) / "distributed" / "fsdp")
 
@@ -397,7 +400,7 @@ def _is_for_an_exchange() -> bool:
 
 def _user_line() -> str:
     """The nearest line of somebody else's code: the task's."""
-    frame = _frame_outside(_TORCH, _LOCKSTEP)
+    frame = _frame_outside(_TORCH, _LOCKSTEP, _PROCESSES)
     if frame is None or frame.f_code.co_filename.startswith("<"):
         return ""
     file, number = frame.f_code.co_filename, frame.f_lineno

@@ -126,9 +126,11 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
     ledger.name(getattr(run.spread, "buckets", []), "communication")
     limits, step, done = config.train, step_of(task), 0
+    # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
+    whole = config.data.drop_last or (order is not None and order.length >= limits.batch_size)
     for _ in run.epochs(None):
         batches = run.batches(
-            data, limits.batch_size, order=order, drop_last=config.data.drop_last, accumulate=limits.accumulate,
+            data, limits.batch_size, order=order, drop_last=whole, accumulate=limits.accumulate,
             collate=getattr(task, "collate", None),
         )  # fmt: skip
         began = _Start.now(ledger)

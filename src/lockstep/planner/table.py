@@ -8,7 +8,7 @@ from lockstep.planner.figures import KINDS
 from lockstep.planner.plan import GIB, Plan
 
 _SHOWN = 10
-_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
 
 
 def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
@@ -16,8 +16,8 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
     kept = f", of which {plan.reserved / GIB:.1f} are kept back for the driver" if plan.reserved else ""
-    when = f" in {_WHEN[step.phase]}" if step.phase in _WHEN else ""  # a compiler says nothing of it
-    yield (f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} GiB{kept}")
+    when = f" in {WHEN[step.phase]}" if step.phase in WHEN else ""  # a compiler says nothing of it
+    yield f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} GiB{kept}"
     for kind in KINDS:
         if size := step.by_kind.get(kind):
             yield f"  {kind:<14}{size / GIB:8.2f} GiB"

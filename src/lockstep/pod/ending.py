@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from lockstep.distributed.failure import Result
+from lockstep.distributed.failure import Result, how_to_plan
 from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind
 from lockstep.mirror.mirror import Mirror
 from lockstep.pod.order import Order
@@ -29,11 +29,14 @@ def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | Non
 def _tell(order: Order, result: Result, world_size: int) -> tuple[int, str]:
     """The exit code is 75 only where there is a checkpoint to go on from."""
     folder, pod = Path(order.folder), shlex.quote(order.pod)
+    config = order.run_config()
     saved = any((folder / "checkpoints").glob("step-*"))
     go_on = f"lockstep pod resume {pod}"
     if result.failure is not None:
         failure = result.failure
         tell(_lines(failure.render(world_size)))
+        if failure.memory and config.after is None:
+            tell(f"lockstep: {how_to_plan('CONFIG', world_size)}")
         tell(f"lockstep: logs: lockstep pod pull {pod}")
         if saved:
             tell(f"lockstep: go on from the last checkpoint with: {go_on}")

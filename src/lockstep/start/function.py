@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
 from lockstep.mirror.url import Url, place
-from lockstep.start import cluster, local, tasks
+from lockstep.start import cluster, fitting, local, tasks
 from lockstep.start import folder as folders
 from lockstep.terminal import tell
 
@@ -58,6 +58,7 @@ def train(
     from lockstep.record import folder_lock
 
     if loaded.launch.type == "ray":
+        fitting.not_checked(loaded, "on a Ray cluster", _tell)
         new = folders.on_ray(loaded, where, make_parent=True)
         with contextlib.ExitStack() as mirroring:
 
@@ -71,9 +72,12 @@ def train(
     folders.require_bucket(where, "out:")
     loaded = local.resolved(loaded, _tell)
     if loaded.processes == 1:
-        return _here(loaded, folders.new(where, "out:", loaded))
+        folder = folders.new(where, "out:", loaded)
+        fitting.check(loaded, folder, _tell)
+        return _here(loaded, folder)
     local.warm_up(local.plan(loaded, ""))
     folder = folders.new(where, "out:", loaded)
+    fitting.check(loaded, folder, _tell)
     with folder_lock.locked(folder), mirrored(folder, loaded, _tell):
         return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
 
@@ -188,13 +192,17 @@ def _as_rank(config: RunConfig, out: Path | Url) -> dict[str, Any]:
 
 def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
     """Of processes that our launcher started."""
+    from lockstep.distributed.failure import how_to_plan
     from lockstep.record import run_folder
     from lockstep.train.requests import Preempted
 
     failure = result.failure
     if failure is not None:
         run_folder.record(folder, "failed", failure.cause)
-        raise WorkerFailed(failure.rank, failure.host, failure.render(processes), failure.exit_code)
+        text = failure.render(processes)
+        if failure.memory:
+            text += f"\n{how_to_plan(str(folder / 'config.yaml'), processes)}"
+        raise WorkerFailed(failure.rank, failure.host, text, failure.exit_code)
     if result.exit_code == INTERRUPTED_EXIT_CODE:
         raise KeyboardInterrupt
     if result.exit_code:

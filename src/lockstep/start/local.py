@@ -81,10 +81,13 @@ def train_as_rank(
     holds that.
     """
     from lockstep.distributed.topology import Topology
-    from lockstep.start import tasks
+    from lockstep.start import fitting, tasks
+    from lockstep.terminal import tell as say
 
     task = tasks.check_processes(config, os.environ)
     topology = Topology.from_env(os.environ)
+    if topology.place.rank == 0 and topology.attempt == 0:
+        fitting.not_checked(config, "where another launcher starts the ranks", lambda text: say(f"lockstep: {text}"))
     if task is not None:
         tasks.settle_in(config, topology)
     from lockstep import worker

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.distributed.signals import handled, unless_ignored
+from lockstep.start import fitting
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def train(config: RunConfig, name: str, out: Path | Url) -> int:
     """Push, start and follow; the run's exit code."""
     from lockstep.pod.verbs import Pod
 
+    _tell_of_the_check(config)
     pod = Pod(name, config)
     return _to_its_end(pod, pod.start(out))
 
@@ -43,9 +45,14 @@ def resume(name: str, config: RunConfig | None = None) -> int:
     refuse_wrong_changes(found, config.plain())
     for change in found:
         tell(f"lockstep: changed: {described_change(change)}")
+    _tell_of_the_check(config)
     pod = Pod(name, config)
     pod.make_ready()
     return _to_its_end(pod, pod.start(Path(), known))
+
+
+def _tell_of_the_check(config: RunConfig) -> None:
+    fitting.not_checked(config, "on the hosts of a pod", lambda text: tell(f"lockstep: {text}"))
 
 
 def _to_its_end(pod: Pod, started: Record) -> int:

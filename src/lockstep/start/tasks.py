@@ -73,7 +73,7 @@ def telling_failure(topology: Topology) -> Iterator[list[Path]]:
     Gives a list for the run's folder, once it is there: from then on what other ranks than the first print goes to
     their logs.
     """
-    from lockstep.distributed.failure import Failure, report
+    from lockstep.distributed.failure import Failure, how_to_plan, report
     from lockstep.record import run_folder
 
     rank, host = topology.place.rank, topology.place.host
@@ -87,6 +87,8 @@ def telling_failure(topology: Topology) -> Iterator[list[Path]]:
             concerns_all_ranks=found.concerns_all_ranks,
         )  # fmt: skip
         text = failure.render(topology.world_size)
+        if found.memory:
+            text += f"\n{how_to_plan('CONFIG', topology.world_size)}"
         if known and rank == 0:
             run_folder.record(known[0], "failed", found.message)
         elif known:

@@ -1,0 +1,93 @@
+"""Several traces of a config, some at a time: in processes forked of this one, which has torch loaded for all of them.
+
+A trace in an interpreter of its own (plan.py) takes seconds before it begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from lockstep.planner import child
+from lockstep.planner.figures import Step
+
+_AT_ONCE = 8  # each has a gigabyte of the host's memory, or less
+# By every trace: before the first fork.
+_LOADED = ("torch._dynamo", "torch._meta_registrations", "lockstep.planner.gpu_rules", "lockstep.planner.step")
+NO_TIME = "there was no time for it"
+
+
+def _context() -> Any:
+    """Forking is for Linux: elsewhere libraries do not survive it, and a process loads torch by itself."""
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+
+
+class Traces:
+    """Of one config on so many devices, until a moment of `time.monotonic`."""
+
+    def __init__(self, config: Path, overrides: Sequence[str], world_size: int, deadline: float) -> None:
+        for each in _LOADED:
+            importlib.import_module(each)
+        gc.freeze()  # a fork would copy what its collector looks through
+        self._config, self._overrides, self._world_size, self._deadline = config, overrides, world_size, deadline
+
+    def __call__(self, asked: Sequence[Sequence[str]]) -> list[Step | str]:
+        """For each of some overrides its step, or why there is none."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found: dict[int, Step | str] = {}
+        waiting, running = list(range(len(asked))), dict[int, Any]()
+        with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+            try:
+                while (waiting or running) and (left := self._deadline - time.monotonic()) > 0:
+                    while waiting and len(running) < min(cores, _AT_ONCE):
+                        number = waiting.pop(0)
+                        running[number] = self._start(asked[number], Path(folder) / str(number))
+                    wait([each.sentinel for each in running.values()], left)
+                    for number, process in list(running.items()):
+                        if process.exitcode is not None:
+                            found[number] = _read(Path(folder) / str(number), process.exitcode)
+                            del running[number]
+            finally:
+                for process in running.values():
+                    process.kill()
+                    process.join()
+        return [found.get(number, NO_TIME) for number in range(len(asked))]
+
+    def _start(self, overrides: Sequence[str], out: Path) -> Any:
+        seconds = math.ceil(self._deadline - time.monotonic()) + 1
+        arguments = (seconds, str(self._config), str(self._world_size), str(out), *self._overrides, *overrides)
+        process = _context().Process(target=_trace, args=arguments, daemon=True)
+        process.start()
+        return process
+
+
+def _trace(seconds: int, config: str, world_size: str, out: str, *overrides: str) -> None:
+    signal.alarm(seconds)  # whoever started this may be gone
+    # What the task prints is not what a plan says.
+    log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    child.main(config, world_size, out, *overrides)
+
+
+def _read(out: Path, exit_code: int) -> Step | str:
+    if exit_code == 0 and out.exists():
+        found = json.loads(out.read_text(encoding="utf-8"))
+        return str(found["error"]) if "error" in found else Step.parse(found)
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path(f"{out}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else f"the process that traced it ended with exit code {exit_code}"
