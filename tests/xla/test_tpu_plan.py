@@ -1,0 +1,112 @@
+"""`lockstep plan --on v4-32` with the real parts: torch_xla traces the step, libtpu compiles it. No TPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xla_ways import needs_torch_xla
+
+from conftest import Finished, Project
+
+pytestmark = [
+    needs_torch_xla,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (lockstep-train[tpu-plan])"),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPT = {"type": f"{EXAMPLES}/gpt.py:TextModel", "layers": 2, "heads": 2, "width": 256, "context": 64, "vocab": 512,
+       "max_bytes": 20000}  # fmt: skip
+FSDP = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}
+LIMIT = 240.0
+
+
+def plan(project: Project, *arguments: str, **values: Any) -> Finished:
+    base: dict[str, Any] = {"task": GPT, "train": {"steps": 2, "batch_size": 32}, "data": {"drop_last": True}}
+    chosen = {**base, "optimizer": {"type": "torch.optim.AdamW", "lr": 0.001}, **values}
+    return project.run("plan", project.config(**chosen), *arguments, limit=LIMIT)
+
+
+def test_a_step_is_compiled_for_a_slice_that_nobody_has(project: Project) -> None:
+    finished = plan(project, "--on", "v4-32", "--quick", "--json", strategy=FSDP)
+    assert finished.code == 0, finished.text
+    (found,) = json.loads(finished.out)
+    assert found["fits"] and found["world_size"] == 16
+    # AdamW has two numbers for each of a parameter's, and a count of steps for each parameter, on the host.
+    numbers = 4 * found["parameters"]
+    assert 2 * numbers <= found["optimizer_bytes"] < 2.01 * numbers
+    # Each chip has a sixteenth, but for what is small and whole, in tiles of 8 x 128.
+    assert numbers / 16 <= found["by_kind"]["weights"] < numbers / 16 + 2**20
+    assert found["by_kind"]["optimizer"] == pytest.approx(2 * found["by_kind"]["weights"], rel=0.05)
+    tokens = 32 * 64
+    least = 6 * tokens * (12 * 2 * 256**2 + 512 * 256) / 16
+    assert least <= found["flops"] < 2 * least  # the compiler counts every addition, not the products alone
+    assert {each["axis"] for each in found["collectives"]} == {"data"}
+    assert found["timeline"] and [name for name, _ in found["phases"]] == ["forward", "backward"]
+    assert any("gpt.py" in each["line"] for each in found["largest"])
+
+
+def test_a_step_is_traced_here_and_compiled_there(project: Project) -> None:
+    """A replica on every chip, in two parts of a batch, with an average; for another slice of as many chips as well."""
+    train = {"steps": 2, "batch_size": 32, "accumulate": 2, "ema": {"decay": 0.99}}
+    traced = plan(project, "--on", "v4-32", "--trace", "mine.step", train=train)
+    assert traced.code == 0, traced.text
+    with zipfile.ZipFile(project.folder / "mine.step") as file:
+        facts = json.loads(file.read("step.json"))
+    assert facts["replicas"] == 16 and facts["programs"] == 2
+    kinds = {each["kind"] for each in facts["arguments"]}
+    assert {"weights", "optimizer", "averages", "gradients", "batch"} <= kinds
+    # Whatever a step writes to takes the place of what it was.
+    written = [each for each in facts["arguments"] if each["kind"] in ("weights", "optimizer", "averages")]
+    assert all(each["result"] is not None for each in written)
+    compiled = project.run("plan", "mine.step", "--on", "v4-32", "--on", "v5e-16", "--json", limit=LIMIT)
+    assert compiled.code == 0, compiled.text
+    for found in json.loads(compiled.out):
+        (reduced,) = [each for each in found["collectives"] if each["name"] == "all-reduce"]
+        assert reduced["bytes"] >= 2 * 4 * found["parameters"]  # of both micro-batches, in float32
+    other = project.run("plan", "mine.step", "--on", "v4-8", limit=LIMIT)
+    assert other.code == 2 and "was traced for the 16 devices of v4-32" in other.err
+
+
+def test_a_program_that_cannot_be_compiled_is_named_with_all_that_was_said(project: Project) -> None:
+    assert plan(project, "--on", "v4-8", "--trace", "mine.step", strategy=FSDP).code == 0
+    with zipfile.ZipFile(project.folder / "mine.step") as file:
+        facts = file.read("step.json")
+    with zipfile.ZipFile(project.folder / "broken.step", "w") as file:
+        file.writestr("step.json", facts)
+        file.writestr("step.hlo", b"\x08\x01 this is no program")
+    finished = project.run("plan", "broken.step", limit=LIMIT)
+    assert finished.code == 2 and "v4-8" in finished.err and "Traceback" not in finished.err
+    assert Path(finished.err.rpartition("All that was said: ")[2].strip()).read_text()
+
+
+READS = """
+from gpt import TextModel
+
+class Reads(TextModel):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss if loss.item() > 0 else loss * 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": {"type": "spmd", "mesh": {"data": 8, "model": 2}}}, "every host loads its own part of the batch"),
+        ({"strategy": {"type": "spmd", "mesh": {"data": 6}}}, "is a mesh of 6 devices, but there are 16"),
+        ({"task": {**GPT, "type": "reads.py:Reads"}}, r"reads\.py:7 \(return loss if loss\.item\(\) > 0"),
+    ],
+    ids=["mesh over hosts", "mesh of another size", "reads a value"],
+)
+def test_what_cannot_be_planned_is_told_in_a_sentence(project: Project, values: dict[str, Any], message: str) -> None:
+    (project.folder / "reads.py").write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})" + READS)
+    finished = plan(project, "--on", "v4-32", "--quick", **values)
+    assert finished.code == 2
+    assert re.search(message, finished.err), finished.err
+    assert "Traceback" not in finished.err
