@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.planner.devices import known, target
 from lockstep.planner.slices import slice_of, topology
 from lockstep.planner.tpu import engine
+from lockstep.planner.tpu.blame import of_crash
 from lockstep.planner.tpu.program import Program, group_of, padded_bytes
 from lockstep.planner.tpu.refused import refused
 from lockstep.planner.tpu.shardings import REPLICATED, Entry, part, words
@@ -246,6 +247,24 @@ def test_files_that_are_no_steps_are_refused(tmp_path: Path) -> None:
             out.writestr("step.hlo", b"")
         with pytest.raises(ConfigError, match=why):
             read(file)
+
+
+def test_a_crash_over_a_value_names_the_line_that_asked_for_it(tmp_path: Path) -> None:
+    task = tmp_path / "reads.py"
+    task.write_text("def loss():\n    return loss.item()\n")
+    log = f"""W1116 something before
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f5a7e99d740 (most recent call first):
+  File "/opt/lib/python3.12/site-packages/torch/_tensor.py", line 9 in item
+  File "{task}", line 2 in loss
+  File "{engine.__file__}", line 16 in step
+
+Extension modules: numpy (total: 1)
+"""
+    told = of_crash(log)
+    assert told is not None and f"{task}:2 (return loss.item())" in told
+    assert of_crash("Check failed: something inside") is None
 
 
 def test_where_libtpu_does_not_exist_it_is_said_what_to_run_where() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
+from lockstep.planner.tpu.blame import of_crash
 from lockstep.planner.tpu.refused import Refused, refused
 from lockstep.planner.tpu.shardings import part
 from lockstep.planner.tpu.stored import Traced, read
@@ -51,7 +52,8 @@ def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path
     if "error" in found:
         raise ConfigError(f"{config}: {found['error']}")
     if code != 0 or not out.exists():
-        raise NotCompiled(f"{config}: the step cannot be traced: {_crash(log, code)}. {_kept(log)}")
+        why = of_crash(log) or f"the step cannot be traced: {_crash(log, code)}"
+        raise NotCompiled(f"{config}: {why}. {_kept(log)}")
 
 
 def compile(step: Path, target: Accelerator) -> Step:

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.config.schema import Checkpoint, Log, RunConfig, Xla
 from lockstep.config.values import Interval
 from lockstep.errors import LockstepError
 from lockstep.planner.slices import slice_of
+from lockstep.planner.tpu.blame import told
 from lockstep.planner.tpu.stored import Argument, Traced, write
 
 _NEVER = Interval(10**9, "step")
@@ -133,10 +135,6 @@ def main(config: str, target: str, out: str, *overrides: str) -> int:
     except LockstepError as error:
         said = {"error": str(error)}
     except Exception as error:  # the user's own code, and torch_xla's
-        import traceback
-
-        from lockstep.planner.tpu.blame import told
-
         traceback.print_exc()
         said = {"error": told(error)}
     Path(out).with_suffix(".json").write_text(json.dumps(said), encoding="utf-8")
