@@ -31,7 +31,7 @@ MOST_WRONG = 0.10
 SMALL = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 2_000_000, "lr": 6e-4}
 LARGE = {**SMALL, "layers": 24, "heads": 16, "width": 2048}
 TINY = {"layers": 2, "heads": 2, "width": 64, "context": 32, "vocab": 256, "max_bytes": 20_000, "lr": 1e-3}
-IMAGES = {"image_size": 224, "examples": 1600}
+IMAGES = {"image_size": 224, "examples": 512}
 TINY_IMAGES = {"image_size": 32, "examples": 64, "classes": 10}
 FSDP = {"strategy": {"type": "spmd", "preset": "fsdp"}}
 BY_BLOCKS = {"compile": "blocks"}
@@ -172,6 +172,7 @@ def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
         },
         "runtime": "cuda",
         "processes": 1,
+        "launch": {"threads": 2},  # several at once share the cores
         "train": {"precision": "bf16", "steps": 100, **case.train, **({"batch_size": 16} if tiny else {})},
         "data": {"drop_last": True},
         "checkpoint": {"every": None},

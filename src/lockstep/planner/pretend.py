@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import strategy as strategies
 from lockstep.config.load import check_strategy
@@ -23,6 +24,7 @@ from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.xla_ddp import in_buckets
 
 _TIMEOUT = 600.0
 _really_create = strategies.create
@@ -69,7 +71,10 @@ class PretendGroup(Group):
 
 
 class PretendDdp(Strategy):
-    """What DistributedDataParallel needs and exchanges. It is written in C++, which has no use for fake tensors."""
+    """What DistributedDataParallel needs and exchanges. It is written in C++, which has no use for fake tensors.
+
+    A hook that makes thin matrices of gradients, or is the user's own, is planned as if they went as they are.
+    """
 
     name: ClassVar[str] = "ddp"
 
@@ -77,24 +82,58 @@ class PretendDdp(Strategy):
         super().__init__(runtime, world_size)
         self._settings = settings
         self.buckets: list[torch.Tensor] = []
+        self._norms: list[int] = []  # the features of every layer that normalises by the batches of all ranks
+
+    def convert(self, model: nn.Module) -> None:
+        if self._settings.sync_batchnorm:
+            self._norms += [each.num_features for each in model.modules() if isinstance(each, _BatchNorm)]
 
     def place(self, model: nn.Module) -> nn.Module:
         most = self._settings.bucket_mb * 2**20
-        sizes: dict[torch.dtype, int] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        for dtype, count in sizes.items():
-            while count > 0:
-                part = min(count, max(most // dtype.itemsize, 1))
-                self.buckets.append(torch.empty(part, dtype=dtype))
-                count -= part
+        trained: list[torch.Tensor] = [each for each in model.parameters() if each.requires_grad]
+        for parameters in in_buckets(trained, most):  # of gradients, which are as large
+            bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
+            self.buckets.append(bucket)
+            if self._settings.gradient_as_bucket_view:
+                parts = torch.split(bucket, [each.numel() for each in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.register_post_accumulate_grad_hook(_moved_into(part))  # type: ignore[no-untyped-call]
         return model
 
+    @property
+    def gradients(self) -> bool:
+        """Whether the buckets are the gradients."""
+        return self._settings.gradient_as_bucket_view
+
     def computed(self, last: bool) -> None:
+        for features in self._norms:  # what torch's layer gathers on its way forward, and sums up on its way back
+            mine = torch.empty(2 * features + 1)
+            dist.all_gather_into_tensor(mine.new_empty(self.world_size * len(mine)), mine)
+            dist.all_reduce(torch.empty(2 * features))
         if last:
             for bucket in self.buckets:
-                dist.all_reduce(bucket)
+                self._exchange(bucket)
+
+    def _exchange(self, bucket: torch.Tensor) -> None:
+        hook = self._settings.comm_hook
+        short = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}.get(hook.type if hook else "")
+        if short is None:
+            dist.all_reduce(bucket)
+            return
+        sent = bucket.to(short)
+        dist.all_reduce(sent)
+        bucket.copy_(sent)
+
+
+def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def move(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        there = part.view_as(parameter)
+        if parameter.grad._base is not part._base:
+            there.copy_(parameter.grad)
+            parameter.grad = there
+
+    return move
 
 
 def _create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:

@@ -124,7 +124,8 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     for each in parameters:
         if each.requires_grad:
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
-    ledger.name(getattr(run.spread, "buckets", []), "communication")
+    if isinstance(run.spread, pretend.PretendDdp):
+        ledger.name(run.spread.buckets, "gradients" if run.spread.gradients else "communication")
     limits, step, done = config.train, step_of(task), 0
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
     whole = config.data.drop_last or (order is not None and order.length >= limits.batch_size)
