@@ -136,7 +136,7 @@ def test_what_is_slower_than_one_that_fits_is_not_made_slower_still() -> None:
 
 
 def test_recompute_is_for_fewer_parts_than_without() -> None:
-    found = searched(Table(Target("card", DEVICE, 1), 1, 30))
+    found = searched(Table(Target("card", DEVICE, 1), 1, 28))
     assert titles(found) == ["whole, in 2 parts", "whole, recompute", "whole"] and found[1].fits
     short = searched(Table(Target("card", DEVICE, 1), 1, 100))
     assert "whole, in 7 parts" not in titles(short) and "whole, recompute, in 2 parts" in titles(short, True)
