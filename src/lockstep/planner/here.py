@@ -43,7 +43,8 @@ def target(config: RunConfig, host_memory: int | None = None, allowed: int | Non
     memory = min(smallest.total, smallest.free + RESERVED) / -(-count // len(gpus))  # launch.share_devices
     if allowed is not None:
         memory = min(memory, allowed + RESERVED)
-    name, device = like(smallest.name, smallest.total / GIB, known())
+    gpus_known = {each: device for each, device in known().items() if device.vendor != "google"}
+    name, device = like(smallest.name, smallest.total / GIB, gpus_known)
     found = device.model_copy(update={"memory": max(memory, 1.0) / GIB, "per_host": max(device.per_host, count)})
     return Target(name, found, count)
 

@@ -105,7 +105,7 @@ def _largest(plan: Plan) -> str:
     rows = "".join(
         f'<tr><td class="n">{gib(each.bytes)}</td><td>{escape(each.kind)}</td>'
         f"<td>{' × '.join(map(str, each.shape))} {escape(each.dtype)}</td>"
-        f"<td><code>{escape(each.line)}</code></td></tr>"
+        f"<td><code>{escape(each.line or each.operation)}</code></td></tr>"
         for each in plan.step.largest
     )
     return f'<div class="scroll"><table>{rows}</table></div>'

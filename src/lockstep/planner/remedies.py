@@ -25,7 +25,7 @@ Trace = Callable[[Sequence[Sequence[str]]], list[Step | str]]
 Asked = tuple[Mapping[str, Any], str]  # what to set, and what else to say of it
 
 SHOWN = 3
-OFF_BY = 0.06  # of what is really needed, plans were too low by this at most (docs/planning.md)
+OFF_BY = 0.06  # of what is really needed, plans were too low by this at most (docs/decisions/030)
 _GROWS = ("activations", "temporaries", "batch")  # with the examples that are computed at once
 _MOST_PARTS = 64
 _LESS = 0.1  # of the peak: a remedy that brings no more is none

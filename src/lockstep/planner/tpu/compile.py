@@ -81,7 +81,10 @@ def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
         "bytes": float(costs.get("bytes accessed", 0.0)),
         "seconds": round(took, 1),
         "kind": devices[0].device_kind,
-        **Program(written).plain([each.kind for each in traced.arguments]),
+        **Program(written).plain(
+            [each.kind for each in traced.arguments],
+            [each.shape for each in traced.arguments if each.kind == "weights"],
+        ),
     }
 
 

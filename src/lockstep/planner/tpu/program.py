@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class _Life:
     born: int
     end: int
     middle: int  # where the backward pass begins
-    weights: set[tuple[int, ...]]  # the forms of a device's parts of the weights
+    weights: set[tuple[int, ...]]  # the forms of the weights, and of a device's parts of them
 
     @property
     def kind(self) -> str:
@@ -122,10 +122,10 @@ class Program:
     def exchanges(self) -> list[Exchange]:
         return [Exchange(name, list(group), size, count) for (name, group, size), count in self._exchanges.items()]
 
-    def plain(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """`kinds` are those of the arguments."""
+    def plain(self, kinds: Sequence[str], whole: Iterable[Sequence[int]] = ()) -> dict[str, Any]:
+        """`kinds` are those of the arguments, and `whole` the forms of the weights, all of each."""
         arguments: Counter[str] = Counter()
-        weights: set[tuple[int, ...]] = set()
+        weights = {tuple(each) for each in whole}
         for each in self.entry:
             if each.operation == "parameter":
                 number = int(re.search(r"parameter\((\d+)\)", each.text)[1])  # type: ignore[index]
