@@ -49,6 +49,7 @@ _HOMES = {
     "WorkerFailed": "lockstep.errors",
     "launch": "lockstep.launcher.function",
 }
+_PACKAGES = ("nn", "ray")
 
 
 class _Train(types.ModuleType):
@@ -69,8 +70,8 @@ importlib.import_module("lockstep.train").__class__ = _Train  # which imports no
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ray":
-        return importlib.import_module("lockstep.ray")
+    if name in _PACKAGES:
+        return importlib.import_module(f"lockstep.{name}")
     if name == "__version__":
         return importlib.import_module("lockstep.version").installed()
     if name not in _HOMES:
@@ -80,4 +81,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     special = [name for name in globals() if name.startswith("__")]
-    return sorted({*__all__, "ray", *special})
+    return sorted({*__all__, *_PACKAGES, *special})

@@ -39,6 +39,7 @@ class PretendRuntime(Runtime):
 
     name: ClassVar[str] = "cuda"
     backend = "fake"
+    fuses_optimizers = True
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__(torch.device("cpu"))

@@ -48,6 +48,8 @@ class Runtime(abc.ABC):
     reads_later: bool = False
     # Whether a copy to the device can go on beside what the device computes.
     copies_ahead: bool = False
+    # Whether an optimizer that can step by one kernel is faster so.
+    fuses_optimizers: bool = False
     # What examples or tokens are counted in: exact for any number that a batch can have.
     count_dtype: torch.dtype = torch.float64
 

@@ -16,6 +16,7 @@ class CudaRuntime(Runtime):
     name: ClassVar[str] = "cuda"
     reads_later = True
     copies_ahead = True
+    fuses_optimizers = True
 
     def __init__(self, local_rank: int = 0, share: bool = False) -> None:
         present = torch.cuda.device_count()

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.fused import with_own_kernels
 from lockstep.train.ema import Average
 from lockstep.train.frozen import Frozen, refuse_other
 
@@ -174,7 +175,7 @@ class Models:
         optimizers = state.get("optimizers") or {DEFAULT: state.get("optimizer")}
         for name, optimizer in self.optimizers.items():
             if optimizers.get(name) is not None:
-                self._strategy.load_optimizer_state_dict(optimizer, optimizers[name])
+                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, optimizers[name]))
         averages = state.get("averages", {})
         for name, entry in self.entries.items():
             if entry.average is not None:

@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.compiled import compile_blocks, compile_whole
+from lockstep.strategy.fused import use_fused_step
 from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.train import frozen, pretrained
 from lockstep.train.compile_guard import be_patient_while_compiling
@@ -68,6 +69,8 @@ class Preparation:
             begun.after_placing(model)
         if optimizer is not None:
             self._strategy.place_optimizer(optimizer)
+            if self._runtime.fuses_optimizers:
+                use_fused_step(optimizer, model, self._runtime.device)
         activity.enter("getting ready")
         return Prepared(placed, kept)
 

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.record.journal import Journal
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.fused import dividing, divides_gradients
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.feed import Feed
 from lockstep.train.groups import MATCH
@@ -86,10 +87,11 @@ class Stepper:
         self._reduce(parameters, counts)
         usable = self._usable(entry, parameters)
         if usable:
-            self._clip(entry, parameters)
+            divisor = self._clip(entry, optimizer, parameters)
             if entry.average is not None:
                 entry.average.begin()
-            self._strategy.step(optimizer)
+            with dividing(optimizer, divisor):
+                self._strategy.step(optimizer)
         self._note_learning_rate(entry, optimizer)
         optimizer.zero_grad(set_to_none=True)
         self._be_patient_while_compiling()
@@ -147,15 +149,23 @@ class Stepper:
             self._journal.skipped(number, f"overflowed float16; the loss is scaled by {scale.next:g} from here on")
         return usable
 
-    def _clip(self, entry: Entry, parameters: list[nn.Parameter]) -> None:
-        """Clip, and note the norm that gradients had before; where none is asked for, none is computed."""
-        if entry.clip_norm is not None:
+    def _clip(self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter]) -> Tensor | None:
+        """Clip, and note the norm that gradients had before; where none is asked for, none is computed.
+
+        What is returned, the optimizer is to divide gradients by, if anything: that saves a pass over all of them.
+        """
+        divisor = None
+        if entry.clip_norm is not None and divides_gradients(optimizer):
+            norm = self._strategy.gradient_norm(parameters)
+            divisor = torch.clamp((norm + 1e-6) / entry.clip_norm, min=1.0).float()
+        elif entry.clip_norm is not None:
             norm = self._strategy.clip_gradients(parameters, entry.clip_norm)
         elif self._logs_norm:
             norm = self._strategy.gradient_norm(parameters)
         if self._logs_norm:
             name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
             self._journal.note(self.number, 1, {name: norm})
+        return divisor
 
     def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
         """The rates of this step: a scheduler may change them before the row is written."""

@@ -1,0 +1,172 @@
+"""A linear layer and the cross entropy of what it returns, some rows at a time.
+
+With a large vocabulary the logits are by far the largest tensor of a step, and their gradient is as large. Here neither
+is ever there as a whole: the gradients of a few rows are worked out while their logits are at hand. Torch has the same
+from 2.13 on, but not for compiled models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# What the logits of the rows at hand may take, in float32.
+_CHUNK_BYTES = 2**30
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+) -> Tensor:
+    """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)`, without the logits in memory.
+
+    `input` is [..., features] and `target` [...] has classes. `rows` are worked on at a time; where it is not given, as
+    many as keep their logits within a gigabyte. With `reduction="none"` the logits are computed again in the backward
+    pass; a sum or a mean needs no second time.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"linear_cross_entropy: reduction must be mean, sum or none, got {reduction!r}")
+    if input.shape[:-1] != target.shape or target.is_floating_point():
+        raise ValueError(
+            f"linear_cross_entropy: for an input of shape {list(input.shape)} the target must be classes of shape "
+            f"{list(input.shape[:-1])}, got {str(target.dtype).removeprefix('torch.')}{list(target.shape)}"
+        )
+    if rows is not None and rows < 1:
+        raise ValueError(f"linear_cross_entropy: rows must be at least 1, got {rows}")
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):  # as F.linear does it
+        short = torch.get_autocast_dtype(kind)
+        input, linear_weight = input.to(short), linear_weight.to(short)
+        linear_bias = None if linear_bias is None else linear_bias.to(short)
+    classes = linear_weight.shape[0]
+    count = rows or max(_CHUNK_BYTES // (4 * classes), 1)
+    flat, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    with torch.autocast(kind, enabled=False):
+        if reduction == "none":
+            losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
+                flat, linear_weight, linear_bias, labels, ignore_index, label_smoothing, count
+            )
+            return losses.view(target.shape)
+        total: Tensor = _Total.apply(  # type: ignore[no-untyped-call]
+            flat, linear_weight, linear_bias, labels, ignore_index, label_smoothing, count, torch.is_grad_enabled()
+        )
+        return total / (labels != ignore_index).sum() if reduction == "mean" else total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of many numbers of a type are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _losses(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    return F.cross_entropy(
+        logits.to(_wide(logits.dtype)), labels, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing
+    )
+
+
+def _slope(logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+    """The gradient of each row's loss with respect to its logits: probabilities, less what they should be."""
+    kept = (labels != ignore_index).unsqueeze(1)
+    places = torch.where(kept, labels.unsqueeze(1), 0)
+    slope = torch.softmax(logits, dim=1, dtype=_wide(logits.dtype)) - smoothing / logits.shape[1]
+    slope = slope.scatter_add(1, places, torch.full_like(places, smoothing - 1.0, dtype=slope.dtype))
+    return torch.where(kept, slope, 0.0)
+
+
+class _Gradients:
+    """The gradients of the layer's input, weight and bias, as rows are added; None where nobody asks."""
+
+    def __init__(self, flat: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> None:
+        self._flat, self._weight, self._bias = flat, weight, bias
+        self._of_input: list[Tensor] = []
+        self._wants_input = wanted[0]
+        # Sums of many short numbers: in float32, as a single product would have it.
+        self._of_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if wanted[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if bias is not None and wanted[2] else None
+
+    def add(self, rows: slice, slope: Tensor) -> None:
+        short = slope.to(self._flat.dtype)
+        if self._wants_input:
+            self._of_input.append(short @ self._weight)
+        if self._of_weight is not None:
+            self._of_weight = self._of_weight + short.t() @ self._flat[rows]
+        if self._of_bias is not None:
+            self._of_bias = self._of_bias + slope.sum(0)
+
+    def read(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        of_input = torch.cat(self._of_input) if self._wants_input else None
+        of_weight = None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
+        of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
+        return of_input, of_weight, of_bias
+
+
+def _chunks(length: int, rows: int) -> list[slice]:
+    return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
+
+
+class _Total(torch.autograd.Function):
+    """The sum of all losses. Its gradient is known up to a factor as soon as it is: it is worked out at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flat: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int,
+        smoothing: float, rows: int, learns: bool,
+    ) -> Tensor:  # fmt: skip
+        wanted = ctx.needs_input_grad if learns else (False, False, False)
+        gradients = _Gradients(flat, weight, bias, wanted[:3])
+        total = torch.zeros((), dtype=_wide(flat.dtype), device=flat.device)
+        for chunk in _chunks(flat.shape[0], rows):
+            logits = F.linear(flat[chunk], weight, bias)
+            total = total + _losses(logits, labels[chunk], ignore_index, smoothing).sum()
+            if any(wanted[:3]):
+                gradients.add(chunk, _slope(logits, labels[chunk], ignore_index, smoothing))
+        ctx.save_for_backward(*gradients.read())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        (factor,) = given
+        of_input, of_weight, of_bias = (
+            None if each is None else each * factor.to(each.dtype) for each in ctx.saved_tensors
+        )
+        return of_input, of_weight, of_bias, None, None, None, None, None
+
+
+class _Losses(torch.autograd.Function):
+    """Every row's own loss: what each counts for is known in the backward pass only, which computes its logits anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flat: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int,
+        smoothing: float, rows: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(flat, weight, bias, labels)
+        ctx.how = (ignore_index, smoothing, rows)
+        losses = [
+            _losses(F.linear(flat[chunk], weight, bias), labels[chunk], ignore_index, smoothing)
+            for chunk in _chunks(flat.shape[0], rows)
+        ]
+        return torch.cat(losses) if losses else flat.new_zeros(0, dtype=_wide(flat.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        (factors,) = given
+        flat, weight, bias, labels = ctx.saved_tensors
+        ignore_index, smoothing, rows = ctx.how
+        gradients = _Gradients(flat, weight, bias, ctx.needs_input_grad[:3])
+        for chunk in _chunks(flat.shape[0], rows):
+            logits = F.linear(flat[chunk], weight, bias)
+            slope = _slope(logits, labels[chunk], ignore_index, smoothing) * factors[chunk].unsqueeze(1)
+            gradients.add(chunk, slope)
+        return *gradients.read(), None, None, None, None
