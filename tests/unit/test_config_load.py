@@ -134,7 +134,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ),
         (
             "train: {compile: 1}",
-            "train.compile: must be true, false, blocks, or a mapping with mode, dynamic and blocks",
+            "train.compile: must be true, false, blocks, or a mapping with mode, dynamic, blocks and cache",
         ),
         ("train: {compile: block}", "train.compile: must be true, false, blocks, or a mapping"),
         ("train: {compile: {mod: x}}", "train.compile.mod: unknown key, did you mean mode?"),

@@ -151,12 +151,15 @@ class Compile(Section):
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     dynamic: bool | None = Field(None, description="null: torch finds out; true: for all shapes; false: one by one")
     blocks: bool = Field(False, description="each kind of block once, instead of the whole model")
+    cache: str | None = Field(
+        None, min_length=1, description="a folder for compiled code; lockstep/compiled in the user's cache if not given"
+    )
 
 
 def _compile(value: Any) -> Any:
     if isinstance(value, (bool, dict, Compile)) or value == "blocks":
         return value
-    raise ValueError("must be true, false, blocks, or a mapping with mode, dynamic and blocks")
+    raise ValueError("must be true, false, blocks, or a mapping with mode, dynamic, blocks and cache")
 
 
 AnyCompile = Annotated[

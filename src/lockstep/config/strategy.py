@@ -77,7 +77,9 @@ class Strategy(Section):
     output_device: int | None = Field(None, ge=0)
     bucket_mb: int = Field(25, gt=0, le=2**40)
     static_graph: bool = Field(False, description="ddp: every step uses the same parameters in the same way")
-    gradient_as_bucket_view: bool = Field(False, description="ddp: gradients live in the buckets they travel in")
+    gradient_as_bucket_view: bool | None = Field(
+        None, description="ddp: gradients live in the buckets they travel in; null: they do"
+    )
     sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
     comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
         None, description="ddp: how buckets of gradients travel"
@@ -108,6 +110,11 @@ class Strategy(Section):
         if given and self.type != "spmd":
             raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
         return self
+
+    @property
+    def bucket_views(self) -> bool:
+        """Whether ddp's gradients live in its buckets, which saves a copy of them."""
+        return self.gradient_as_bucket_view is not False
 
     @property
     def given_for_ddp(self) -> list[str]:

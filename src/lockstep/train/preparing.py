@@ -17,6 +17,7 @@ from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.compile_cache import keep_compiled_code
 from lockstep.strategy.compiled import compile_blocks, compile_whole
 from lockstep.strategy.fused import use_fused_step
 from lockstep.strategy.recompute import recompute as recompute_modules
@@ -84,6 +85,7 @@ class Preparation:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile is not None:
             be_patient_while_compiling(self._group.activity)
+            keep_compiled_code(compile.cache)
             # Where blocks are put together and taken apart, a program cannot go on from one to the next.
             if compile.blocks or self._strategy.keeps_slices:
                 compile_blocks(model, pattern, compile)
