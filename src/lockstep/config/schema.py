@@ -22,7 +22,7 @@ from lockstep.config.slurm import Slurm
 from lockstep.config.strategy import Strategy
 from lockstep.config.values import HostName, Interval, Seconds
 
-Precision = Literal["float32", "tf32", "bf16", "fp16"]
+Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8"]
 Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
 REGIONS: tuple[Region, ...] = get_args(Region)
 
@@ -68,7 +68,9 @@ class Train(Section):
     steps: int | None = Field(None, gt=0)
     batch_size: int = Field(32, gt=0, description="examples per optimizer step, over all processes together")
     precision: Precision = Field(
-        "float32", description="tf32: shorter products on CUDA; bf16, fp16 (CUDA): by autocast, fp16 with a scaled loss"
+        "float32",
+        description="tf32: shorter products on CUDA; bf16, fp16 (CUDA): by autocast, fp16 with a scaled loss; fp8: bf16, "
+        "with large linear layers in eight bits (torchao)",
     )
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)

@@ -102,7 +102,7 @@ class ShardedStrategy(Strategy):
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
 
     def check_precision(self, precision: str) -> None:
-        if self._settings.gather == "bf16" and precision != "bf16":
+        if self._settings.gather == "bf16" and precision not in ("bf16", "fp8"):
             raise ConfigError(
                 f"strategy.gather: bf16 is for a model that is computed in bf16, but its precision is {precision}: set "
                 'train.precision: bf16 (run.setup(precision="bf16") in a loop of one\'s own), or take it away'

@@ -19,6 +19,7 @@ from lockstep.runtime.base import Runtime
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.compile_cache import keep_compiled_code
 from lockstep.strategy.compiled import compile_blocks, compile_whole
+from lockstep.strategy.float8 import use_float8
 from lockstep.strategy.fused import use_fused_step
 from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.train import frozen, pretrained
@@ -55,9 +56,12 @@ class Preparation:
         recompute: str | None,
         init_weights: InitWeights | None,
         init_from: pretrained.Given | None,
+        precision: str = "float32",
     ) -> Prepared:
         activity = self._group.activity
         self._strategy.convert(model)
+        if precision == "fp8":
+            use_float8(model, self._settings.strategy.blocks, self._runtime.device)
         self._work_on_blocks(model, compile, recompute)
         activity.enter("placing the model", waits=self._group.world_size > 1)
         self._strategy.fill(model, self._settings.seed, init_weights)

@@ -307,7 +307,9 @@ class Run:
             self.attach("loss scale", self._stepper.loss_scale)
         self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
         self._strategy.use_rules(shard_rules(shard or {}))
-        placed = self._preparation.of(model, optimizer, how_to_compile(compile), recompute, init_weights, init_from)
+        placed = self._preparation.of(
+            model, optimizer, how_to_compile(compile), recompute, init_weights, init_from, precision
+        )
         average = None if ema is None else Average(model, ema_settings(ema), self.runtime)
         skips = on_nan == "skip"
         self._models.add(
