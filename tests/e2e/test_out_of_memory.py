@@ -17,10 +17,10 @@ import pytest
 from conftest import TASK_FILE, Finished, Project, Started, summary, wait_until
 
 PLANNING = "out of memory: planning a step on this machine"
-ADDRESSES = 3_000_000  # KiB: a rank has two thirds of it before its first tensor
-# A few tensors of 16 numbers for each of 64 x 110,000 rows.
+ADDRESSES = 3_000_000  # KiB: a rank has between one and two thirds of it before its first tensor
+# A few tensors of 16 numbers for each of 64 x 200,000 rows.
 HUNGRY: dict[str, Any] = {
-    "task": {"type": f"{TASK_FILE}:Hungry", "times": 110_000},
+    "task": {"type": f"{TASK_FILE}:Hungry", "times": 200_000},
     "processes": 1,
     "train": {"steps": 2, "batch_size": 64},
     "data": {},
@@ -66,7 +66,7 @@ def test_a_host_without_memory_ends_a_run_with_a_plan_and_remedies(project: Proj
     assert "out of memory: [enforce fail at alloc_cpu.cpp" in finished.err[: finished.err.index(PLANNING)]
     assert len(re.findall(r"a step needs [\d.]+ GiB .* too much", finished.err)) == 1
     told = remedies(finished)
-    assert "--set train.accumulate=4" in told and len(told) <= 3, finished.err
+    assert any("--set train.accumulate=" in each for each in told) and len(told) <= 3, finished.err
     assert re.search(r"needs [\d.]+ [GM]iB, [\d.]+ GiB less; takes (the same|\d+% more) time", finished.err)
 
 

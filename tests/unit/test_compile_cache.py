@@ -58,7 +58,7 @@ def test_a_folder_that_others_may_write_to_is_refused(home: Path, caplog: pytest
 
 def test_a_file_in_the_way_is_told(home: Path) -> None:
     (home / "file").write_text("")
-    with pytest.raises(ConfigError, match="file: (File exists|it is not a folder)"):
+    with pytest.raises(ConfigError, match=r"file: (File exists|it is not a folder)"):
         keep_compiled_code(str(home / "file"))
     with pytest.raises(ConfigError, match="Not a directory"):
         keep_compiled_code(str(home / "file" / "below"))

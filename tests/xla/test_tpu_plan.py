@@ -100,7 +100,7 @@ class Reads(TextModel):
     [
         ({"strategy": {"type": "spmd", "mesh": {"data": 8, "model": 2}}}, "every host loads its own part of the batch"),
         ({"strategy": {"type": "spmd", "mesh": {"data": 6}}}, "is a mesh of 6 devices, but there are 16"),
-        ({"task": {**GPT, "type": "reads.py:Reads"}}, r"reads\.py:7 \(return loss if loss\.item\(\) > 0"),
+        ({"task": {**GPT, "type": "reads.py:Reads"}}, r"reads\.py:8 \(return loss if loss\.item\(\) > 0"),
     ],
     ids=["mesh over hosts", "mesh of another size", "reads a value"],
 )

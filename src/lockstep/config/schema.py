@@ -69,8 +69,8 @@ class Train(Section):
     batch_size: int = Field(32, gt=0, description="examples per optimizer step, over all processes together")
     precision: Precision = Field(
         "float32",
-        description="tf32: shorter products on CUDA; bf16, fp16 (CUDA): by autocast, fp16 with a scaled loss; fp8: bf16, "
-        "with large linear layers in eight bits (torchao)",
+        description="tf32: shorter products on CUDA; bf16, fp16 (CUDA): by autocast, fp16 with a scaled loss; fp8: "
+        "bf16, with large linear layers in eight bits (torchao)",
     )
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)

@@ -31,8 +31,8 @@ def how_to_compile(wanted: Any) -> Compile | None:
         return Compile(blocks=True) if wanted == BLOCKS else Compile.model_validate(wanted)
     except ValidationError as problems:
         raise ConfigError(
-            f"run.setup: compile must be True, False, {BLOCKS!r}, or a mapping with mode, dynamic, blocks and cache, got "
-            f"{wanted!r}: {problems.errors()[0]['msg']}"
+            f"run.setup: compile must be True, False, {BLOCKS!r}, or a mapping with mode, dynamic, blocks and cache, "
+            f"got {wanted!r}: {problems.errors()[0]['msg']}"
         ) from None
 
 

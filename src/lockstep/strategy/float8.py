@@ -24,8 +24,8 @@ _CAPABILITY = (8, 9)
 def use_float8(model: nn.Module, pattern: str | None, device: torch.device) -> None:
     """Exchange the large linear layers of a model's blocks; parameters stay the same objects under the same names.
 
-    What is outside of the blocks stays as it is: it is the layer that the loss is computed of, where eight bits are felt
-    most, and has no other like it. A model without blocks has all of its large layers exchanged.
+    What is outside of the blocks stays as it is: that is the layer that the loss is computed of, where eight bits are
+    felt most. A model without blocks has all of its large layers exchanged.
     """
     _check(device)
     torchao = _torchao()
@@ -40,8 +40,8 @@ def use_float8(model: nn.Module, pattern: str | None, device: torch.device) -> N
     large = {name for name in layers if _pays(model.get_submodule(name))}
     if not large:
         logger.warning(
-            "precision: fp8: none of the %d linear layers is large enough for it to pay (both sides multiples of %d, %d "
-            "weights): the model is trained in bf16", len(layers), _MULTIPLE, _LEAST_WEIGHTS,
+            "precision: fp8: none of the %d linear layers is large enough for it to pay (both sides multiples of %d, "
+            "%d weights): the model is trained in bf16", len(layers), _MULTIPLE, _LEAST_WEIGHTS,
         )  # fmt: skip
         return
     config = torchao.Float8LinearConfig(emulate=device.type != "cuda")

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.record.journal import Journal
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.fused import dividing, divides_gradients
+from lockstep.strategy.fused import divides_gradients, dividing
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.feed import Feed
 from lockstep.train.groups import MATCH
