@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.cli.messages import say
 from lockstep.cli.options import SET
 from lockstep.errors import ConfigError
 from lockstep.shown import visible
@@ -77,6 +78,8 @@ def plan(
     if trace_to is not None:
         _trace(config, overrides, wanted, trace_to)
         return
+    if checked.train.precision == "fp8":
+        say("train.precision: fp8 is planned as bf16, which needs as much memory or more, and more time")
     from lockstep.planner.advice import advice
     from lockstep.planner.plan import make, traced
     from lockstep.planner.table import lines

@@ -40,6 +40,8 @@ _NEVER = Interval(10**9, "step")
 
 def trace(config: RunConfig, world_size: int) -> Step:
     began = time.monotonic()
+    if config.train.precision == "fp8":  # its layers cannot be traced without such a GPU: what they keep, bf16 keeps
+        config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "bf16"})})
     settings = config.model_copy(
         update={
             "log": Log(every=_NEVER),
