@@ -4,7 +4,7 @@ ARGS =
 MINUTES = 10
 SEED =
 
-TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,dev
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,docs,dev
 TEST_PYTHON = .venv-test/bin/python
 PYTEST = -m pytest --numprocesses 2 --dist loadgroup
 
