@@ -30,7 +30,7 @@ def _command(group: click.Group, name: str, parent: click.Context, level: int) -
         usage = " ".join([path, *command.collect_usage_pieces(context)])
         yield f"{'#' * level} {path}\n\n```text\n{usage}\n```\n\n{_text(command.help)}\n"
         options = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
-        options = [record for record in options if "--help" not in record[0]]
+        options = [(name, text) for name, text in options if text and "--help" not in name]
         if options:
             rows = [f"| `{_cell(option)}` | {_cell(_escaped(text))} |" for option, text in options]
             yield "\n".join(["| option | |", "| --- | --- |", *rows, ""])

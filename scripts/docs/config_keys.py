@@ -1,4 +1,4 @@
-"""The page of the config: what every key takes, from the schema, under its name, and a place to link to."""
+"""The page of the config: what every key takes, from the schema, under its name; a table and a heading per section."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import Any
 
 from lockstep.config.schema import RunConfig
 
-ROW = re.compile(r"^\| `([\w.\[\]]+)` \|", re.M)
+TABLE = re.compile(r"^\| key \|.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
+ROW = re.compile(r"^\| `([\w.\[\]]+)` \|(.*)$", re.M)
+HEAD = "| key | default | meaning |\n| --- | --- | --- |\n"
 FAR = 10**8  # limits that nobody comes near are left to the message
 KINDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
 
 
 def with_types(page: str) -> str:
+    """The page with its one table cut into those of the sections, so that each can be found, and linked to."""
     schema = RunConfig.model_json_schema(by_alias=True)
 
-    def row(match: re.Match[str]) -> str:
-        key = match.group(1)
-        taken = _told(_at(schema, key.replace("[]", "").split(".")), schema)
-        return f'| `{key}`{{#{key.replace("[]", "")}}}<br><span class="takes">{taken}</span> |'
+    def tables(match: re.Match[str]) -> str:
+        sections: dict[str, list[str]] = {}
+        for key, rest in ROW.findall(match.group(1)):
+            name = key.replace("[]", "")
+            section, dot, _ = name.partition(".")
+            taken = _told(_at(schema, name.split(".")), schema)
+            row = f'| `{key}`{{#{name}}}<br><span class="takes">{taken}</span> |{rest}\n'
+            sections.setdefault(section if dot else "the run", []).append(row)
+        return "\n".join(f"## {name}\n\n{HEAD}{''.join(rows)}" for name, rows in sections.items())
 
-    return ROW.sub(row, page)
+    return TABLE.sub(tables, page)
 
 
 def _at(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def _find(package: Path, module: str, name: str) -> tuple[ast.ClassDef | Functio
     for node in ast.parse(text).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             lines = enumerate(text.split("\n"), start=1)
-            return node, {number: line[6:] for number, line in lines if re.match(r"    # [A-Z][\w ,]+$", line)}
+            comments = [(number, re.match(r"    # ([A-Z][\w ,]+?)(?:$|: |\. )", line)) for number, line in lines]
+            return node, {number: found.group(1) for number, found in comments if found}
     raise LookupError(f"{file}: has no {name}")
 
 

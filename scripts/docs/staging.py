@@ -16,11 +16,9 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security-policy.md",
-    "README.md": "readme.md",
     "examples/README.md": "examples-list.md",
     "benchmarks/README.md": "benchmarks-list.md",
 }
-NOT_IN_NAV = {"readme.md"}  # its links are checked; index.md is what the site begins with
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".ipynb": "json", "": "text"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -110,7 +108,7 @@ def nav_of(nav: list[Any], pages: Pages) -> list[Any]:
     twice = sorted({name for name in listed if listed.count(name) > 1})
     if twice:
         raise Mistake(f"mkdocs.yml: nav: {twice[0]} is there twice")
-    shown = {name for name in pages.texts if not name.startswith("source/")} - NOT_IN_NAV
+    shown = {name for name in pages.texts if not name.startswith("source/")}
     forgotten = sorted(shown - set(listed))
     if forgotten:
         raise Mistake(f"mkdocs.yml: nav: {', '.join(forgotten)} is nowhere: add a line for every page")
