@@ -34,7 +34,9 @@ def with_types(page: str) -> str:
 def _at(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
     nodes = [schema]
     for name in names:
-        below = [each["properties"][name] for node in nodes for each in _mappings(node, schema) if name in each["properties"]]
+        below = [
+            each["properties"][name] for node in nodes for each in _mappings(node, schema) if name in each["properties"]
+        ]
         if not below:
             raise LookupError(f"docs/config.md: the schema has no key {'.'.join(names)}")
         nodes = below

@@ -74,7 +74,10 @@ class Pages:
             found = wanted.removeprefix("docs/")
         else:
             found = self._names.get(wanted) or self._source(wanted, source)
-        if wanted.endswith(".md") and shown in (wanted, Path(wanted).name):  # the name of a file says little to a reader
+        if wanted.endswith(".md") and shown in (
+            wanted,
+            Path(wanted).name,
+        ):  # the name of a file says little to a reader
             shown = _heading((self.root / wanted).read_text(encoding="utf-8"), wanted)
         relative = Path(os.path.relpath(found, Path(name).parent)).as_posix()
         return f"[{shown}]({relative}{hash_}{anchor})"

@@ -12,7 +12,7 @@ Returned = TypeVar("Returned")
 
 
 class DeprecatedWarning(FutureWarning):
-    """Python shows this kind to everybody; a DeprecationWarning is seen by hardly anyone who should change something."""
+    """Python shows this kind to everybody; a DeprecationWarning reaches hardly anyone who could change something."""
 
 
 def warn(message: str, stacklevel: int = 2) -> None:

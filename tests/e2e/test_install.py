@@ -24,9 +24,7 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    finished = subprocess.run(
-        command, cwd=cwd, env={**plain, **variables}, capture_output=True, text=True, timeout=600
-    )
+    finished = subprocess.run(command, cwd=cwd, env={**plain, **variables}, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

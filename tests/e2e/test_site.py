@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds it, all of it can be found and read from disk, and no link leads nowhere."""
+"""The documentation site: `make docs` builds it, all of it is found and read from disk, and no link leads nowhere."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import inspect
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import click
 import pytest
 
 import lockstep
-from conftest import ROOT
+from conftest import ROOT, wait_until
 from lockstep.cli.commands import main
 
 SCRIPTS = ROOT / "scripts" / "docs"
@@ -79,14 +85,18 @@ def test_every_link_and_anchor_leads_somewhere_on_the_disk(html: dict[Path, Html
             if re.match(r"[a-z]+:", target):
                 continue
             path = beside(page, target)
-            if not (path in html or path.is_file()) or (anchor and path in html and unquote(anchor) not in html[path].ids):
+            if not (path in html or path.is_file()) or (
+                anchor and path in html and unquote(anchor) not in html[path].ids
+            ):
                 lost.append(f"{page.name}: {link}")
     assert not lost
 
 
 def test_no_page_loads_anything_from_another_server(site: Path, html: dict[Path, Html]) -> None:
     foreign = [f"{page.name}: {each}" for page, content in html.items() for each in content.loaded if "//" in each]
-    styles = [path for path in site.rglob("*.css") if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", path.read_text())]
+    styles = [
+        path for path in site.rglob("*.css") if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", path.read_text())
+    ]
     assert not foreign and not styles
     assert any("assets/iframe-worker.js" in each for each in html[site / "index.html"].loaded)
 
@@ -158,7 +168,7 @@ def test_a_page_that_nobody_would_find_is_told(staging: object, tmp_path: Path) 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_lists_are_lists_for_every_reader_of_markdown(page: Path) -> None:
-    """Python-Markdown, which the site is made with, wants an empty line before a list and four spaces for one inside."""
+    """Python-Markdown, which makes the site, wants an empty line before a list and four spaces for one inside of it."""
     fenced, before = False, ""
     for number, line in enumerate(page.read_text().split("\n"), start=1):
         fenced ^= line.startswith("```")
@@ -168,3 +178,80 @@ def test_lists_are_lists_for_every_reader_of_markdown(page: Path) -> None:
             goes_on = not before or re.match(r" |(?:[-*]|\d+\.) |<!--", before)
             assert goes_on, f"{page.name}:{number}: put an empty line before a list"
         before = line
+
+
+# The search is an element of its own, in a tree of its own.
+DIALOG = "([...document.querySelectorAll('*')].find((each) => each.shadowRoot)?.shadowRoot)"
+
+
+@pytest.mark.long
+def test_a_browser_finds_something_from_disk_and_asks_nobody(site: Path, tmp_path: Path) -> None:
+    """A real one: types into the search of a page that was opened from disk, and notes every address it asks for."""
+    if not shutil.which("chromedriver") or not (shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("there is no chromium with its driver here: apt install chromium chromium-driver")
+    options = [
+        "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync", f"user-data-dir={tmp_path / 'profile'}",
+    ]  # fmt: skip
+    with Browser(tmp_path, [f"--{option}" for option in options]) as browser:
+        browser.call("url", url=(site / "index.html").as_uri())
+        browser.until(f"return {DIALOG} !== undefined")
+        browser.script("document.querySelector('.md-search__button').click()")
+        browser.until(f"return {DIALOG}.activeElement?.tagName === 'INPUT'")
+        keys = [{"type": kind, "value": key} for key in "stall_after" for kind in ("keyDown", "keyUp")]
+        browser.call("actions", actions=[{"type": "key", "id": "keys", "actions": keys}])
+        text = browser.until(f"const text = {DIALOG}.textContent; return /[1-9]\\d* results/.test(text) && text")
+        assert "watch.stall_after" in text
+        messages = [json.loads(each["message"])["message"] for each in browser.call("se/log", type="performance")]
+    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    assert any(url.endswith("search.js") for url in asked)
+    assert not [url for url in asked if url.startswith("http")]
+
+
+class Browser:
+    """As much of WebDriver as is needed."""
+
+    def __init__(self, folder: Path, options: list[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        log = (folder / "chromedriver.log").open("w")
+        port = self.address.rpartition(":")[2]
+        self.driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=log, stderr=log)
+        log.close()
+        self.session = ""
+        try:
+            self._begin({"goog:loggingPrefs": {"performance": "ALL"}, "goog:chromeOptions": {"args": options}})
+        except BaseException:
+            self.driver.kill()
+            self.driver.wait(30)
+            raise
+
+    def _begin(self, wanted: dict[str, object]) -> None:
+        deadline = time.monotonic() + 60
+        while not self.session:
+            try:
+                self.session = self.call("", capabilities={"alwaysMatch": wanted})["sessionId"]
+            except urllib.error.URLError:
+                assert time.monotonic() < deadline and self.driver.poll() is None, "chromedriver does not answer"
+                time.sleep(0.2)
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.call("", method="DELETE")
+        self.driver.terminate()
+        self.driver.wait(30)
+
+    def call(self, command: str, *, method: str = "POST", **values: object) -> Any:
+        path = "/".join(part for part in ("session", self.session, command) if part)
+        request = urllib.request.Request(f"{self.address}/{path}", json.dumps(values).encode(), method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["value"]
+
+    def script(self, code: str) -> Any:
+        return self.call("execute/sync", script=code, args=[])
+
+    def until(self, code: str) -> Any:
+        return wait_until(lambda: self.script(code), 60, code)

@@ -78,7 +78,9 @@ def test_an_old_key_still_works_and_says_what_to_write(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     (tmp_path / "task.py").write_text("class Mine: pass\n")
     config.write_text("task: task.py:Mine\ntrain:\n  epochs: 2\n  clip: 0.5\n")
-    told = r"config\.yaml:4: train\.clip: is called train\.clip_norm since 0\.7\.0, and only that from 0\.9\.0 on: write"
+    told = (
+        r"config\.yaml:4: train\.clip: is called train\.clip_norm since 0\.7\.0, and only that from 0\.9\.0 on: write"
+    )
     with pytest.warns(DeprecatedWarning, match=told):
         assert loading.load(config).train.clip_norm == 0.5
     with pytest.warns(DeprecatedWarning, match=r"--set train\.clip=2\.0: train\.clip: is called"):
@@ -88,7 +90,10 @@ def test_an_old_key_still_works_and_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.clip: is called train\.clip_norm now, which is given as well"):
         loading.load(config)
     config.write_text("task: task.py:Mine\ntrain: {clip: -1.0}\n")
-    with pytest.warns(DeprecatedWarning), pytest.raises(ConfigError, match=r"config\.yaml:2: train\.clip_norm: .*-1\.0"):
+    with (
+        pytest.warns(DeprecatedWarning),
+        pytest.raises(ConfigError, match=r"config\.yaml:2: train\.clip_norm: .*-1\.0"),
+    ):
         loading.load(config)
 
 
@@ -127,7 +132,9 @@ def test_an_old_argument_still_works_and_says_what_to_write() -> None:
 )
 def test_importing_stays_as_little_as_it_is(statement: str, ours: int, others: set[str], most: int) -> None:
     """Counted in modules, as seconds depend on the machine: 31 and 88 on Python 3.11, torch has 1,100."""
-    code = f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps(list(set(sys.modules) - before)))"
+    code = (
+        f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps(list(set(sys.modules) - before)))"
+    )
     command = [sys.executable, "-c", code]
     loaded = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
     packages = {name.partition(".")[0] for name in loaded}

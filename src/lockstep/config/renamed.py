@@ -35,7 +35,9 @@ def with_current_names(
             continue
         place = places.get(old, source)
         if _has(raw, new):
-            raise ConfigError(f"{place}: {each.old}: is called {each.new} now, which is given as well: leave {each.old} out")
+            raise ConfigError(
+                f"{place}: {each.old}: is called {each.new} now, which is given as well: leave {each.old} out"
+            )
         warn(
             f"{place}: {each.old}: is called {each.new} since {each.since}, and only that from {each.until} on: "
             f"write {each.new}",
@@ -65,8 +67,10 @@ def _moved(raw: Mapping[str, Any], old: Sequence[str], new: Sequence[str]) -> di
     for depth, key in enumerate(new[:-1]):
         if not isinstance(target.get(key), dict):
             if target.get(key) is not None:
-                raise ConfigError(f"{'.'.join(old)}: is called {'.'.join(new)} now, but {'.'.join(new[: depth + 1])} is "
-                                  f"{target[key]!r}, which has no keys below")  # fmt: skip
+                raise ConfigError(
+                    f"{'.'.join(old)}: is called {'.'.join(new)} now, but {'.'.join(new[: depth + 1])} is "
+                    f"{target[key]!r}, which has no keys below"
+                )
             target[key] = {}
         target = target[key]
     target[new[-1]] = value
