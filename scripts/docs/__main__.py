@@ -19,12 +19,17 @@ from staging import Mistake, Pages, nav_of
 from lockstep.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = """
+## The schema
+
+[lockstep.schema.json](lockstep.schema.json) is what `lockstep schema` prints: editors complete and check by it.
+"""
 
 
 def build(out: Path) -> None:
     pages = Pages(ROOT)
     pages.texts["index.md"] = f"---\nhide: [navigation, toc]\n---\n\n{pages.texts['index.md']}"
-    pages.texts["config.md"] = with_types(pages.texts["config.md"])
+    pages.texts["config.md"] = with_types(pages.texts["config.md"]) + SCHEMA
     pages.texts["commands.md"] = commands_page()
     pages.texts.update(python_pages(ROOT / "src" / "lockstep"))
     pages.files["lockstep.schema.json"] = json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2).encode()

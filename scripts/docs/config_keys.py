@@ -23,15 +23,16 @@ def with_types(page: str) -> str:
         for key, rest in ROW.findall(match.group(1)):
             name = key.replace("[]", "")
             section, dot, _ = name.partition(".")
-            taken = _told(_at(schema, name.split(".")), schema)
+            taken = _told(key_at(schema, name.split(".")), schema)
             row = f'| `{key}`{{#{name}}}<br><span class="takes">{taken}</span> |{rest}\n'
-            sections.setdefault(section if dot else "the run", []).append(row)
+            sections.setdefault(section if dot else "top level", []).append(row)
         return "\n".join(f"## {name}\n\n{HEAD}{''.join(rows)}" for name, rows in sections.items())
 
     return TABLE.sub(tables, page)
 
 
-def _at(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def key_at(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """What the schema says of a key."""
     nodes = [schema]
     for name in names:
         below = [

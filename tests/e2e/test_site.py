@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import os
@@ -26,6 +27,8 @@ import pytest
 import lockstep
 from conftest import ROOT, wait_until
 from lockstep.cli.commands import main
+from lockstep.config.load import parse_yaml
+from lockstep.config.schema import RunConfig
 
 SCRIPTS = ROOT / "scripts" / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -54,7 +57,7 @@ class Html(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical", reason="zensical is not installed: pip install 'lockstep-train[docs]'")
     out = tmp_path_factory.mktemp("built") / "site"
-    built = subprocess.run([sys.executable, SCRIPTS, "--out", out], capture_output=True, text=True, timeout=120)
+    built = subprocess.run([sys.executable, SCRIPTS, "--out", out], capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     return out
 
@@ -65,12 +68,19 @@ def html(site: Path) -> dict[Path, Html]:
 
 
 @pytest.fixture
-def staging(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import staging as module
+def staging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from script("staging", monkeypatch)
 
-    yield module
-    sys.modules.pop("staging")
+
+@pytest.fixture
+def config_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from script("config_keys", monkeypatch)
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module(name)
+    sys.modules.pop(name)
 
 
 def beside(page: Path, link: str) -> Path:
@@ -152,18 +162,35 @@ def test_the_search_knows_every_page_and_can_be_loaded_from_disk(site: Path, htm
     assert any("stall_after" in each["text"] and each["location"].startswith("config.html") for each in index["items"])
 
 
-def test_a_page_that_nobody_would_find_is_told(staging: object, tmp_path: Path) -> None:
+# What a reader wants to know in place of what the schema has.
+SAID_OTHERWISE = {"train.epochs": 1, "data.order.type": "shuffled", "validate.batch_size": "train.batch_size"}
+
+
+def test_the_defaults_that_are_written_are_those_of_the_schema(config_keys: Any) -> None:
+    schema = RunConfig.model_json_schema(by_alias=True)
+    page = (ROOT / "docs" / "config.md").read_text()
+    compared = 0
+    for key, written in re.findall(r"^\| `([\w.\[\]]+)` \| `([^`|]*)` \|", page, re.M):
+        default = config_keys.key_at(schema, key.replace("[]", "").split(".")).get("default")
+        if isinstance(default, dict) and set(default) == {"count", "unit"}:
+            default = f"{default['count']} {default['unit']}{'s' * (default['count'] != 1)}"
+        assert parse_yaml(written) == SAID_OTHERWISE.get(key, default), key
+        compared += 1
+    assert compared > 100
+
+
+def test_a_page_that_nobody_would_find_is_told(staging: Any, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Home\n")
     (tmp_path / "docs" / "forgotten.md").write_text("# Forgotten\n")
-    pages = staging.Pages(tmp_path)  # type: ignore[attr-defined]
-    with pytest.raises(staging.Mistake, match=r"forgotten\.md is nowhere: add a line"):  # type: ignore[attr-defined]
-        staging.nav_of([{"Home": "index.md"}], pages)  # type: ignore[attr-defined]
-    with pytest.raises(staging.Mistake, match=r"there is no page gone\.md"):  # type: ignore[attr-defined]
-        staging.nav_of([{"Home": "index.md"}, {"Gone": "gone.md"}], pages)  # type: ignore[attr-defined]
+    pages = staging.Pages(tmp_path)
+    with pytest.raises(staging.Mistake, match=r"forgotten\.md is nowhere: add a line"):
+        staging.nav_of([{"Home": "index.md"}], pages)
+    with pytest.raises(staging.Mistake, match=r"there is no page gone\.md"):
+        staging.nav_of([{"Home": "index.md"}, {"Gone": "gone.md"}], pages)
     (tmp_path / "docs" / "index.md").write_text("# Home\n\n[away](../nothing.py)\n")
-    with pytest.raises(staging.Mistake, match=r"docs/index\.md: links to nothing\.py"):  # type: ignore[attr-defined]
-        staging.Pages(tmp_path)  # type: ignore[attr-defined]
+    with pytest.raises(staging.Mistake, match=r"docs/index\.md: links to nothing\.py"):
+        staging.Pages(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
