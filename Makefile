@@ -4,7 +4,7 @@ ARGS =
 MINUTES = 10
 SEED =
 
-TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,fp8,dev
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,fp8,docs,dev
 TEST_PYTHON = .venv-test/bin/python
 PYTEST = -m pytest --numprocesses 2 --dist loadgroup
 
@@ -29,8 +29,8 @@ ifeq ($(shell id -u),0)
 BENCHMARKS += benchmarks/hosts.py
 endif
 
-.PHONY: help train check test test-torch test-xla without-xla faults storm verify lint format bench clean
-.PHONY: train-environment test-environment xla-environment bench-environment
+.PHONY: help train check test test-torch test-xla without-xla faults storm verify lint format bench docs dist
+.PHONY: release-notes clean train-environment test-environment xla-environment bench-environment docs-environment
 
 help:
 	@echo 'make train    train the digits example: lockstep train examples/digits.yaml'
@@ -42,6 +42,8 @@ help:
 	@echo 'make lint     ruff, mypy and the import layers'
 	@echo 'make format   format the code and fix what can be fixed by itself'
 	@echo 'make bench    the benchmarks: overhead, start-up, checkpoints, roll call, fingerprints, control'
+	@echo 'make docs     the documentation site, into site/: open site/index.html'
+	@echo 'make dist     the wheel and the source distribution, into dist/; make release-notes: what is new in it'
 	@echo 'make clean    remove environments and build products from this folder (runs/ stays)'
 	@echo
 	@echo 'ARGS="..."         more arguments, e.g. make test ARGS="-k checkpoint"; ARGS=--long for the longest tests too'
@@ -95,6 +97,15 @@ bench: bench-environment
 	@set -e; for benchmark in $(BENCHMARKS); do \
 	    echo "$$benchmark"; .venv-bench/bin/python "$$benchmark" $(ARGS); done
 
+docs: docs-environment
+	@.venv-docs/bin/python scripts/docs $(ARGS)
+
+dist: docs-environment
+	@.venv-docs/bin/python scripts/distributions.py $(ARGS)
+
+release-notes: docs-environment
+	@.venv-docs/bin/python scripts/release_notes.py $(ARGS)
+
 train-environment:
 	@scripts/environment train constraints/torch.txt examples,tensorboard
 
@@ -107,7 +118,10 @@ xla-environment:
 bench-environment:
 	@scripts/environment bench constraints/torch.txt examples,tensorboard,ray,bench
 
+docs-environment:
+	@scripts/environment docs constraints/torch.txt docs
+
 clean:
-	rm -rf .venv-* .env-fallback build dist src/*.egg-info
+	rm -rf .venv-* .env-fallback build dist site src/*.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks examples src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,15 +17,11 @@ import yaml
 from conftest import ROOT, wait_until
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
+from pages import blocks, run_page
 from ray_cluster import SETTINGS
 from slurm_cluster import SlurmCluster
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-
-
-def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
-    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.M | re.S)
-    return [(language, text) for language, text in found if language in languages]
 
 
 @pytest.fixture
@@ -42,11 +38,12 @@ def shell(tmp_path: Path) -> dict[str, str]:
 
 ON_RAY = sorted((ROOT / "docs").glob("ray*.md"))
 ON_SLURM = ROOT / "docs" / "slurm.md"
-RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not in (*ON_RAY, ON_SLURM)]
+TUTORIAL = ROOT / "docs" / "tutorial.md"  # test_install.py follows it, with what it has installed
+RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not in (*ON_RAY, ON_SLURM, TUTORIAL)]
 
 
 # Pages whose every command has a shorter test elsewhere, with the same packages.
-LONG = ("afterwards.md", "coming-from.md", "data.md", "logging.md", "pretrained.md", "tasks.md")
+LONG = ("afterwards.md", "coming-from.md", "data.md", "index.md", "logging.md", "pretrained.md", "tasks.md")
 
 
 @pytest.mark.parametrize(
@@ -100,22 +97,6 @@ def test_commands_about_slurm_run_on_a_cluster(tmp_path: Path, shell: dict[str, 
     wait_until(lambda: not slurm.command("squeue", "-h").strip(), 120, "the end of all jobs")
     summaries = [json.loads(each.read_text()) for each in tmp_path.glob("runs/**/summary.json")]
     assert [each["status"] for each in summaries] == ["completed"] * 4, summaries
-
-
-def run_page(page: Path, folder: Path, shell: dict[str, str]) -> None:
-    for number, (language, text) in enumerate(blocks(page, "sh", "python")):
-        if language == "python":
-            (folder / f"snippet_{number}.py").write_text(text)
-            text = f"python snippet_{number}.py"
-        finished = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text],
-            cwd=folder,
-            env=shell,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert finished.returncode == 0, f"{text}\n{finished.stdout}\n{finished.stderr}"
 
 
 def test_the_readmes_task_trains_with_the_readmes_config(tmp_path: Path, shell: dict[str, str]) -> None:
@@ -202,6 +183,6 @@ def test_yaml_in_the_pages_is_valid() -> None:
 
 
 def test_make_offers_what_the_readme_says() -> None:
-    for target in ("train", "test", "faults", "verify", "lint", "bench"):
+    for target in ("train", "test", "faults", "verify", "lint", "bench", "docs", "dist", "release-notes"):
         shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=30)
         assert shown.returncode == 0, shown.stderr

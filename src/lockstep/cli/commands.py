@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import importlib
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lockstep.cli.messages import say
+from lockstep.deprecated import DeprecatedWarning
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
 from lockstep.shown import shown
 from lockstep.terminal import make_safe
@@ -40,7 +43,9 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_safe()
-        return super().main(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_what_is_deprecated(warnings.showwarning)
+            return super().main(*args, **kwargs)
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(_HOMES)
@@ -69,6 +74,18 @@ class Commands(click.Group):
                 raise
             say(_of_the_system(error))
             sys.exit(ConfigError.exit_code)
+
+
+def _say_what_is_deprecated(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """As a message of ours: where in our code it was noticed is of no use to whoever wrote the config."""
+
+    def show(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
+        if issubclass(category, DeprecatedWarning):
+            say(str(message))
+        else:
+            otherwise(message, category, *details, **more)
+
+    return show
 
 
 def _require_a_current_folder() -> None:

@@ -36,6 +36,7 @@ class TarShards(IterableDataset[Any]):
 
     @property
     def num_shards(self) -> int:
+        """How many files there are."""
         return len(self.paths)
 
     def shard(self, num_shards: int, index: int) -> TarShards:
@@ -47,9 +48,11 @@ class TarShards(IterableDataset[Any]):
         return part
 
     def state_dict(self) -> dict[str, Any]:
+        """Where it is: the file, and how far into it."""
         return {"shard": self._shard, "samples": self._samples, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on from there."""
         self._shard, self._samples, self._offset = state["shard"], state["samples"], state["offset"]
         self._goes_on = True
 

@@ -129,14 +129,17 @@ class Run:
 
     @property
     def rank(self) -> int:
+        """Who this process is: 0 to `world_size - 1`."""
         return self.group.rank
 
     @property
     def world_size(self) -> int:
+        """How many processes train together, on all hosts."""
         return self.group.world_size
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.group.rank == 0
 
     @overload
@@ -150,15 +153,19 @@ class Run:
         return self.group.agree(value, name)
 
     def any(self, value: bool, name: str = "whether any rank wants to") -> bool:
+        """Whether it is true on any rank; the same answer on all of them."""
         return self.group.any(value, name)
 
     def all(self, value: bool, name: str = "whether all ranks want to") -> bool:
+        """Whether it is true on every rank; the same answer on all of them."""
         return self.group.all(value, name)
 
     def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
+        """Every rank's value, plain data, in the order of ranks, on every rank."""
         return self.group.gather(value, name)
 
     def barrier(self, name: str = "a barrier") -> None:
+        """Wait until every rank is here; a rank that does not come is named."""
         self.group.barrier(name)
 
     def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
@@ -180,10 +187,12 @@ class Run:
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         return self.runtime.device
 
     @property
     def strategy(self) -> str:
+        """How models and batches are spread: the name of the strategy."""
         return self._strategy.name
 
     @property
@@ -198,10 +207,12 @@ class Run:
 
     @property
     def process_index(self) -> int:
+        """The rank, by the name that JAX has for it."""
         return self.rank
 
     @property
     def process_count(self) -> int:
+        """The number of ranks, by the name that JAX has for it."""
         return self.world_size
 
     @property
@@ -242,18 +253,22 @@ class Run:
 
     @property
     def optimizer(self) -> Optimizer | None:
+        """The optimizer of the one model, if it has one."""
         return self._models.only().optimizer if self._models.entries else None
 
     @property
     def models(self) -> Mapping[str, nn.Module]:
+        """What to call in training, by name."""
         return {name: each.model for name, each in self._models.entries.items()}
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
+        """The models without their wrappers, by name."""
         return self._models.modules
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizers by the names of their models."""
         return self._models.optimizers
 
     @property
@@ -340,6 +355,7 @@ class Run:
 
     @property
     def progress(self) -> Progress:
+        """Where training is: `epoch`, `step` and the rest that a checkpoint keeps of it."""
         return self._feed.progress
 
     def epochs(self, count: int | None) -> Iterator[int]:
@@ -449,9 +465,11 @@ class Run:
         self._sample(name, "image", samples.image, image)
 
     def log_text(self, name: str, text: str) -> None:
+        """A text, as it is."""
         self._sample(name, "text", samples.text, text)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Rows of numbers, texts, truth values or None, one cell for each column."""
         self._sample(name, "table", samples.table, columns, rows)
 
     def log_figure(self, name: str, figure: Any) -> None:

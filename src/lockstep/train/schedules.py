@@ -34,6 +34,7 @@ class Schedule:
 
     @property
     def interval(self) -> Interval:
+        """`every` as an interval."""
         if isinstance(self.every, Interval):
             return self.every
         text = f"1 {self.every}" if self.every in ("step", "epoch") else self.every
