@@ -40,7 +40,7 @@ WORK = click.option(
 )
 
 
-@click.command(**examples("lockstep evaluate runs/digits-20260101-120000 --best --data test -n 2"))
+@click.command(epilog=examples("lockstep evaluate runs/digits-20260101-120000 --best --data test -n 2"))
 @RUN
 @STEP
 @BEST
@@ -80,7 +80,7 @@ def evaluate(
     _show(found, as_json, _metrics_table(found))
 
 
-@click.command(**examples("lockstep predict runs/digits-20260101-120000 --data test --out predictions.parquet"))
+@click.command(epilog=examples("lockstep predict runs/digits-20260101-120000 --data test --out predictions.parquet"))
 @RUN
 @STEP
 @BEST

@@ -16,7 +16,7 @@ from lockstep.cli.options import JSON, RUN_DIR
 from lockstep.config.plain import columns, finite
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
-from lockstep.shown import visible
+from lockstep.shown import size, visible
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.merge import Weight
@@ -30,7 +30,7 @@ def checkpoint() -> None:
     """Look at the checkpoints of a run."""
 
 
-@checkpoint.command("list", **examples("lockstep checkpoint list runs/digits-20260101-120000"))
+@checkpoint.command("list", epilog=examples("lockstep checkpoint list runs/digits-20260101-120000"))
 @RUN_DIR
 @JSON
 def list_(run_dir: Path | Url, as_json: bool) -> None:
@@ -46,7 +46,7 @@ def list_(run_dir: Path | Url, as_json: bool) -> None:
         click.echo(f"set aside: {name}")
 
 
-@checkpoint.command(**examples("lockstep checkpoint show runs/digits-20260101-120000 --step 20"))
+@checkpoint.command(epilog=examples("lockstep checkpoint show runs/digits-20260101-120000 --step 20"))
 @RUN_DIR
 @STEP
 @JSON
@@ -75,16 +75,16 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
         click.echo(f"{name} {value}")
     click.echo("")
     for name in manifest.files(told):
-        click.echo(f"{_size(told['files'][name]['bytes']):>10}  {name}")
+        click.echo(f"{size(told['files'][name]['bytes']):>10}  {name}")
     click.echo("")
     for weight in found:
         click.echo(f"{weight.dtype:>5}  {weight.name} {weight.shape}")
     total = sum(each.nbytes for each in found)
     beside = sum(each.nbytes for each in state)
-    click.echo(f"\n{len(found)} weights, {_size(total)}; beside them {len(state)} tensors, {_size(beside)}")
+    click.echo(f"\n{len(found)} weights, {size(total)}; beside them {len(state)} tensors, {size(beside)}")
 
 
-@checkpoint.command(**examples("lockstep checkpoint verify runs/digits-20260101-120000"))
+@checkpoint.command(epilog=examples("lockstep checkpoint verify runs/digits-20260101-120000"))
 @RUN_DIR
 @click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step alone.")
 @JSON
@@ -107,7 +107,7 @@ def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
         sys.exit(CheckpointError.exit_code)
 
 
-@checkpoint.command(**examples("lockstep checkpoint merge runs/digits-20260101-120000 --out model.safetensors"))
+@checkpoint.command(epilog=examples("lockstep checkpoint merge runs/digits-20260101-120000 --out model.safetensors"))
 @RUN_DIR
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
 @STEP
@@ -130,9 +130,7 @@ def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> Non
     if weights == "ema" and not averaged(folder, told):
         raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
     count = merge(folder, told, out, average=weights == "ema")
-    say(
-        f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {_size(out.stat().st_size)}"
-    )
+    say(f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {size(out.stat().st_size)}")
 
 
 def _storage(run_dir: Path | Url) -> CheckpointStorage:
@@ -198,7 +196,7 @@ def _row(listed: dict[str, Any]) -> tuple[str, ...]:
     value = listed["value"]
     told = [str("" if listed[name] is None else listed[name]) for name in ("step", "epoch", "created", "world_size")]
     number = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    return (*told, str(listed["format"]), _size(listed["bytes"]), number, "")
+    return (*told, str(listed["format"]), size(listed["bytes"]), number, "")
 
 
 def _tensor(weight: Weight) -> dict[str, Any]:
@@ -212,12 +210,3 @@ def _print_json(value: Any) -> None:
 def _ranks(told: dict[str, Any]) -> str:
     count = told.get("world_size")
     return "one rank" if told["format"] == 1 else f"{count} ranks"
-
-
-def _size(count: int) -> str:
-    number, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if number < 1000:
-            break
-        number, unit = number / 1000, larger
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

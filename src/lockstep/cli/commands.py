@@ -34,6 +34,7 @@ _HOMES = {
     "verify": "verify",
     "plan": "plan",
     "schema": "schema",
+    "runs": "runs",
     "completion": "completion",
 }
 
@@ -106,7 +107,7 @@ def _of_the_system(error: OSError) -> str:
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    **examples("lockstep init demo", "lockstep train demo/config.yaml", "lockstep COMMAND --help"),
+    epilog=examples("lockstep init demo", "lockstep train demo/config.yaml", "lockstep COMMAND --help"),
 )
 @click.version_option(package_name="lockstep-train", prog_name="lockstep")
 def main() -> None:

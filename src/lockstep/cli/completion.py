@@ -8,7 +8,7 @@ from lockstep.cli.help import examples
 
 
 @click.command(
-    **examples(
+    epilog=examples(
         "lockstep completion bash > ~/.local/share/bash-completion/completions/lockstep",
         'lockstep completion zsh > "${fpath[1]}/_lockstep"',
         "lockstep completion fish > ~/.config/fish/completions/lockstep.fish",

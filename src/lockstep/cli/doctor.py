@@ -15,7 +15,7 @@ _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": 
 
 
 @click.command(
-    **examples(
+    epilog=examples(
         "lockstep doctor",
         "lockstep doctor --runtime cuda --processes 4",
         "lockstep doctor --hosts anna,bert --json",

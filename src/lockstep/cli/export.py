@@ -18,7 +18,7 @@ from lockstep.shown import visible
 FORMS = ("safetensors", "hf", "torch-export", "onnx")
 
 
-@click.command(**examples("lockstep export runs/digits-20260101-120000 --best --to onnx --out digits.onnx"))
+@click.command(epilog=examples("lockstep export runs/digits-20260101-120000 --best --to onnx --out digits.onnx"))
 @RUN
 @click.option("--to", type=click.Choice(FORMS), required=True, help="What to write.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A new file; for hf, a new folder.")

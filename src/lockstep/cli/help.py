@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from lockstep.config.nearest import nearest
@@ -31,7 +29,7 @@ class Group(click.Group):
         return f"there is no command {name!r}: {meant}"
 
 
-def examples(*lines: str) -> dict[str, Any]:
-    """For the decorator of a command: what its help ends with, each line as it is typed."""
+def examples(*lines: str) -> str:
+    """What the help of a command ends with, each line as it is typed."""
     head = "Example:" if len(lines) == 1 else "Examples:"
-    return {"epilog": "\n".join(["\b", head, *(f"  {line}" for line in lines)])}
+    return "\n".join(["\b", head, *(f"  {line}" for line in lines)])

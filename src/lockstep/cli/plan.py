@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _REMEDIES_SECONDS = 600.0
 
 
-@click.command(**examples("lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1"))
+@click.command(epilog=examples("lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1"))
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--on", "targets", multiple=True, metavar="DEVICExN", help="What to plan for: h200x8. May be repeated.")
 @click.option("--devices", type=click.Path(path_type=Path), default=None, help="A YAML file with further devices.")

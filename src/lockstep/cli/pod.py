@@ -63,7 +63,7 @@ def _print(commands: Sequence[Command]) -> None:
 
 
 @pod.command(
-    **examples(
+    epilog=examples(
         "lockstep pod create team --config config.yaml", "lockstep pod create team --config config.yaml --dry-run"
     )
 )
@@ -95,7 +95,7 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
     records.write(record)
 
 
-@pod.command(**examples("lockstep pod push team"))
+@pod.command(epilog=examples("lockstep pod push team"))
 @click.argument("name")
 @CONFIG
 @DRY_RUN
@@ -117,7 +117,7 @@ def push(name: str, config: Path | None, dry_run: bool) -> None:
     say(f"{files} files on {len(made.transport.workers)} hosts; {changed} of them were new or had changed")
 
 
-@pod.command(**examples("lockstep pod run team --set train.epochs=3 --follow"))
+@pod.command(epilog=examples("lockstep pod run team --set train.epochs=3 --follow"))
 @click.argument("name")
 @CONFIG
 @SET
@@ -143,7 +143,7 @@ def run(
     say(f"look at it: lockstep pod logs {name} --follow")
 
 
-@pod.command(**examples("lockstep pod logs team --follow"))
+@pod.command(epilog=examples("lockstep pod logs team --follow"))
 @click.argument("name")
 @click.option("--follow", is_flag=True, help="Until the run ends; its exit code is the command's.")
 @WORKER
@@ -164,7 +164,7 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
             click.echo(visible(f"[{made.transport.workers[at]}] {line}"))
 
 
-@pod.command(name="exec", **examples("lockstep pod exec team --worker 0 -- df -h"))
+@pod.command(name="exec", epilog=examples("lockstep pod exec team --worker 0 -- df -h"))
 @click.argument("name")
 @WORKER
 @DRY_RUN
@@ -190,7 +190,7 @@ def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ..
     sys.exit(max(codes))
 
 
-@pod.command(**examples("lockstep pod ps team"))
+@pod.command(epilog=examples("lockstep pod ps team"))
 @click.argument("name")
 @DRY_RUN
 @JSON
@@ -207,7 +207,7 @@ def ps(name: str, dry_run: bool, as_json: bool) -> None:
         click.echo(visible(line))
 
 
-@pod.command(**examples("lockstep pod stop team"))
+@pod.command(epilog=examples("lockstep pod stop team"))
 @click.argument("name")
 @click.option("--now", is_flag=True, help="End it without waiting for a save, if it was asked to stop before.")
 @DRY_RUN
@@ -221,7 +221,7 @@ def stop(name: str, now: bool, dry_run: bool) -> None:
     say(f"asked job {record.job} to {'end' if now else 'save and leave'}; see: lockstep pod logs {name} --follow")
 
 
-@pod.command(**examples("lockstep pod pull team --out runs"))
+@pod.command(epilog=examples("lockstep pod pull team --out runs"))
 @click.argument("name")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is to be here.")
 @DRY_RUN
@@ -235,7 +235,7 @@ def pull(name: str, out: Path, dry_run: bool) -> None:
     say(f"{len(brought)} files in {out / Path(record.folder or '').name}")
 
 
-@pod.command(**examples("lockstep pod resume team --set train.epochs=20"))
+@pod.command(epilog=examples("lockstep pod resume team --set train.epochs=20"))
 @click.argument("name")
 @SET
 @DRY_RUN
@@ -253,7 +253,7 @@ def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     sys.exit(starting.resume(name, config))
 
 
-@pod.command(**examples("lockstep pod delete team"))
+@pod.command(epilog=examples("lockstep pod delete team"))
 @click.argument("name")
 @CONFIG
 @click.option("--yes", is_flag=True, help="Do not ask.")

@@ -18,7 +18,7 @@ def profile() -> None:
     """Look at traces of a run."""
 
 
-@profile.command(**examples("lockstep profile view runs/digits-20260101-120000"))
+@profile.command(epilog=examples("lockstep profile view runs/digits-20260101-120000"))
 @click.argument("run_dir", type=click.Path(path_type=Path), shell_complete=complete_run_dir)
 @click.option("--host", default="127.0.0.1", help="Where TensorBoard listens (default: this machine alone).")
 @click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
@@ -35,7 +35,7 @@ def view(run_dir: Path, host: str, port: int) -> None:
 
 
 @profile.command(
-    **examples("lockstep profile capture --seconds 2", "lockstep profile capture 127.0.0.1:9012 127.0.0.1:9013")
+    epilog=examples("lockstep profile capture --seconds 2", "lockstep profile capture 127.0.0.1:9012 127.0.0.1:9013")
 )
 @click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
 @click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")

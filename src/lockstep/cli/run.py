@@ -16,7 +16,7 @@ from lockstep.shown import visible
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    **examples(
+    epilog=examples(
         "lockstep run --processes 2 script.py --epochs 3",
         "lockstep run --processes 2 -m package.module --epochs 3",
     ),

@@ -9,7 +9,7 @@ import click
 from lockstep.cli.help import examples
 
 
-@click.command(**examples("lockstep schema > lockstep.schema.json"))
+@click.command(epilog=examples("lockstep schema > lockstep.schema.json"))
 def schema() -> None:
     """Print the JSON schema of the config, for editors."""
     from lockstep.config.schema import RunConfig

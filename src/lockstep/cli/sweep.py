@@ -18,7 +18,7 @@ from lockstep.cli.options import JSON
 from lockstep.config.plain import finite
 
 
-@click.command(**examples("lockstep sweep runs/digits-sweep-20260101-120000"))
+@click.command(epilog=examples("lockstep sweep runs/digits-sweep-20260101-120000"))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--ended", nargs=2, type=int, default=None, metavar="TRIAL CODE", help="Note how a trial's job ended.")
 @JSON

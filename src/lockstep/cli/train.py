@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    **examples(
+    epilog=examples(
         "lockstep train config.yaml",
         "lockstep train config.yaml --set train.epochs=3 --set optimizer.lr=1e-3 --out runs",
         "lockstep train config.yaml --set launch=ray --sweep sweep.yaml",
@@ -98,7 +98,7 @@ def train(
 
 
 @click.command(
-    **examples(
+    epilog=examples(
         "lockstep resume runs/digits-20260101-120000",
         "lockstep resume runs/digits-20260101-120000 --best --set train.epochs=20",
     )

@@ -15,7 +15,7 @@ from lockstep.shown import visible
 
 
 @click.command(
-    **examples(
+    epilog=examples(
         "lockstep verify config.yaml",
         "lockstep verify config.yaml --only 'cpu-*' --steps 3 --json",
     )
