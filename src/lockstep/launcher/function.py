@@ -88,6 +88,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
             max_restarts=settings.launch.max_restarts,
             grace=settings.launch.grace,
             watch=Limits.of(settings.watch, settings.runtime),
+            folder=folder,
         )
         if result.failure is not None:
             failure = result.failure

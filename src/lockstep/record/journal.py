@@ -118,6 +118,7 @@ class Journal:
             )
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
+        self._group.activity.total_steps = total_steps
         if self._recorder is not None:
             self._recorder.begin(progress, total_steps)
 
@@ -241,8 +242,9 @@ class Journal:
         for each in messages:
             self._since_row.add(each["sums"])
             self.since_validation.add(each["sums"])
+        self._group.activity.busy = busy
         if self._recorder is not None:
-            self._recorder.lags = [each["busy"] for each in messages]
+            self._recorder.note_lags(step, [each["busy"] for each in messages])
         self._write_apart([each["apart"] for each in messages])
 
     def _write_apart(self, noted: list[list[Any]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.config.schema import Log
 from lockstep.data.progress import Progress
+from lockstep.record.chronicle import Chronicle
 from lockstep.record.display import Display
 from lockstep.record.logger import Kind
 from lockstep.record.outbox import Outbox
@@ -27,8 +28,16 @@ class Recorder:
     """Opens files and loggers when the run begins, or the first row comes: only then it is known whether the run was
     restored."""
 
-    def __init__(self, folder: Path, settings: Log, display: Display, loggers: Sequence[Outbox] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Log,
+        display: Display,
+        loggers: Sequence[Outbox] = (),
+        chronicle: Chronicle | None = None,
+    ) -> None:
         self._folder, self._settings, self._display, self._loggers = folder, settings, display, loggers
+        self._chronicle = chronicle
         self._samples = Samples(folder)
         self._jsonl: JsonlWriter | None = None
         self._opened = False
@@ -36,7 +45,7 @@ class Recorder:
         self._before: dict[tuple[int, str], Any] = {}  # what rows said that are about to be written again
         self._last = (time.perf_counter(), 0)  # when, and examples so far
         self.rows = 0  # written so far, of the whole run
-        self.lags: list[float] = []
+        self._lags: list[float] = []
 
     def forget_after(self, step: int, row_step: int, rows: int | None) -> None:
         """Drop what is about to be written again: all but the first rows, where it is known how many there were, else
@@ -64,7 +73,13 @@ class Recorder:
             each.log(row["step"], values)
             each.look()
         self.rows += 1
-        self._display.row(row, self.lags)
+        self._display.row(row, self._lags)
+
+    def note_lags(self, step: int, busy: list[float]) -> None:
+        """How long each rank took for a step before it was ready to exchange gradients, by rank."""
+        self._lags = busy
+        if self._chronicle is not None and len(busy) > 1:
+            self._chronicle.lags(step, busy)
 
     def sample(self, step: int, name: str, kind: Kind, value: Any) -> None:
         """Keep something to look at in the run's folder, and send it to the loggers that can show it."""

@@ -44,6 +44,7 @@ class Preparation:
     ) -> None:
         self._group, self._runtime, self._strategy = group, runtime, strategy
         self._settings, self._storage = settings, storage
+        self.compiles = False  # whether torch compiles any of the models
 
     def of(
         self,
@@ -80,6 +81,7 @@ class Preparation:
         if compile is not None and self._runtime.compiles_everything:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile is not None:
+            self.compiles = True
             be_patient_while_compiling(self._group.activity)
             # Where blocks are put together and taken apart, a program cannot go on from one to the next.
             if compile.blocks or self._strategy.keeps_slices:
