@@ -43,8 +43,13 @@ def verdict(run: Run) -> Finding:
     restarts = sum(each.restarted for each in run.failures)
     more = f", after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     why = f": {first_line(reason)}" if reason else ""
-    kind = "good" if run.status in ("completed", "stopped early") else "note"
-    return Finding(kind, f"{run.status} at {where}{took}{more}{why}")
+    return Finding(kind_of(run.status), f"{run.status} at {where}{took}{more}{why}")
+
+
+def kind_of(status: str) -> str:
+    if status in ("failed", LOST):
+        return "bad"
+    return "good" if status in ("completed", "stopped early") else "note"
 
 
 def findings(run: Run) -> list[Finding]:

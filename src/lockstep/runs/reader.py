@@ -16,8 +16,9 @@ from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
-from lockstep.config.text_file import read_text
+from lockstep.config.text_file import read_bytes, read_text
 from lockstep.errors import ConfigError
+from lockstep.record.holder import Holder
 from lockstep.record.run_folder import CONFIG_FILE, RUNNING, SUMMARY_FILE, TOPOLOGY_FILE
 from lockstep.runs.lags import Lags, read_lags
 from lockstep.runs.live import Live, read_live
@@ -26,8 +27,8 @@ from lockstep.runs.timeline import Entry, Span, read_timeline, spans_of
 
 # What a script with its own loop was started with.
 _LAUNCH_FILE = "launch.yaml"
-# A run whose ranks were heard of this long ago is at work; later than that, whoever wrote it down is gone.
-ALIVE_SECONDS = 15.0
+# A run that is not seen from here, and was heard of this long ago, is at work; later than that, it is gone.
+ALIVE_SECONDS = 60.0
 LOST = "lost"  # the status of a run that says nothing any more, and never said how it ended
 
 
@@ -105,15 +106,19 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG_FILE, SUMMARY_FILE, _LAUNCH_FILE))
 
 
-def read_run(folder: Path, now: float | None = None) -> Run:
-    """ConfigError where there is no run."""
+def read_run(
+    folder: Path, now: float | None = None, over: bool = False, rows: Sequence[Mapping[str, Any]] | None = None
+) -> Run:
+    """ConfigError where there is no run. `over` is for whoever knows that nobody is at work in it any more, `rows` for
+    whoever has them already."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not the folder of a run: there is no such folder")
     if not is_run(folder):
         raise ConfigError(f"{folder} is not the folder of a run: it holds neither {CONFIG_FILE} nor {SUMMARY_FILE}")
     config, summary = _config(folder), read_json(folder / SUMMARY_FILE)
     timeline, live = read_timeline(folder), read_live(folder)
-    status = status_of(summary, timeline, live, time.time() if now is None else now)
+    at_work = False if over else holder_is_there(folder)
+    status = status_of(summary, timeline, live, time.time() if now is None else now, at_work)
     until = live.at if live is not None and status in (RUNNING, LOST) else None
     return Run(
         folder=folder,
@@ -121,7 +126,7 @@ def read_run(folder: Path, now: float | None = None) -> Run:
         config=config,
         summary=summary,
         status=status,
-        rows=[row for row in read_lines(folder / "metrics.jsonl") if number(row.get("step")) is not None],
+        rows=_rows(folder) if rows is None else rows,
         timeline=timeline,
         spans=spans_of(timeline, until),
         lags=read_lags(folder),
@@ -132,19 +137,33 @@ def read_run(folder: Path, now: float | None = None) -> Run:
     )
 
 
-def status_of(summary: Mapping[str, Any], timeline: Sequence[Entry], live: Live | None, now: float) -> str:
-    """As the summary says; where that is of an earlier start, or was not written, as the timeline and the ranks do."""
+def status_of(
+    summary: Mapping[str, Any], timeline: Sequence[Entry], live: Live | None, now: float, at_work: bool | None = None
+) -> str:
+    """As the summary says; where that is of an earlier start, or was not written, as the timeline and the ranks do.
+
+    `at_work` is whether the process that holds the folder is there, where that is known.
+    """
     said = text(summary.get("status")) or RUNNING
     marks = [each for each in timeline if each.kind in ("start", "end", "restart", "train")]
-    goes_on = bool(marks) and marks[-1].kind != "end"
-    if not goes_on:
-        return (marks[-1].status if marks else "") or said if said == RUNNING else said
-    if said != RUNNING and live is not None and live.at < marks[-1].at - ALIVE_SECONDS:
-        return said  # resumed, and nothing was heard of that since
-    heard = max(live.at if live is not None else 0.0, max(each.until or each.at for each in timeline))
-    if now - heard <= ALIVE_SECONDS:
-        return RUNNING
+    if marks and marks[-1].kind == "end":
+        return (marks[-1].status or said) if said == RUNNING else said
+    if at_work is None:
+        heard = max((each.until or each.at for each in timeline), default=0.0)
+        at_work = now - max(heard, live.at if live is not None else 0.0) <= ALIVE_SECONDS
+    if at_work:
+        return RUNNING if marks else said
     return LOST if said == RUNNING else said
+
+
+def holder_is_there(folder: Path) -> bool | None:
+    """Whether a process holds the folder; None where that cannot be known: it would be on another host."""
+    for name in (".lock", ".lock-rank"):
+        with contextlib.suppress(OSError):
+            holder = Holder.decode(read_bytes(folder / name, 4096))
+            if holder is not None and not (holder.is_here and holder.is_gone):
+                return True if holder.is_here else None
+    return None if not (folder / ".lock").exists() else False
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -155,6 +174,10 @@ def _config(folder: Path) -> dict[str, Any]:
                 settings = found.get("settings") if name == _LAUNCH_FILE else None
                 return settings if isinstance(settings, dict) else found
     return {}
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in read_lines(folder / "metrics.jsonl") if number(row.get("step")) is not None]
 
 
 def _topology(folder: Path, config: Mapping[str, Any]) -> Topology:

@@ -10,12 +10,12 @@ from lockstep.errors import ConfigError
 REPORT_FILE = "report.html"
 
 
-def write_report(runs: Sequence[Path], file: Path) -> None:
+def write_report(runs: Sequence[Path], file: Path, over: bool = False) -> None:
     """One page of all of these runs; ConfigError where one is none, or the file cannot be written."""
     from lockstep.runs.page import report_page
     from lockstep.runs.reader import read_run
 
-    text = report_page([read_run(folder) for folder in runs])
+    text = report_page([read_run(folder, over=over) for folder in runs])
     temporary = file.with_name(f".{file.name}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -27,7 +27,7 @@ def write_report(runs: Sequence[Path], file: Path) -> None:
 def leave_report(folder: Path, tell: Callable[[str], object]) -> Path | None:
     """At the end of a run, by whoever started it. What goes wrong costs a line, and nothing else."""
     try:
-        write_report([folder], folder / REPORT_FILE)
+        write_report([folder], folder / REPORT_FILE, over=True)
     except Exception as error:
         tell(f"no {REPORT_FILE}: {error if isinstance(error, ConfigError) else f'{type(error).__name__}: {error}'}")
         return None

@@ -377,12 +377,15 @@ function render(data) {
 async function follow() {
   let known = "";
   for (;;) {
+    const asked = Date.now();
     try {
       const answer = await fetch(given.source, {cache: "no-store"});
       const text = await answer.text();
       if (text !== known) { known = text; render(JSON.parse(text)); document.body.dataset.at = Date.now(); }
     } catch (error) { /* the server is gone, or busy: what is shown stays */ }
-    await new Promise(resolve => setTimeout(resolve, document.hidden ? 10000 : 2000));
+    // A server that takes long, for runs that are long, is asked less often.
+    const pause = Math.max(2000, 4 * (Date.now() - asked));
+    await new Promise(resolve => setTimeout(resolve, document.hidden ? Math.max(pause, 10000) : pause));
   }
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { const data = state.data; state.data = null; if (data) render(data); });
