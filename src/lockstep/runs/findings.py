@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 from lockstep.runs.lags import typical
 from lockstep.runs.reader import LOST, Run
@@ -80,7 +81,7 @@ def _not_finite(run: Run) -> list[Finding]:
     first: dict[str, int] = {}
     for row in run.rows:
         for name, value in row.items():
-            if value is None or (isinstance(value, float) and number(value) is None):
+            if value is None or (type(value) is float and not isfinite(value)):
                 first.setdefault(name, int(number(row.get("step")) or 0))
     if not first:
         return []

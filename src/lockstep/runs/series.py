@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from lockstep.record.writers import SPEED
@@ -45,17 +46,19 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
             continue
         into = found if SPEED in row else beside
         for name, value in row.items():
-            if name in _NO_CURVES or isinstance(value, (str, list, dict, bool)):
+            if name in _NO_CURVES or (type(value) is not float and isinstance(value, (str, list, dict, bool))):
                 continue
             curve = into.get(name)
             if curve is None:
                 curve = into[name] = Curve(name)
-            point = number(value)
-            if point is None:
-                curve.not_finite.append(step)
-            else:
+            if type(value) is float and isfinite(value):
+                curve.steps.append(step)
+                curve.values.append(value)
+            elif (point := number(value)) is not None:
                 curve.steps.append(step)
                 curve.values.append(point)
+            else:
+                curve.not_finite.append(step)
     return {**{name: curve for name, curve in beside.items() if name not in found}, **found}
 
 

@@ -82,8 +82,8 @@ def spans_of(entries: Sequence[Entry], until: float | None = None) -> list[Span]
     horizon = max(last, until or 0.0)
     bases = []
     marks = [each for each in entries if each.kind in (*_BASES, "end")]
-    for entry, following in zip(marks, [*marks[1:], None], strict=True):
-        end = following.at if following is not None else horizon
+    for index, entry in enumerate(marks):
+        end = marks[index + 1].at if index + 1 < len(marks) else horizon
         if entry.kind != "end" and end > entry.at:
             bases.append(Span(entry.kind, entry.at, end, entry.step, entry.note if entry.kind == "restart" else ""))
     inside = [

@@ -166,6 +166,11 @@ const resized = new ResizeObserver(entries => entries.forEach(entry => {
   const made = state.charts.find(each => each.into === entry.target);
   if (made && entry.contentRect.width > 50) made.plot.setSize({width: entry.contentRect.width, height: entry.contentRect.height});
 }));
+const waiting = [];
+function draw() {  // once they have a place on the page; of many, when they come into view
+  const many = waiting.length > 24;
+  waiting.splice(0).forEach(into => many ? seen.observe(into) : into.draw());
+}
 function charts(data) {
   state.charts.forEach(each => each.plot.destroy());
   state.charts = [];
@@ -182,10 +187,10 @@ function charts(data) {
       state.charts.push(made);
       resized.observe(into);
     };
-    seen.observe(into);
+    waiting.push(into);
     return box;
   }));
-  const again = () => { const fresh = charts(state.data); document.getElementById("charts").replaceWith(fresh); return fresh; };
+  const again = () => { const fresh = charts(state.data); document.getElementById("charts").replaceWith(fresh); draw(); return fresh; };
   const slider = el("input", {type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "smoothing", oninput: event => {
     state.smooth = +event.target.value; again().querySelector("input[type=range]").focus(); }});
   const log = el("input", {type: "checkbox", onchange: event => { state.log = event.target.checked; again(); }});
@@ -373,6 +378,7 @@ function render(data) {
   page.replaceChildren(...parts.filter(Boolean));
   document.querySelectorAll("#config details").forEach((each, at) => { each.open = open[at] || false; });
   if (old) state.charts.forEach(each => each.update(data));
+  draw();
 }
 async function follow() {
   let known = "";
