@@ -39,6 +39,7 @@ from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.start_files import brought_here
 from lockstep.record.writers import write_json
+from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
 from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
@@ -347,6 +348,8 @@ def _chronicle(present: Present, folder: Path, held: bool) -> Iterator[Chronicle
             heartbeat.show = None
             if not held:
                 chronicle.note("end", status=status, note=note)
+                chronicle.close()
+                leave_report(folder, logger.warning)
 
 
 @contextlib.contextmanager

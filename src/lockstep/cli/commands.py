@@ -29,6 +29,8 @@ _HOMES = {
     "pod": "pod",
     "sweep": "sweep",
     "profile": "profile",
+    "report": "report",
+    "serve": "serve",
     "init": "init",
     "doctor": "doctor",
     "verify": "verify",

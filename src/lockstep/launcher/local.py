@@ -32,12 +32,13 @@ from lockstep.distributed.failure import (
     worth_retrying,
 )
 from lockstep.distributed.signals import QUIET_SIGNALS, Signals, handled, unless_ignored
-from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, RankStalled
+from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, LockstepError, RankStalled
 from lockstep.import_path import safe_interpreters
 from lockstep.launcher import cgroup
 from lockstep.launcher.plan import LaunchPlan
 from lockstep.record import chronicle as chronicles
 from lockstep.record.chronicle import Chronicle
+from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -97,7 +98,14 @@ def launch(
     warm_up(plan.threads)
     with chronicles.opened(folder, _warn) as chronicle:
         chronicle.note("start", world_size=len(plan.processes))
-        result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle)
+        try:
+            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle)
+        except LockstepError as error:  # no process could be started
+            chronicle.note("end", status="failed", note=str(error))
+            chronicle.close()
+            if folder is not None:
+                leave_report(folder, _warn)
+            raise
         chronicle.ended(result, len(plan.processes))
         return result
 

@@ -26,16 +26,21 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; what is no object, as a last line that is still being written, is left
     out."""
+    decode = json.JSONDecoder().decode  # there may be a hundred thousand of them
     with contextlib.suppress(OSError), open_regular(file) as stream:
         while line := stream.readline(_LONGEST_LINE):
-            with contextlib.suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    yield found
+            try:
+                found = decode(line.decode())
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                yield found
 
 
 def number(value: Any) -> float | None:
     """A finite number, or none."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
