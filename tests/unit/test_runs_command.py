@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rate in (("slow", 0.01), ("quick", 0.5)):
         package.train(config, out=out, name=name, optimizer={"type": "torch.optim.SGD", "lr": rate})
     failing = {**config["task"], "fail_at": {"rank": 0, "step": 2, "how": "exception"}}
-    with pytest.raises(Exception):  # noqa: B017,PT011  whatever the task raises
+    with pytest.raises(Exception):  # noqa: B017  whatever the task raises
         package.train(config, out=out, name="broken", task=failing)
     (out / "project").mkdir()
     (out / "project" / "config.yaml").write_text("task: task.py:Mine\n")
@@ -96,6 +96,9 @@ def copy_of(runs: Path, name: str, new: str, **summary: Any) -> Path:
     shutil.copytree(run(runs, name), folder)
     file = folder / run_folder.SUMMARY_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), **summary}))
+    if summary.get("status") == "running":
+        (folder / "timeline.jsonl").unlink()  # which says that it has ended
+        (folder / "live.json").unlink(missing_ok=True)
     return folder
 
 
@@ -143,7 +146,7 @@ def test_running_only_while_somebody_is_at_work(runs: Path, hold: Callable[[Path
     two = copy_of(runs, "slow", "two", status="running")
     hold(one)
     found = listed()
-    assert (found[one.name]["status"], found[two.name]["status"]) == ("running", "crashed")
+    assert (found[one.name]["status"], found[two.name]["status"]) == ("running", "lost")
     assert "its launcher, process" in found[one.name]["held_by"]
     assert folder_lock.held_by(two) is None
     (two / "summary.json").unlink()
@@ -156,9 +159,10 @@ def test_the_trials_of_a_sweep_are_runs_too(runs: Path) -> None:
     (sweep / "sweep.yaml").write_text("space: {}\n")
     shutil.move(run(runs, "slow"), sweep / "trial-00000")
     assert f"{sweep.name}/trial-00000" in listed()
-    assert json.loads(lockstep("runs", "clean", "--status", "completed", "--with-checkpoints", "--json").stdout)[
-        "runs"
-    ] != [], "quick is to be listed"
+    assert (
+        json.loads(lockstep("runs", "clean", "--status", "completed", "--with-checkpoints", "--json").stdout)["runs"]
+        != []
+    ), "quick is to be listed"
     lockstep("runs", "clean", "--status", "completed", "--with-checkpoints", "--yes")
     assert (sweep / "trial-00000").is_dir()
 
@@ -218,9 +222,9 @@ def test_never_what_is_no_run_or_holds_something_else(runs: Path, tmp_path: Path
     shutil.copytree(run(runs, "quick"), elsewhere)
     (runs / "linked").symlink_to(elsewhere)
     waiting = copy_of(runs, "broken", "waiting")
-    (waiting / "summary.json").unlink()
-    (waiting / "notes.txt").unlink()
-    everything = [f"--status={each}" for each in ("failed", "completed", "crashed", "queued")]
+    for name in ("summary.json", "timeline.jsonl", "notes.txt"):
+        (waiting / name).unlink()
+    everything = [f"--status={each}" for each in ("failed", "completed", "lost", "queued")]
     result = lockstep("runs", "clean", *everything, "--with-checkpoints", "--yes")
     assert "is kept: holds notes.txt, which no run writes" in result.stdout
     assert "may be waiting in a queue" in result.stdout
@@ -237,7 +241,7 @@ def test_what_others_wrote_is_shown_as_text(runs: Path) -> None:
     assert "\x1b" not in lockstep("runs").stdout
     (broken / "summary.json").write_text("[" * 5000)
     (broken / "metrics.jsonl").write_bytes(b"\xff\xfe\n{}")
-    assert listed()[broken.name]["status"] == "queued"
+    assert listed()[broken.name]["status"] == "failed"  # as its timeline says
 
 
 def test_ages_and_durations() -> None:
@@ -247,9 +251,8 @@ def test_ages_and_durations() -> None:
 
 
 def test_a_thousand_runs_are_listed_in_seconds(runs: Path) -> None:
-    """Reading a config takes longest."""
-    for number in range(100):
-        copy_of(runs, "broken", f"copy{number}")
-    began = time.monotonic()
-    assert len(table.found(runs)) == 103
-    assert time.monotonic() - began < 5.0
+    for number in range(20):
+        copy_of(runs, "slow", f"copy{number}")
+    began = time.process_time()
+    assert len(table.found(runs)) == 23
+    assert time.process_time() - began < 23 * 0.02

@@ -7,13 +7,26 @@ from pathlib import Path
 import click
 
 from lockstep.cli import options
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 
 
-@click.command()
-@click.argument("run_dirs", metavar="RUN [RUN]...", nargs=-1, required=True, type=options.run_dir)
+@click.command(
+    epilog=examples(
+        "lockstep report runs/digits-20260101-120000",
+        "lockstep report runs/digits-20260101-120000 runs/digits-20260102-090000 -o both.html",
+    )
+)
+@click.argument(
+    "run_dirs",
+    metavar="RUN [RUN]...",
+    nargs=-1,
+    required=True,
+    type=options.run_dir,
+    shell_complete=options.complete_run_dir,
+)
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), default=None,
     help="The file to write; else report.html in the folder of the run, or of several in the current folder.",

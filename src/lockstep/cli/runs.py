@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -18,11 +19,11 @@ from lockstep.config.plain import columns, finite
 from lockstep.errors import ConfigError
 from lockstep.shown import in_a_line, size, visible
 
-_COLOURS = {"completed": "green", "stopped early": "green", "running": "cyan", "failed": "red", "crashed": "red"}
+_COLOURS = {"completed": "green", "stopped early": "green", "running": "cyan", "failed": "red", "lost": "red"}
 _SORTS = ("started", "name", "status", "step", "best", "duration")
 # What summary.json, or the lack of one, says; with dashes for a shell.
 _STATUSES = (
-    "running", "completed", "stopped-early", "failed", "crashed", "interrupted", "preempted", "pruned", "queued",
+    "running", "completed", "stopped-early", "failed", "lost", "interrupted", "preempted", "pruned", "queued",
 )  # fmt: skip
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
@@ -69,7 +70,7 @@ def list_(
 ) -> None:
     """Show the runs in FOLDER (runs/ where not given): status, step, best value, duration.
 
-    A run that was killed with all of its processes is called crashed; one that waits for its job to begin, queued.
+    A run is called lost that says nothing any more and never said how it ended, and queued before its job begins.
     """
     from lockstep.runs import table
 
@@ -133,7 +134,7 @@ def clean(
 ) -> None:
     """List what may be removed from FOLDER (runs/ where not given), and remove it with --yes.
 
-    Runs that failed, crashed or were interrupted and have no checkpoint; with --status, those of that status. Never a
+    Runs that failed, were lost or interrupted and have no checkpoint; with --status, those of that status. Never a
     run that is at work or waits in a queue, nor a folder that holds anything no run writes.
     """
     from lockstep.runs import cleaning, table
@@ -185,7 +186,7 @@ def _require(folder: Path) -> None:
         return
     meant = nearest(str(folder), ("diff", "clean", "list"), 0.6)
     hint = f"; did you mean lockstep runs {meant}?" if meant else "; runs are in runs/, or where --out was"
-    if "://" in str(folder):
+    if re.match(r"\w+:/", str(folder)):  # a path has one slash of s3://
         hint = "; runs are looked at on a disk: copy them here first, with the tools of that storage"
     raise ConfigError(f"{folder}: there is no such folder{hint}")
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
 from lockstep.errors import ConfigError
 
 
-@click.command()
+@click.command(epilog=examples("lockstep serve", "lockstep serve experiments --port 8000"))
 @click.argument("runs", type=click.Path(path_type=Path), default="runs")
 @click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0 is any that is free.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; off loopback, with a token.")

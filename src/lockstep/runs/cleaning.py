@@ -14,10 +14,11 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.record import folder_lock
 from lockstep.record.run_folder import RUNNING
-from lockstep.runs.table import CRASHED, QUEUED, Listed, is_run, listed
+from lockstep.runs.reader import LOST
+from lockstep.runs.table import QUEUED, Listed, is_surely_run, listed
 
 # What is removed where no status is named: ends that nobody goes on from, where there is no checkpoint.
-USELESS = ("failed", CRASHED, "interrupted")
+USELESS = ("failed", LOST, "interrupted")
 # What a run's folder has. Whatever else is in it was put there by somebody, who may want it.
 OURS = (
     "config.yaml", "launch.yaml", "topology.json", "summary.json", "metrics.jsonl", "evaluations.jsonl", "live.json",
@@ -66,7 +67,7 @@ def remove(folder: Path, with_checkpoints: bool) -> None:
 
     Looked at once more: it may have been resumed since it was chosen. ConfigError says what speaks against it.
     """
-    if not is_run(folder):
+    if not is_surely_run(folder):
         raise ConfigError(f"{folder} is not the folder of a run any more")
     with folder_lock.locked(folder, "a clean-up"):
         against = _against(listed(folder), with_checkpoints, ours=True)

@@ -13,21 +13,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+import yaml
+
+from lockstep.checkpoint.retention import best_first
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.config.load import parse_yaml
+from lockstep.config.text_file import read_text
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.chronicle import newest_row
 from lockstep.record.recorder import METRICS_FILE
-from lockstep.runs.live import Live, read_live
+from lockstep.runs.live import read_live
+from lockstep.runs.reader import LOST, holder_is_there, status_of
 from lockstep.runs.records import number, whole
+from lockstep.runs.timeline import read_timeline
 from lockstep.shown import brief, in_a_line
 
-CRASHED, QUEUED = "crashed", "queued"
+QUEUED = "queued"  # the status of a run whose job has not begun
 SCRIPT_FILE = "launch.yaml"  # of a script with its own loop, in place of a config
 _STARTS = (run_folder.CONFIG_FILE, SCRIPT_FILE)
 _STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")
-# live.json is written about once a second; one that is older is that of a run that is gone, or that nobody reaches.
-_FRESH_SECONDS = 20.0
 _LONGEST_REASON = 60
+# That section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
+_CHECKPOINT = re.compile(r"^checkpoint:.*\n(?:[ \t].*\n|\n)*", re.M)
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,7 @@ class Listed:
 
     folder: Path
     name: str  # below the folder that was listed
-    # As summary.json has it; but running only where somebody is at work, else crashed: every process was killed at
-    # once. A run without a summary is queued: its job has not begun.
-    status: str
+    status: str  # as summary.json has it; running only where somebody is at work, else lost; queued before all that
     reason: str
     epoch: int | None
     step: int | None
@@ -56,7 +62,7 @@ class Listed:
         return {**asdict(self), "folder": str(self.folder)}
 
 
-def is_run(folder: Path) -> bool:
+def is_surely_run(folder: Path) -> bool:
     """Whether a folder is that of a run, and not a link, a project or anything else that has a config.yaml."""
     return (
         folder.is_dir()
@@ -70,21 +76,21 @@ def found(folder: Path) -> list[Listed]:
     """All runs of a folder, and those of the sweeps in it."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; runs are in runs/, or where --out was")
-    if is_run(folder):
+    if is_surely_run(folder):
         raise ConfigError(f"{folder} is a run itself: name the folder that it is in")
     runs = []
     for each in _folders(folder):
-        if is_run(each):
+        if is_surely_run(each):
             runs.append(listed(each, each.name))
         elif (each / "sweep.yaml").is_file():
-            runs += [listed(trial, f"{each.name}/{trial.name}") for trial in _folders(each) if is_run(trial)]
+            runs += [listed(trial, f"{each.name}/{trial.name}") for trial in _folders(each) if is_surely_run(trial)]
     return runs
 
 
 def named(given: Path) -> Path:
     """The run that somebody means: its folder, or its name below runs/."""
     for folder in (given, Path("runs") / given):
-        if is_run(folder):
+        if is_surely_run(folder):
             return folder
     there = "there is no such folder" if not given.is_dir() else "it holds no config.yaml with a summary.json or logs"
     raise ConfigError(f"{given} is not the folder of a run: {there}. lockstep runs lists those of runs/")
@@ -94,19 +100,20 @@ def listed(folder: Path, name: str = "") -> Listed:
     """What the files of a run's folder say of it."""
     summary = run_folder.read_summary(folder)
     holder, live = folder_lock.held_by(folder), read_live(folder)
-    status = _status(str(summary.get("status") or QUEUED), holder is not None, live)
+    timeline = read_timeline(folder)
+    at_work = True if holder is not None else holder_is_there(folder)
+    known = bool(summary or timeline or live or holder)
+    status = status_of(summary, timeline, live, time.time(), at_work) if known else QUEUED
     last = newest_row(folder / METRICS_FILE) or {}
     metric, mode = _judged_by(folder)
-    best = summary.get("best")
-    best = best if isinstance(best, Mapping) else {}
+    best, best_step = _best(folder, summary, mode)
     started = _started(folder)
     changed = max(
         [started, *(_written(folder / each) for each in ("summary.json", "metrics.jsonl", "live.json", "logs"))]
     )
     seconds = number(summary.get("seconds"))
-    if status in (run_folder.RUNNING, CRASHED):
+    if status in (run_folder.RUNNING, LOST):
         seconds = (time.time() if status == run_folder.RUNNING else changed) - started
-    value = number(best.get("value"))
     return Listed(
         folder=folder,
         name=name or folder.name,
@@ -116,26 +123,16 @@ def listed(folder: Path, name: str = "") -> Listed:
         step=_newest(
             summary.get("step"), last.get("step"), live.step if live and status == run_folder.RUNNING else None
         ),
-        metric=metric if value is not None else None,
+        metric=metric if best is not None else None,
         mode=mode,
-        best=value,
-        best_step=whole(best.get("step")),
+        best=best,
+        best_step=best_step,
         seconds=seconds,
         started=started,
         changed=changed,
         checkpoints=sum(1 for _ in (folder / "checkpoints").glob("step-*")),
         held_by=None if holder is None else str(holder),
     )
-
-
-def _status(said: str, held: bool, live: Live | None) -> str:
-    """What a summary says, or what became of a run that did not say how it ended."""
-    if held:
-        return run_folder.RUNNING
-    if said == run_folder.RUNNING:  # by a copy of its folder one knows that it is at work by what it brought lately
-        fresh = live is not None and live.age() < _FRESH_SECONDS
-        return run_folder.RUNNING if fresh else CRASHED
-    return said
 
 
 def _newest(*values: Any) -> int | None:
@@ -210,10 +207,26 @@ def _folders(folder: Path) -> list[Path]:
         raise ConfigError(f"{folder}: cannot be read: {error.strerror}") from None
 
 
+def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | None, int | None]:
+    """The best value and its step: as the summary has it or, before there is one, the checkpoints that are kept."""
+    told = summary.get("best")
+    if isinstance(told, Mapping):
+        return number(told.get("value")), whole(told.get("step"))
+    with contextlib.suppress(CheckpointError):
+        for each in best_first(CheckpointStorage(folder / "checkpoints").saved(), mode):
+            return each.value, each.step
+    return None, None
+
+
 def _judged_by(folder: Path) -> tuple[str | None, str]:
     """The metric that best checkpoints are kept by, and whether less of it is better."""
-    with contextlib.suppress(ConfigError):
-        keep = (run_folder.read_plain_config(folder).get("checkpoint") or {}).get("keep") or {}
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        config = read_text(folder / run_folder.CONFIG_FILE)
+        section = _CHECKPOINT.search(config)
+        keep: Any = parse_yaml(section[0] if section else config)
+        for key in ("checkpoint", "keep"):
+            keep = keep.get(key) if isinstance(keep, Mapping) else None
+        keep = keep if isinstance(keep, Mapping) else {}
         return str(keep.get("metric", "val/loss")), str(keep.get("mode", "min"))
     return None, "min"
 
