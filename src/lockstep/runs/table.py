@@ -22,7 +22,6 @@ from lockstep.config.text_file import read_text
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.chronicle import newest_row
-from lockstep.record.recorder import METRICS_FILE
 from lockstep.runs.live import read_live
 from lockstep.runs.reader import LOST, holder_is_there, status_of
 from lockstep.runs.records import number, whole
@@ -104,7 +103,7 @@ def listed(folder: Path, name: str = "") -> Listed:
     at_work = True if holder is not None else holder_is_there(folder)
     known = bool(summary or timeline or live or holder)
     status = status_of(summary, timeline, live, time.time(), at_work) if known else QUEUED
-    last = newest_row(folder / METRICS_FILE) or {}
+    last = newest_row(folder / "metrics.jsonl") or {}
     metric, mode = _judged_by(folder)
     best, best_step = _best(folder, summary, mode)
     started = _started(folder)
