@@ -37,6 +37,7 @@ _HOMES = {
     "plan": "plan",
     "schema": "schema",
     "runs": "runs",
+    "watch": "watch",
     "completion": "completion",
 }
 

@@ -272,6 +272,11 @@ class Pod(PodCommands):
                 found.append({"worker": name, "error": str(error)})
         return found
 
+    def look(self, record: Record) -> dict[str, Any]:
+        """The newest run as its head sees it, as `lockstep watch` shows it."""
+        (done,) = execute(self.asking("look", self.head(record), run=record.folder), _ANSWER_SECONDS)
+        return answered(self.transport, done)
+
     def console(self, worker: int, job: str | None, follow: bool) -> list[str]:
         (done,) = execute(self.following(worker, 0, job, follow), _FOLLOW_SECONDS)
         if done.code == 255:

@@ -15,7 +15,8 @@ from lockstep.config.plain import columns
 from lockstep.config.text_file import read_text
 from lockstep.errors import ConfigError
 from lockstep.record import run_folder
-from lockstep.runs.table import SCRIPT_FILE, Listed, brief_seconds, listed
+from lockstep.runs.findings import duration
+from lockstep.runs.table import SCRIPT_FILE, Listed, listed
 from lockstep.shown import brief, in_a_line
 
 _RESULTS = ("status", "epoch", "step", "seconds", "world_size", "runtime", "strategy", "samples_per_second")
@@ -81,7 +82,7 @@ def _results(run: Listed) -> dict[str, Any]:
 
 def _result(name: str, value: Any) -> str:
     if name == "seconds" and isinstance(value, (int, float)):
-        return brief_seconds(value)
+        return duration(value)
     return f"{value:.6g}" if isinstance(value, float) else _text(value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import math
 import os
 import re
 import time
@@ -22,6 +21,7 @@ from lockstep.config.text_file import read_text
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.chronicle import newest_row
+from lockstep.runs.findings import duration
 from lockstep.runs.live import read_live
 from lockstep.runs.reader import LOST, holder_is_there, status_of
 from lockstep.runs.records import number, whole
@@ -179,23 +179,10 @@ def rows(runs: Iterable[Listed]) -> list[list[str]]:
         why = brief(run.reason, _LONGEST_REASON) if run.status != "completed" else ""
         cells.append((
             run.name, run.status, _shown(run.epoch), _shown(run.step), best, at,
-            "" if run.seconds is None else brief_seconds(run.seconds),
+            "" if run.seconds is None else duration(run.seconds),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), why,
         ))  # fmt: skip
     return [[in_a_line(cell) for cell in row] for row in cells]
-
-
-def brief_seconds(seconds: float) -> str:
-    """A duration in its two largest units."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return "?"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = int(seconds)
-    for size, unit, smaller, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // smaller} {below}"
-    raise AssertionError(whole)
 
 
 def _folders(folder: Path) -> list[Path]:
