@@ -149,7 +149,7 @@ def test_a_slow_rank_and_a_restart_are_told(tmp_path: Path) -> None:
     assert findings(again)[0].text.startswith("restarted after step ") and "<script>" in findings(again)[0].text
     broken = read_run(failed(tmp_path / "broken"))
     assert verdict(broken).text == (
-        "failed at epoch 3, step 120: rank 1 of 2 on host-0 failed: ValueError: <script>alert(1)</script> is no batch"
+        "failed after epoch 3, step 120: rank 1 of 2 on host-0 failed: ValueError: <script>alert(1)</script> is no batch"
     )
 
 
