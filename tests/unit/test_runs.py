@@ -149,7 +149,8 @@ def test_a_slow_rank_and_a_restart_are_told(tmp_path: Path) -> None:
     assert findings(again)[0].text.startswith("restarted after step ") and "<script>" in findings(again)[0].text
     broken = read_run(failed(tmp_path / "broken"))
     assert verdict(broken).text == (
-        "failed at epoch 3, step 120: rank 1 of 2 on host-0 failed: ValueError: <script>alert(1)</script> is no batch"
+        "failed after epoch 3, step 120: "
+        "rank 1 of 2 on host-0 failed: ValueError: <script>alert(1)</script> is no batch"
     )
 
 
@@ -179,6 +180,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
     told: list[str] = []
     assert leave_report(tmp_path / "none", told.append) is None and "there is no such folder" in told[0]
+    run = completed(tmp_path / "run", count=10)
+    (run / "report.html").mkdir()
+    assert leave_report(run, told.append) is None and told[1].startswith("no report.html: ")
 
 
 def test_the_page_of_a_long_run_and_of_many_metrics_is_small(tmp_path: Path) -> None:

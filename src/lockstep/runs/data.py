@@ -148,7 +148,7 @@ def _timeline(run: Run, most: int) -> dict[str, Any]:
     spans = list(run.spans)
     drawn = merged(spans, most)
     shortest = (spans[-1].end - spans[0].begin) / most if len(drawn) < len(spans) else 0.0
-    marks = [
+    marks: list[dict[str, Any]] = [
         {"at": each.at, "kind": each.kind, "text": _short(each.note or each.status)}
         for each in run.timeline
         if each.kind in ("restart", "stall", "preempt", "end")

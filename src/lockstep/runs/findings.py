@@ -36,9 +36,9 @@ def verdict(run: Run) -> Finding:
     reason = text(summary.get("reason"))
     if run.status == "failed":
         last = next((each for each in reversed(run.failures) if not each.restarted), None)
-        return Finding("bad", f"failed at {where}: {first_line(last.headline if last else reason)}")
+        return Finding("bad", f"failed after {where}: {first_line(last.headline if last else reason)}")
     if run.status == LOST:
-        return Finding("bad", f"gone at {where}: nothing was heard of it any more, and it never said how it ended")
+        return Finding("bad", f"gone after {where}: nothing was heard of it any more, and it never said how it ended")
     if run.is_running:
         return Finding("note", f"running, at {where}")
     restarts = sum(each.restarted for each in run.failures)

@@ -97,9 +97,14 @@ class Run:
     @property
     def step(self) -> int:
         steps = [whole(self.summary.get("step")), whole(self.rows[-1].get("step")) if self.rows else None]
-        if self.is_running and self.live is not None:
+        if self.status in (RUNNING, LOST, "failed") and self.live is not None and self.live.at >= self._started:
             steps.append(max(self.live.step - 1, 0))  # the one that is under way is not made yet
         return max((each for each in steps if each is not None), default=0)
+
+    @property
+    def _started(self) -> float:
+        """When it was last started, or restarted."""
+        return max((each.at for each in self.timeline if each.kind in ("start", "restart")), default=0.0)
 
 
 def is_run(folder: Path) -> bool:

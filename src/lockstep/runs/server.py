@@ -12,6 +12,7 @@ import ipaddress
 import json
 import secrets
 import socket
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -97,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._take_token(address.path, query)
             return
         names = query.get("run", [])[:_MOST_RUNS]
-        answers = {
+        answers: dict[str, Callable[[], None]] = {
             "/": lambda: self._page("Runs", "runs.json"),
             "/run": lambda: self._page(", ".join(names), f"data.json?{urlencode({'run': names}, doseq=True)}"),
             "/runs.json": lambda: self._data(self.server.runs.listed()),

@@ -3,9 +3,18 @@
 (() => {
 "use strict";
 // Told apart by those who see no red or green as well (Okabe and Ito's).
-const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#8a6d00"];
-const PHASES = {"start": "#9aa3ad", "roll call": "#cc79a7", "compile": "#e69f00", "train": "#0072b2", "validate": "#009e73",
-                "save": "#56b4e9", "restart": "#d55e00"};
+const SCHEMES = {
+  light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a8f98", "#8a6d00"],
+  dark: ["#4aa3e0", "#f0b43c", "#2fc99b", "#e394c0", "#9fd3f5", "#ff8a4a", "#9aa3ad", "#d6c14a"],
+};
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let COLOURS, PHASES;
+function chooseColours() {
+  COLOURS = SCHEMES[dark.matches ? "dark" : "light"];
+  const [blue, orange, green, pink, sky, red, grey] = COLOURS;
+  PHASES = {"start": grey, "roll call": pink, "compile": orange, "train": blue, "validate": green, "save": sky, "restart": red};
+}
+chooseColours();
 const MARKS = {restart: "restart", stall: "stall", preempt: "asked to stop", end: "end", resume: "started again"};
 const page = document.getElementById("page");
 const given = JSON.parse(document.getElementById("data").textContent);
@@ -246,8 +255,7 @@ function timeline(data) {
   return el("section", {id: "timeline"}, el("h2", {}, "Timeline"), parts);
 }
 function ramp(share) {  // from the page's own ground to a strong red
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const from = dark ? [36, 42, 48] : [238, 241, 244], to = dark ? [255, 123, 84] : [190, 40, 20];
+  const from = dark.matches ? [36, 42, 48] : [238, 241, 244], to = dark.matches ? [255, 123, 84] : [190, 40, 20];
   const weight = Math.pow(Math.min(Math.max(share, 0), 1), .7);
   return from.map((value, at) => Math.round(value + weight * (to[at] - value)));
 }
@@ -280,7 +288,7 @@ function heat(run, begin, end) {
   const colours = [0, .25, .5, .75, 1].map(share => `rgb(${ramp(share)})`).join(",");
   const slowest = group > 1 || lags.merged > 1 ? " (the slowest of those that share a cell)" : "";
   return el("div", {}, el("div", {class: "heat"}, el("div", {class: "rows"}, labels), canvas),
-    el("p", {class: "key", style: {marginLeft: "4.2rem"}}, el("span", {}, "behind the fastest rank in a step: 0",
+    el("p", {class: "key below"}, el("span", {}, "behind the fastest rank in a step: 0",
       el("i", {class: "ramp", style: {background: `linear-gradient(to right, ${colours})`}}), `${short(most)} ms${slowest}`)));
 }
 let tipBox = null;
@@ -394,6 +402,6 @@ async function follow() {
     await new Promise(resolve => setTimeout(resolve, document.hidden ? Math.max(pause, 10000) : pause));
   }
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { const data = state.data; state.data = null; if (data) render(data); });
+dark.addEventListener("change", () => { chooseColours(); const data = state.data; state.data = null; if (data) render(data); });
 if (given.source) follow(); else render(given);
 })();
