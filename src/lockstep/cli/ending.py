@@ -101,8 +101,19 @@ def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) ->
     say(f"train further:  lockstep resume {where} --set train.{limit}=N")
     say(f"look at it:     {folder / 'report.html'}") if (folder / "report.html").is_file() else None
     say(f"or in:          tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
-    say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
+    _tell_profile(folder)
     return 0
+
+
+def _tell_profile(folder: Path) -> None:
+    """Where the time of the profiled steps went, and what has all of it."""
+    if not (folder / "profile").is_dir():
+        return
+    from lockstep.profiler import shares
+
+    say(f"its profile:    lockstep profile view {folder}")
+    for line in shares.table(folder / "profile"):
+        say(line)
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:

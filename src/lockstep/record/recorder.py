@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import Log
+from lockstep.config.schema import Keep, Log
 from lockstep.data.progress import Progress
+from lockstep.record.best import Best
 from lockstep.record.chronicle import Chronicle
-from lockstep.record.display import Display
+from lockstep.record.display import NEW_BEST, Display
 from lockstep.record.logger import Kind
 from lockstep.record.outbox import Outbox
 from lockstep.record.samples import Samples
@@ -35,8 +36,11 @@ class Recorder:
         display: Display,
         loggers: Sequence[Outbox] = (),
         chronicle: Chronicle | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        """`keep` says what the best is judged by."""
         self._folder, self._settings, self._display, self._loggers = folder, settings, display, loggers
+        self._best = Best(keep) if keep is not None and keep.best else None
         self._chronicle = chronicle
         self._samples = Samples(folder)
         self._jsonl: JsonlWriter | None = None
@@ -54,6 +58,8 @@ class Recorder:
         self.rows, dropped = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
         self._before = {(row.get("step", 0), name): value for row in dropped for name, value in _numbers(row).items()}
         self._samples.forget_after(step)
+        for row in read_rows(self._folder / METRICS_FILE)[: self.rows] if self.rows and self._best else ():
+            self._best.reached(row)
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         self._open()
@@ -73,7 +79,8 @@ class Recorder:
             each.log(row["step"], values)
             each.look()
         self.rows += 1
-        self._display.row(row, self._lags)
+        is_best = self._best is not None and self._best.reached(row)
+        self._display.row({**row, NEW_BEST: True} if is_best else row, self._lags)
 
     def note_lags(self, step: int, busy: list[float]) -> None:
         """How long each rank took for a step before it was ready to exchange gradients, by rank."""

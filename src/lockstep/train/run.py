@@ -102,7 +102,8 @@ class Run:
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
         outboxes = self._make_loggers()
-        recorder = Recorder(folder, settings.log, display, outboxes, chronicle) if group.rank == 0 else None
+        keep = settings.checkpoint.keep
+        recorder = Recorder(folder, settings.log, display, outboxes, chronicle, keep) if group.rank == 0 else None
         self.journal = Journal(group, recorder, settings.log.every, runtime, self._strategy.speaks)
         self.checkpointer = Checkpointer(
             group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
