@@ -58,8 +58,9 @@ class Recorder:
         self.rows, dropped = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
         self._before = {(row.get("step", 0), name): value for row in dropped for name, value in _numbers(row).items()}
         self._samples.forget_after(step)
-        for row in read_rows(self._folder / METRICS_FILE)[: self.rows] if self.rows and self._best else ():
-            self._best.reached(row)
+        if self._best is not None and self.rows:
+            for row in read_rows(self._folder / METRICS_FILE)[: self.rows]:
+                self._best.reached(row)
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         self._open()
