@@ -155,7 +155,7 @@ function build(chart, data, into) {
     scales: {x: {time: false}, y: {distr: state.log && positive ? 3 : 1}},
     axes: [{...axis, size: 28, values: (_, all) => all.map(short)}, {...axis, size: 52, values: (_, all) => all.map(value => value == null ? "" : short(value))}],
     cursor: {sync: {key: "steps"}, points: {size: 6}, drag: {x: true, y: false}, y: false},
-    padding: [8, 8, 0, 0],
+    padding: [8, 18, 0, 0],
     hooks: {setCursor: [told], setData: [told], ready: [told], draw: [plot => {
       for (const [at, colour] of bad) {  // where it was no number
         const x = plot.valToPos(at, "x", true);
