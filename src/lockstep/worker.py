@@ -244,9 +244,9 @@ def met(
     activity = Activity(settings.watch.first_time)
     store, for_beats = meet(topology, settings.launch.join_timeout)
     adapt(device)
-    with _beating(Heartbeat(for_beats, topology, activity, Limits.of(settings.watch, family))) as heartbeat:
-        if family != "cpu":  # what PJRT says of its memory is not asked for: it is not made for a second thread
-            heartbeat.memory = (lambda: device.memory().get("peak")) if family == "cuda" else (lambda: None)
+    heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.watch, family))
+    heart.tells_resident_memory = family == "cpu"
+    with _beating(heart) as heartbeat:
         config = comparable(settings.model_dump(mode="json", by_alias=True))
         evidence = Evidence(config, source_files(load_source()))
         began = time.monotonic()

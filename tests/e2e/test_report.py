@@ -150,22 +150,25 @@ def test_a_run_at_work_is_followed_in_a_browser(project: Project) -> None:
                     return json.loads(answer.read())["runs"][0]  # type: ignore[no-any-return]
 
             wait_until(lambda: len(shown()["series"].get("train/loss", {}).get("x", [])) > 3, 120, "rows")
-            live = read_live(run)
-            assert live is not None and live.total_steps == 4000 and live.age() < 30
+            live = wait_until(
+                lambda: (found := read_live(run)) and found.total_steps == 4000 and found, 60, "live.json"
+            )
+            assert live.age() < 30
             assert [each.rank for each in live.ranks] == [0, 1] and all(each.memory for each in live.ranks)
             before = shown()["series"]["train/loss"]["x"][-1]
             wait_until(lambda: shown()["series"]["train/loss"]["x"][-1] > before, 60, "another row")
             opened = run_browser(
-                ["--timeout=8000", "--dump-dom"], f"{server.url}run?run={run.name}", False, project.folder
+                ["--virtual-time-budget=8000", "--dump-dom"], f"{server.url}run?run={run.name}", False, project.folder
             )
             assert "Ranks now" in opened.stdout and "running, at step" in opened.stdout and "all runs" in opened.stdout
-            opened = run_browser(["--timeout=5000", "--dump-dom"], server.url, False, project.folder)
+            opened = run_browser(["--virtual-time-budget=4000", "--dump-dom"], server.url, False, project.folder)
             assert run.name in opened.stdout and "compare" in opened.stdout
         finally:
+            started.process.send_signal(signal.SIGTERM)
+            finished = started.wait(120)
             server.shutdown()
             serving.join(10)
-    started.process.send_signal(signal.SIGTERM)
-    assert started.wait(120).code == 75
+    assert finished.code == 75, finished.text
     found = read_run(run)
     assert found.status == "preempted" and "preempt" in [each.kind for each in found.timeline]
     assert summary(run)["status"] == "preempted" and (run / "report.html").is_file()

@@ -21,6 +21,7 @@ from lockstep.record.chronicle import Chronicle, newest_row
 from lockstep.runs.lags import read_lags, typical
 from lockstep.runs.live import read_live
 from lockstep.runs.timeline import read_timeline
+from lockstep.train.run import _Phases
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:
@@ -119,7 +120,7 @@ def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> No
 def test_a_process_on_its_own_shows_where_it_is_too() -> None:
     activity, seen = Activity(), list[list[Seen]]()
     heartbeat = Heartbeat(None, Topology(), activity, Limits(0.8, 0.8))
-    heartbeat.show = seen.append
+    heartbeat.show, heartbeat.tells_resident_memory = seen.append, True
     heartbeat.start()
     activity.enter("loss", step=3)
     deadline = time.monotonic() + 20
@@ -128,6 +129,15 @@ def test_a_process_on_its_own_shows_where_it_is_too() -> None:
     heartbeat.stop()
     assert seen and seen[0][0].beat is not None
     assert (seen[0][0].beat.doing, seen[0][0].beat.step) == ("loss", 3) and seen[0][0].beat.memory
+
+
+def test_a_first_step_that_is_compiled_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    chronicle = Chronicle(tmp_path)
+    phases = _Phases(chronicle)
+    assert not phases.at(5, compiles=True) and not phases.at(5, compiles=True) and phases.at(6, compiles=True)
+    assert _Phases(chronicle).at(0, compiles=False)
+    chronicle.close()
+    assert [(each.kind, each.step) for each in read_timeline(tmp_path)] == [("train", 5), ("compile", 6), ("train", 0)]
 
 
 def test_what_is_no_beat_is_none() -> None:

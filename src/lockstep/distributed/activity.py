@@ -41,6 +41,7 @@ class Activity:
         self.patience = patience  # how long may be taken by what is not known to be short
         self.begun = False  # whether there was a step: before the first, nothing can be lost
         self.total_steps: int | None = None  # how many there will be, where that is known
+        self.memory: int | None = None  # the most bytes of its device so far, as the training thread last asked
         self.busy: float | None = None  # seconds of a step before this rank was ready to exchange gradients, of late
         self._known = {STARTING}
         self._now: tuple[int, int, str, bool, bool, float, float] = (0, 0, STARTING, False, True, monotonic(), 0.0)

@@ -100,7 +100,7 @@ class RunsFolder:
             "status": status,
             "kind": kind_of(status),
             "step": int(max((each for each in steps if each is not None), default=0)),
-            "metrics": "  ".join(words[:_SHOWN]),
+            "metrics": " · ".join(words[:_SHOWN]),
             "at": round(_changed(folder)),
         }
 

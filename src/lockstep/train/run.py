@@ -742,7 +742,7 @@ class _Phases:
         """Between two steps, where this is the number of the last one; whether there is no more to note."""
         if self._began is None:
             self._began = (step, time.time())
-            self._chronicle.note("train", step=step)
+            self._chronicle.note("train", self._began[1], step=step)
             return not compiles
         first, began = self._began
         if step > first:

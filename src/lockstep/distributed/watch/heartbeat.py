@@ -59,7 +59,7 @@ class Heartbeat:
         self.errand: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
         self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
         self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: whoever shows where all ranks are
-        self.memory: Callable[[], int | None] = resident_memory
+        self.tells_resident_memory = False  # of the process, where its device has no memory of its own
         self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
         beat = self._beat if store is not None else self._beat_alone
         self._threads = [threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True)]
@@ -124,7 +124,8 @@ class Heartbeat:
         where = user_line(frame) if frame is not None else ""
         return Beat(
             self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where,
-            self._activity.begun, self._host, self._activity.total_steps, self._activity.busy, self.memory(),
+            self._activity.begun, self._host, self._activity.total_steps, self._activity.busy,
+            resident_memory() if self.tells_resident_memory else self._activity.memory,
         )  # fmt: skip
 
     def _mind_the_store(self) -> None:

@@ -155,7 +155,7 @@ function build(chart, data, into) {
     scales: {x: {time: false}, y: {distr: state.log && positive ? 3 : 1}},
     axes: [{...axis, size: 28, values: (_, all) => all.map(short)}, {...axis, size: 52, values: (_, all) => all.map(value => value == null ? "" : short(value))}],
     cursor: {sync: {key: "steps"}, points: {size: 6}, drag: {x: true, y: false}, y: false},
-    padding: [8, 8, 0, 0],
+    padding: [8, 18, 0, 0],
     hooks: {setCursor: [told], setData: [told], ready: [told], draw: [plot => {
       for (const [at, colour] of bad) {  // where it was no number
         const x = plot.valToPos(at, "x", true);
@@ -370,7 +370,7 @@ function list(data) {
     return el("tr", {}, el("td", {}, box), el("td", {}, el("a", {href: `${data.link}?run=${encodeURIComponent(run.name)}`}, run.name)),
       el("td", {}, el("span", {class: `badge ${run.kind}`}, run.status)), el("td", {class: "n"}, run.step), el("td", {}, run.metrics), el("td", {}, clock(run.at, true)));
   };
-  return [el("h1", {}, data.title), data.list.length ? el("div", {class: "scroll"}, el("table", {}, el("tr", {}, ["", "run", "status", "step", "metrics", "changed"].map(name => el("th", {}, name))), data.list.map(row)))
+  return [el("h1", {}, data.title), data.list.length ? el("div", {class: "scroll"}, el("table", {class: "list"}, el("tr", {}, ["", "run", "status", "step", "metrics", "changed"].map(name => el("th", {}, name))), data.list.map(row)))
     : el("p", {class: "soft"}, "There are no runs in this folder yet."), data.list.length > 1 ? el("p", {}, compare) : null, data.more ? el("p", {class: "soft"}, `and ${data.more} older ones`) : null];
 }
 
