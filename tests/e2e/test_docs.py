@@ -46,7 +46,7 @@ RUNNABLE = [page for page in PAGES if blocks(page, "sh", "python") and page not 
 
 
 # Pages whose every command has a shorter test elsewhere, with the same packages.
-LONG = ("afterwards.md", "coming-from.md", "data.md", "logging.md", "pretrained.md", "report.md", "tasks.md")
+LONG = ("afterwards.md", "coming-from.md", "data.md", "logging.md", "pretrained.md", "runs.md", "report.md", "tasks.md")
 
 
 @pytest.mark.parametrize(
