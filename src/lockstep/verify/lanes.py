@@ -100,7 +100,7 @@ class _Starter:
     def begin(self) -> None:
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lockstep.verify.starter"], env={**environment(), **self._variables},
+                [sys.executable, "-P", "-m", "lockstep.cli.starter"], env={**environment(), **self._variables},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, process_group=0,
             )  # fmt: skip
 
