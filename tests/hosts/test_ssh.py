@@ -147,7 +147,7 @@ def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop
     assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
     assert [each["alive"] for each in json.loads(laptop.run("pod", "ps", "verbs", "--json").out)] == [True] * 3
     seen = json.loads(laptop.run("watch", "--pod", "verbs", "--once", "--json").out)
-    assert (seen["status"], [each["rank"] for each in seen["live"]["ranks"]]) == ("running", [0, 1, 2])
+    assert (seen["status"], [each["rank"] for each in seen["live"]["ranks"]]) == ("running", [0, 1, 2, 3])
     assert seen["step"] > 0 and "train/loss" in seen["latest"]
     client.kill()
     client.wait(10)
