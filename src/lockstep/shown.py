@@ -38,6 +38,16 @@ def brief(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
+def size(count: int) -> str:
+    """Bytes, as people say it."""
+    number, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if number < 1000:
+            break
+        number, unit = number / 1000, larger
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
 def _visible(character: str) -> str:
     if character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs":
         return character

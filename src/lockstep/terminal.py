@@ -10,6 +10,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from lockstep.shown import shown
@@ -25,6 +26,16 @@ def tell(text: str, end: str = "\n") -> None:
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):  # broken; closed; none at all
         pass
+
+
+def colour(environment: Mapping[str, str]) -> bool | None:
+    """Whether to write in colour: always, never, or (None) where the stream is a terminal. As other programs do:
+    NO_COLOR (no-color.org) counts more than FORCE_COLOR, and a terminal that is dumb shows none."""
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR", "") not in ("", "0"):
+        return True
+    return False if environment.get("TERM") == "dumb" or environment.get("FORCE_COLOR") == "0" else None
 
 
 def make_safe() -> None:

@@ -32,11 +32,14 @@ from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.record import chronicle as chronicles
 from lockstep.record import display, folder_lock, run_folder
+from lockstep.record.chronicle import Chronicle
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.start_files import brought_here
 from lockstep.record.writers import write_json
+from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
 from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
@@ -241,7 +244,9 @@ def met(
     activity = Activity(settings.watch.first_time)
     store, for_beats = meet(topology, settings.launch.join_timeout)
     adapt(device)
-    with _beating(Heartbeat(for_beats, topology, activity, Limits.of(settings.watch, family))) as heartbeat:
+    heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.watch, family))
+    heart.tells_resident_memory = family == "cpu"
+    with _beating(heart) as heartbeat:
         config = comparable(settings.model_dump(mode="json", by_alias=True))
         evidence = Evidence(config, source_files(load_source()))
         began = time.monotonic()
@@ -280,7 +285,10 @@ def opened(
 
         folder = Path(present.group.agree(hold_folder, "the run's folder"))
         guard = guards[0] if guards else lambda: None
-        with _opened(present, settings, folder, requests, redirect, outlet, guard) as run:
+        with (
+            _chronicle(present, folder, held) as chronicle,
+            _opened(present, settings, folder, requests, redirect, outlet, guard, chronicle) as run,
+        ):
             if mirrors and mirrors[0] is not None:
                 run.checkpointer.elsewhere = _waiting_for(mirrors[0], settings, present.group.activity)
             yield run
@@ -311,6 +319,40 @@ def _held(folder: Path, topology: Topology, held: bool, patience: float) -> cont
 
 
 @contextlib.contextmanager
+def _chronicle(present: Present, folder: Path, held: bool) -> Iterator[Chronicle | None]:
+    """On rank 0, what it leaves for whoever looks at the run. Where no launcher holds the folder, also what one would
+    have noted; and where none watches, where all ranks are."""
+    topology, heartbeat = present.topology, present.heartbeat
+    if topology.place.rank != 0:
+        yield None
+        return
+    with chronicles.opened(folder, logger.warning) as chronicle:
+        now = time.time()
+        if not held:
+            chronicle.note("start", now - present.seconds, world_size=topology.world_size)
+        chronicle.note("roll call", now - present.seconds, now, world_size=topology.world_size)
+        if not topology.watched:
+            heartbeat.show = chronicle.show
+        status: str | None = None
+        note: str | None = None
+        try:
+            yield chronicle
+            status = run_folder.read_summary(folder).get("status")
+        except (Preempted, Interrupted) as asked:
+            status, note = "preempted" if isinstance(asked, Preempted) else "interrupted", asked.reason
+            raise
+        except BaseException as error:
+            status, note = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            heartbeat.show = None
+            if not held:
+                chronicle.note("end", status=status, note=note)
+                chronicle.close()
+                leave_report(folder, logger.warning)
+
+
+@contextlib.contextmanager
 def _opened(
     present: Present,
     settings: RunSettings,
@@ -319,6 +361,7 @@ def _opened(
     redirect: bool,
     outlet: Outlet | None,
     guard: Guard,
+    chronicle: Chronicle | None,
 ) -> Iterator[Run]:
     group, topology = present.group, present.topology
     rank, console = group.rank, display.terminal() if group.rank == 0 else None
@@ -328,7 +371,7 @@ def _opened(
         _announce(present, folder)
         if rank == 0:
             run_folder.has_begun(folder)
-        run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard)
+        run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard, chronicle)
         if run.summons is not None:
             present.heartbeat.errand = run.summons.look
         try:

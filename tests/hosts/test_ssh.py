@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from conftest import losses, rows, steps_saved, summary, wait_until
 from laptop import NAMES, Laptop
 from lockstep.cli import main
+from lockstep.runs.reader import read_run
 
 pytestmark = pytest.mark.xdist_group("hosts")
 
@@ -72,6 +73,17 @@ def test_three_hosts_train_as_one_machine_does(laptop: Laptop, one_machine: Path
     here = laptop.folder / "runs" / run.name
     assert {each.name for each in (here / "logs").iterdir()} == {f"rank-{rank}.log" for rank in range(4)}
     assert not differences(here, one_machine)
+    looked_at = read_run(here)
+    assert looked_at.status == "completed" and {"start", "roll call", "train", "end"} <= {
+        each.kind for each in looked_at.timeline
+    }
+    assert looked_at.live is not None and [each.host for each in looked_at.live.ranks] == [
+        "anna",
+        "anna",
+        "bert",
+        "carl",
+    ]
+    assert looked_at.lags and (here / "report.html").is_file()
     for host in laptop.network.hosts.values():
         assert not host.processes("lockstep")
 
@@ -133,6 +145,10 @@ def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop
     client = laptop.start("train", config, "--pod", "verbs")
     run = under_way(laptop, "verbs", client)
     assert laptop.run("pod", "ps", "verbs").out.count("is at work") == 3
+    assert [each["alive"] for each in json.loads(laptop.run("pod", "ps", "verbs", "--json").out)] == [True] * 3
+    seen = json.loads(laptop.run("watch", "--pod", "verbs", "--once", "--json").out)
+    assert (seen["status"], [each["rank"] for each in seen["live"]["ranks"]]) == ("running", [0, 1, 2, 3])
+    assert seen["step"] > 0 and "train/loss" in seen["latest"]
     client.kill()
     client.wait(10)
     laptop.network.hosts["bert"].stop_sshd()

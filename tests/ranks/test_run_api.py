@@ -171,5 +171,5 @@ def test_the_summary_of_an_own_loop_has_its_metrics_and_its_best(tmp_path: Path)
     # Back to the best, which is the older one: what is newer is set aside before anything is saved.
     assert launch(bodies.goes_back, processes=2, folder=tmp_path / "run") == [[2, 1], [2, 1]]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "aside-step-00000004", "step-00000002",
+        "aside-step-00000004", "best", "step-00000002",
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from lockstep.config.load import load
 from lockstep.errors import LaunchError
 from lockstep.ray.installed import RayMissing
 from lockstep.record import run_folder
+from lockstep.runs.reader import read_run
 from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
@@ -63,6 +64,12 @@ def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRa
     assert "lockstep: completed: epoch 4" in finished.err
     assert "Traceback" not in finished.text and "raylet" not in finished.text
     assert not list(run.glob(".driver-*"))
+    looked_at = read_run(run)  # by the driver and rank 0 together
+    assert [each.kind for each in looked_at.timeline if each.kind != "save" and each.kind != "validate"] == [
+        "start", "roll call", "train", "end",
+    ]  # fmt: skip
+    assert looked_at.live is not None and [each.rank for each in looked_at.live.ranks] == [0, 1]
+    assert looked_at.lags and (run / "report.html").is_file()
 
 
 def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from conftest import losses, steps_saved, summary, wait_until
+from lockstep.runs.reader import read_run
 from ray_cluster import Nodes
 from ray_launching import LIMIT, OnRay, assert_same_weights
 
@@ -99,6 +100,9 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
     for rank in (0, 1):
         assert "pid" in (run / "logs" / f"rank-{rank}.log").read_text()
     assert not list((run / "checkpoints").glob(".partial-*"))
+    looked_at = read_run(run)
+    assert [each.kind for each in looked_at.timeline].count("roll call") == 2 and looked_at.failures[0].restarted
+    assert looked_at.live is not None and looked_at.lags and (run / "report.html").is_file()
 
 
 @pytest.mark.long

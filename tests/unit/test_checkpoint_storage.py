@@ -24,6 +24,8 @@ from lockstep.checkpoint.reader import read
 from lockstep.checkpoint.retention import Saved
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import delete_old
+from lockstep.config.schema import Keep
 from lockstep.errors import CheckpointError
 
 FILES = (MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE)
@@ -493,3 +495,57 @@ def test_nothing_but_the_launcher_can_pickle() -> None:
     found = {str(path.relative_to(source)): pickling(path.read_text()) for path in source.rglob("*.py")}
     assert {path for path, uses in found.items() if uses} <= MAY_PICKLE, found
     assert pickling("import pickle\nfrom dill import x\ntorch.load(f)") == ["pickle", "dill", "torch.load"]
+
+
+# The link to the best
+
+
+def judged(store: CheckpointStorage, step: int, value: float | None, keep: Keep) -> None:
+    """Save a step that has a value, and delete what need not be kept, as a run does."""
+    write(store, snapshot(step, about={"epoch": 0, "value": value, "metrics": {}}))
+    delete_old(store, step, keep)
+
+
+def test_best_leads_to_the_best_that_is_kept_and_nowhere_else(tmp_path: Path) -> None:
+    store, keep = CheckpointStorage(tmp_path / "checkpoints"), Keep(last=1, best=1)
+    link = store.folder / "best"
+    for step, value, best in ((1, None, None), (2, 0.5, 2), (3, 0.7, 2), (4, 0.4, 4), (5, float("nan"), 4)):
+        judged(store, step, value, keep)
+        assert (link.resolve().name if link.exists() else None) == (None if best is None else store.path(best).name)
+    assert str(link.readlink()) == "step-00000004"  # relative: the run's folder may be moved
+    assert store.steps() == [4, 5]
+    # Going back to before it takes its name away, and the link with it.
+    store.set_aside_after(None)
+    assert not link.is_symlink()
+    assert not list(store.folder.glob(".*"))
+
+
+def test_the_link_never_leads_nowhere_whatever_is_deleted(tmp_path: Path) -> None:
+    store = CheckpointStorage(tmp_path / "checkpoints")
+    judged(store, 1, 0.1, Keep(last=1, best=1))
+    store.delete(1)
+    assert not (store.folder / "best").is_symlink()
+    judged(store, 2, 0.1, Keep(last=1, best=0))  # nobody asked for the best
+    assert not (store.folder / "best").is_symlink()
+
+
+def test_a_disk_without_links_and_a_name_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, keep = CheckpointStorage(tmp_path / "checkpoints"), Keep(last=1, best=1)
+
+    def refused(*arguments: Any, **more: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", refused)
+        judged(store, 1, 0.1, keep)
+    assert store.steps() == [1] and not (store.folder / "best").exists()
+    (store.folder / "best").mkdir()
+    judged(store, 2, 0.05, keep)
+    assert (store.folder / "best").is_dir() and not (store.folder / "best").is_symlink()
+
+
+def test_what_an_interrupted_link_left_behind_is_swept(store: CheckpointStorage) -> None:
+    (store.folder / ".partial-best-1").symlink_to("step-00000001")
+    store.sweep()
+    assert not (store.folder / ".partial-best-1").is_symlink()
+    assert store.steps() == [1, 2] and store.problem(1) is None

@@ -161,7 +161,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
         (["init", "."], "lockstep: task.py is there already; name another folder"),
         (["init", "task.py/new"], "lockstep: task.py/new: cannot be written"),
         (["train"], "Missing argument 'CONFIG'"),
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "there is no command 'trian': did you mean train?"),
         (["train", "config.yaml", "--dryrun"], "No such option"),
         (["run", "--processes", "0", "task.py"], "Invalid value for '--processes'"),
         (["doctor", "--runtime", "tpu"], "Invalid value for '--runtime'"),

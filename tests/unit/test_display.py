@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from lockstep.config.schema import Keep, Log
 from lockstep.record import display
 from lockstep.record.display import Display, LiveDisplay
+from lockstep.record.recorder import Recorder
+from lockstep.record.writers import read_rows
 
 ROW: dict[str, Any] = {
     "step": 20,
@@ -132,3 +136,32 @@ def test_text_that_looks_like_markup_is_shown_as_it_is(screen: Console) -> None:
 def test_what_is_no_terminal_gets_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert display.terminal() is None
+
+
+def test_a_validation_that_is_better_than_all_before_is_marked(tmp_path: Path) -> None:
+    """Also in a run that goes on, which knows what was before."""
+    lines: list[str] = []
+
+    class Shown(Display):
+        def row(self, row: dict[str, Any], lags: list[float]) -> None:
+            lines.append(self.line(row, lags))
+
+    def recorder() -> Recorder:
+        return Recorder(tmp_path, Log(), Shown(), keep=Keep(metric="val/accuracy", mode="max"))
+
+    def write(made: Recorder, *values: float) -> list[bool]:
+        lines.clear()
+        for value in values:
+            made.write({"step": 1, "epoch": 0, "val/accuracy": value}, 0.0)
+        return [line.endswith("  new best") for line in lines]
+
+    first = recorder()
+    assert write(first, 0.5, 0.5, 0.7, float("nan"), 0.6) == [True, False, True, False, False]
+    first.write({"step": 1, "epoch": 0, "val/accuracy": 0.9, "examples": 5}, 1.0)  # a row of training is none of it
+    assert not lines[-1].endswith("new best")
+    first.close("preempted")
+    again = recorder()
+    again.forget_after(1, 1, rows=3)
+    assert write(again, 0.6, 0.8) == [False, True]
+    again.close("completed")
+    assert all("new best" not in row for row in read_rows(tmp_path / "metrics.jsonl"))

@@ -22,6 +22,7 @@ from lockstep.config.load import validate
 from lockstep.config.schema import Log, RunConfig, RunSettings
 from lockstep.errors import ConfigError
 from lockstep.record import loggers, outbox, to_mlflow
+from lockstep.record.details import Details
 from lockstep.train.parts import check_parts
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
@@ -143,6 +144,27 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(new_run: Runs, tmp_pa
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [each.step for each in events.Scalars("loss")] == list(range(1, 11))
+    assert b"checkpoint:" in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+
+
+def test_what_a_run_leaves_of_its_ranks_and_phases_comes_as_numbers(tmp_path: Path) -> None:
+    ranks = [{"rank": 0, "lag": 0.0, "memory": 5}, {"rank": 1, "lag": 0.25, "memory": None}]
+    (tmp_path / "live.json").write_text(json.dumps({"ranks": ranks}))
+    told = [(0, None, "start"), (1, 2, "roll call"), (3, None, "train"), (5, 6, "validate"), (8, 8.5, "save"),
+            (13, None, "end"), (20, None, "start"), (21, None, "train"), (24, None, "end")]  # fmt: skip
+    lines = [json.dumps({"at": at, "until": until, "kind": kind}) for at, until, kind in told]
+    (tmp_path / "timeline.jsonl").write_text("\n".join(lines) + "\n")
+    details = Details(tmp_path)
+    assert details.newest() == {
+        "lag_seconds/most": 0.25, "lag_seconds/rank-0": 0.0, "lag_seconds/rank-1": 0.25,
+        "memory_bytes/most": 5.0, "memory_bytes/rank-0": 5.0,
+        "time_seconds/train": 11.5, "time_seconds/roll call": 1.0, "time_seconds/compile": 0.0,
+        "time_seconds/validate": 1.0, "time_seconds/save": 0.5,
+    }  # fmt: skip
+    assert details.newest() == {}  # not with every row
+    (tmp_path / "live.json").write_text("half of")
+    (tmp_path / "timeline.jsonl").unlink()
+    assert Details(tmp_path).newest() == {}
 
 
 # How it ends

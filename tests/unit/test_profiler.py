@@ -7,10 +7,12 @@ import gzip
 import itertools
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Place, Topology
 from lockstep.errors import ConfigError
-from lockstep.profiler import view
+from lockstep.profiler import shares, view
 from lockstep.profiler.base import Profiler
 from lockstep.profiler.demand import Demand, _seconds, capture
 from lockstep.profiler.torch import TorchBackend
@@ -374,3 +376,34 @@ def test_looking_at_a_profile_does_not_load_torch() -> None:
 @pytest.fixture(autouse=True)
 def everything_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+def test_where_the_time_of_the_steps_went_is_kept_beside_the_trace(train: Training, tmp_path: Path) -> None:
+    """By regions that add up to all of it, with what is slow where it is slow; the writing of the trace is no part."""
+
+    def slow(run: Run) -> None:
+        with run.region("mine"):
+            time.sleep(0.02)
+
+    began = time.perf_counter()
+    train({"start_step": 2, "steps": 3}, epochs=1, meanwhile=slow)
+    whole = time.perf_counter() - began
+    told = json.loads((tmp_path / "profile" / "proc_0" / "shares.json").read_text())
+    assert (told["first_step"], told["last_step"]) == (2, 4)
+    seconds = told["seconds"]
+    assert {"data", "forward", "backward", "optimizer", "mine"} <= set(seconds)
+    assert 0.06 <= seconds["mine"] < sum(seconds.values()) < whole
+    assert seconds["forward"] < seconds["mine"]  # what is within it counts for itself alone
+    first, head, row = shares.table(tmp_path / "profile")
+    assert first.startswith("time of steps 2 to 4")
+    assert head.split()[:5] == ["rank", "data", "forward", "backward", "optimizer"]
+    parts = [int(each) for each in re.findall(r"(\d+) %", row)]
+    assert abs(sum(parts) - 100) <= len(parts)
+
+
+def test_shares_that_are_none_are_left_out(tmp_path: Path) -> None:
+    for name, text in (("proc_0", "no"), ("proc_x", "{}"), ("proc_1", '{"seconds": [], "first_step": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shares.json").write_text(text)
+    assert shares.table(tmp_path) == []
+    assert shares.table(tmp_path / "nowhere") == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from lockstep.verify.available import missing
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
 from lockstep.verify.findings import Asked, Judged, Report, Row
 from lockstep.verify.judge import Comparison, compare, metrics_apart, tolerance
+from lockstep.verify.lanes import Lanes
 from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial, execute, headline
 
@@ -283,3 +286,56 @@ def test_of_many_steps_the_first_and_the_last_are_shown() -> None:
     losses = {step: 1.0 / step for step in range(1, 21)}
     many = replace(of(replace(FIRST, fresh=Judged("reference", trial(losses)))), asked=Asked(Path("c"), 20))
     assert report.text(many).splitlines()[0].split()[2:9] == ["loss", "at", "step", "1", "2", "3", "20"]
+
+
+# Side by side
+
+
+def lanes(tmp_path: Path, count: int) -> Lanes:
+    made = Lanes(tmp_path, 1)
+    made.count = count
+    return made
+
+
+def test_runs_side_by_side_come_back_in_their_order(tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=30)  # neither gets past it alone
+
+    def first() -> int:
+        both.wait()
+        time.sleep(0.1)
+        return 1
+
+    def second() -> int:
+        both.wait()
+        return 2
+
+    assert lanes(tmp_path, 2).side_by_side([first, second, lambda: 3]) == [1, 2, 3]
+
+
+def test_a_failure_side_by_side_is_raised_and_nothing_new_is_begun(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    def fails() -> None:
+        begun.append(0)
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError, match="no"):
+        lanes(tmp_path, 1).side_by_side([fails, lambda: begun.append(1)])
+    assert begun == [0]
+
+
+def test_a_run_is_ended_where_the_comparison_is_asked_to_stop(tmp_path: Path) -> None:
+    stopping = threading.Event()
+    stopping.set()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        execute([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log", 60, stopping)
+    assert time.monotonic() - began < 30
+
+
+def test_only_what_shares_nothing_is_side_by_side() -> None:
+    alone = {each.name for each in COMBINATIONS if each.alone}
+    assert {"cpu-ray-2", "cpu-hosts", "cuda-single"} <= alone
+    assert {each.name for each in COMBINATIONS if each.plain} == {
+        each.name for each in COMBINATIONS if each.name.startswith("cpu-") and "torchrun" not in each.name
+    } - alone

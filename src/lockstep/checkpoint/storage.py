@@ -9,6 +9,7 @@ Whatever changes the folder is for rank 0 alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _TEMPORARY = ".partial-"
 _REPLACED = f"{_TEMPORARY}replaced-"
+BEST = "best"  # a link to the best of them
 _DAMAGED, _ASIDE = "damaged-", "aside-"  # before the name of a checkpoint that is not whole; that is, but abandoned
 
 
@@ -164,9 +166,30 @@ class CheckpointStorage:
     def delete(self, step: int) -> None:
         """Remove a checkpoint so that it is never seen half removed."""
         self._guard()
+        self._unlink_best(step)
         doomed = self.folder / f"{_TEMPORARY}deleted-{step:08d}-{os.getpid()}"
         _rename(self.path(step), doomed, "deleted")
         _remove(doomed)
+
+    def link_best(self, step: int | None) -> None:
+        """Have `best` lead to the checkpoint of a step, or be absent; on a disk that has no links, it is absent."""
+        link = self.folder / BEST
+        if link.exists() and not link.is_symlink():
+            return  # somebody's own
+        temporary = self.folder / f"{_TEMPORARY}{BEST}-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            if step is None:
+                link.unlink(missing_ok=True)
+            elif _leads_to(link) != self.path(step).name:
+                temporary.unlink(missing_ok=True)
+                temporary.symlink_to(self.path(step).name)
+                temporary.replace(link)
+
+    def _unlink_best(self, step: int) -> None:
+        """Before its checkpoint gets another name: a link that leads nowhere is worse than none."""
+        if _leads_to(self.folder / BEST) == self.path(step).name:
+            with contextlib.suppress(OSError):
+                (self.folder / BEST).unlink()
 
     def set_aside_after(self, step: int | None) -> list[Path]:
         """Set aside all checkpoints newer than the one that the run goes on from; all of them where it begins anew.
@@ -252,6 +275,7 @@ class CheckpointStorage:
         while aside.exists():
             number += 1
             aside = aside.with_name(f"{kind}{self.path(step).name}-{number}")
+        self._unlink_best(step)
         _rename(self.path(step), aside, "set aside")
         self._damaged.discard(step)
         return aside
@@ -318,8 +342,16 @@ def _rename(path: Path, new: Path, what: str) -> None:
         ) from None
 
 
+def _leads_to(link: Path) -> str | None:
+    """What a link says; None where there is none."""
+    try:
+        return os.readlink(link)  # noqa: PTH115  its text, not a path to go by
+    except OSError:
+        return None
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.checkpoint import codec, tensor_file
 from lockstep.checkpoint.background import Background, WritesInBackground
-from lockstep.checkpoint.retention import to_delete
+from lockstep.checkpoint.retention import best_first, to_delete
 from lockstep.checkpoint.snapshot import Snapshot, now, versions, write
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint, Keep
@@ -85,9 +85,11 @@ class CheckpointWriter(WritesInBackground):
 
 
 def delete_old(store: CheckpointStorage, step: int, keep: Keep) -> None:
-    """Delete what need not be kept now that a step is saved."""
+    """Delete what need not be kept now that a step is saved, and have `best` lead to the best of what is."""
     # Whatever is newer was put there by somebody else: it is not weighed, or it would cost what was just saved.
     ours = [each for each in store.saved() if each.step <= step]
+    best = best_first([each for each in ours if each.whole], keep.mode) if keep.best else []
+    store.link_best(best[0].step if best else None)
     for old in to_delete(ours, keep.last, keep.best, keep.mode):
         store.delete(old)
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli import options
+from lockstep.cli.help import examples
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say
-from lockstep.cli.options import SET
+from lockstep.cli.options import JSON, SET
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
@@ -23,7 +24,7 @@ from lockstep.shown import visible
 if TYPE_CHECKING:
     from lockstep.start.after import Done
 
-RUN = click.argument("run_dir", metavar="RUN", type=options.run_dir)
+RUN = click.argument("run_dir", metavar="RUN", type=options.run_dir, shell_complete=options.complete_run_dir)
 STEP = click.option(
     "--step", type=click.IntRange(min=0), default=None, help="The checkpoint of this step; else the newest."
 )
@@ -37,10 +38,9 @@ WORK = click.option(
     default=Path("runs"),
     help="For launch: slurm and ssh: where its logs go.",
 )
-JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 
 
-@click.command(epilog="Example: lockstep evaluate runs/digits-20260101-120000 --best --data test -n 2")
+@click.command(epilog=examples("lockstep evaluate runs/digits-20260101-120000 --best --data test -n 2"))
 @RUN
 @STEP
 @BEST
@@ -80,7 +80,7 @@ def evaluate(
     _show(found, as_json, _metrics_table(found))
 
 
-@click.command(epilog="Example: lockstep predict runs/digits-20260101-120000 --data test --out predictions.parquet")
+@click.command(epilog=examples("lockstep predict runs/digits-20260101-120000 --data test --out predictions.parquet"))
 @RUN
 @STEP
 @BEST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,40 +10,47 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli import options
+from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
+from lockstep.cli.options import JSON, RUN_DIR
+from lockstep.config.plain import columns, finite
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
+from lockstep.shown import size, visible
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.merge import Weight
     from lockstep.checkpoint.storage import CheckpointStorage
 
-RUN_DIR = click.argument("run_dir", type=options.run_dir)
 STEP = click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step; else the newest.")
 
 
-@click.group()
+@click.group(cls=Group)
 def checkpoint() -> None:
     """Look at the checkpoints of a run."""
 
 
-@checkpoint.command("list")
+@checkpoint.command("list", epilog=examples("lockstep checkpoint list runs/digits-20260101-120000"))
 @RUN_DIR
-def list_(run_dir: Path | Url) -> None:
+@JSON
+def list_(run_dir: Path | Url, as_json: bool) -> None:
     """All checkpoints of the run in RUN_DIR, oldest first. By their manifests: verify reads them to their end."""
     storage = _storage(run_dir)
-    rows: list[tuple[str, ...]] = [("step", "epoch", "saved", "ranks", "format", "size", "value", "")]
-    rows += [_row(storage, step) for step in storage.steps()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    listed = [_listed(storage, step) for step in storage.steps()]
+    if as_json:
+        _print_json({"checkpoints": listed, "set_aside": storage.all_set_aside()})
+        return
+    for line in columns([("step", "epoch", "saved", "ranks", "format", "size", "value", ""), *map(_row, listed)]):
+        click.echo(visible(line))
     for name in storage.all_set_aside():
         click.echo(f"set aside: {name}")
 
 
-@checkpoint.command()
+@checkpoint.command(epilog=examples("lockstep checkpoint show runs/digits-20260101-120000 --step 20"))
 @RUN_DIR
 @STEP
-def show(run_dir: Path | Url, step: int | None) -> None:
+@JSON
+def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     """What a checkpoint of the run in RUN_DIR holds: where it is from, its files, its weights."""
     from lockstep.checkpoint import manifest, merge
 
@@ -51,6 +59,14 @@ def show(run_dir: Path | Url, step: int | None) -> None:
     told = _manifest(storage, folder)
     found, _ = merge.weights(folder, told)
     state, _ = merge.weights(folder, told, "state")
+    if as_json:
+        _print_json({
+            "folder": str(folder), **_facts(told), "versions": told.get("versions") or {},
+            "metrics": told.get("metrics") or {},
+            "files": [{"name": name, "bytes": told["files"][name]["bytes"]} for name in manifest.files(told)],
+            "weights": list(map(_tensor, found)), "other_tensors": list(map(_tensor, state)),
+        })  # fmt: skip
+        return
     versions = told.get("versions") or {}
     click.echo(f"{folder}")
     click.echo(f"step {told['step']}, epoch {told.get('epoch')}, saved {told.get('created')} by "
@@ -59,35 +75,39 @@ def show(run_dir: Path | Url, step: int | None) -> None:
         click.echo(f"{name} {value}")
     click.echo("")
     for name in manifest.files(told):
-        click.echo(f"{_size(told['files'][name]['bytes']):>10}  {name}")
+        click.echo(f"{size(told['files'][name]['bytes']):>10}  {name}")
     click.echo("")
     for weight in found:
         click.echo(f"{weight.dtype:>5}  {weight.name} {weight.shape}")
     total = sum(each.nbytes for each in found)
     beside = sum(each.nbytes for each in state)
-    click.echo(f"\n{len(found)} weights, {_size(total)}; beside them {len(state)} tensors, {_size(beside)}")
+    click.echo(f"\n{len(found)} weights, {size(total)}; beside them {len(state)} tensors, {size(beside)}")
 
 
-@checkpoint.command()
+@checkpoint.command(epilog=examples("lockstep checkpoint verify runs/digits-20260101-120000"))
 @RUN_DIR
 @click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step alone.")
-def verify(run_dir: Path | Url, step: int | None) -> None:
+@JSON
+def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     """Read all checkpoints of the run in RUN_DIR to their end, and compare every digest; exit code 5 where one is not
     what was written."""
     storage = _storage(run_dir)
     if step is not None:
         storage.require(step)
-    damaged = 0
+    found = []
     for each in storage.steps() if step is None else [step]:
         name = storage.path(each).name
         problem = storage.problem(each)
-        damaged += problem is not None
-        click.echo(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}")
-    if damaged:
+        found.append({"step": each, "whole": problem is None, "problem": problem})
+        if not as_json:
+            click.echo(visible(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}"))
+    if as_json:
+        _print_json({"checkpoints": found})
+    if not all(each["whole"] for each in found):
         sys.exit(CheckpointError.exit_code)
 
 
-@checkpoint.command()
+@checkpoint.command(epilog=examples("lockstep checkpoint merge runs/digits-20260101-120000 --out model.safetensors"))
 @RUN_DIR
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
 @STEP
@@ -110,9 +130,7 @@ def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> Non
     if weights == "ema" and not averaged(folder, told):
         raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
     count = merge(folder, told, out, average=weights == "ema")
-    say(
-        f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {_size(out.stat().st_size)}"
-    )
+    say(f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {size(out.stat().st_size)}")
 
 
 def _storage(run_dir: Path | Url) -> CheckpointStorage:
@@ -151,35 +169,44 @@ def _manifest(storage: CheckpointStorage, folder: Path) -> dict[str, Any]:
     return told
 
 
-def _row(storage: CheckpointStorage, step: int) -> tuple[str, ...]:
+def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any]:
+    """A checkpoint by its manifest; where that is damaged, only what is wrong."""
     folder = storage.path(step)
     try:
-        told = _manifest(storage, folder)
+        return {"problem": None, **_facts(_manifest(storage, folder))}
     except CheckpointError as error:
-        return (str(step), "", "", "", "", "", "", str(error).removeprefix(f"{folder}: "))
-    size = sum(each["bytes"] for each in told["files"].values())
-    value = told.get("value")
-    return (
-        str(step),
-        str(told.get("epoch", "")),
-        str(told.get("created", "")),
-        str(told.get("world_size", "")),
-        str(told["format"]),
-        _size(size),
-        "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value),
-        "",
-    )
+        return {"step": step, "problem": str(error).removeprefix(f"{folder}: ")}
+
+
+def _facts(told: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": told["step"],
+        "epoch": told.get("epoch"),
+        "created": told.get("created"),
+        "world_size": told.get("world_size"),
+        "format": told["format"],
+        "bytes": sum(each["bytes"] for each in told["files"].values()),
+        "value": told.get("value"),
+    }
+
+
+def _row(listed: dict[str, Any]) -> tuple[str, ...]:
+    if listed["problem"] is not None:
+        return (str(listed["step"]), "", "", "", "", "", "", listed["problem"])
+    value = listed["value"]
+    told = [str("" if listed[name] is None else listed[name]) for name in ("step", "epoch", "created", "world_size")]
+    number = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return (*told, str(listed["format"]), size(listed["bytes"]), number, "")
+
+
+def _tensor(weight: Weight) -> dict[str, Any]:
+    return {"name": weight.name, "dtype": weight.dtype, "shape": weight.shape, "bytes": weight.nbytes}
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(finite(value), indent=1))
 
 
 def _ranks(told: dict[str, Any]) -> str:
     count = told.get("world_size")
     return "one rank" if told["format"] == 1 else f"{count} ranks"
-
-
-def _size(count: int) -> str:
-    number, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if number < 1000:
-            break
-        number, unit = number / 1000, larger
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from typing import Any
 
 import click
 
+from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
 from lockstep.deprecated import DeprecatedWarning
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
 from lockstep.shown import shown
-from lockstep.terminal import make_safe
+from lockstep.terminal import colour, make_safe
 
 # The module of every command, which is imported when it is asked for.
 _HOMES = {
@@ -30,19 +32,25 @@ _HOMES = {
     "pod": "pod",
     "sweep": "sweep",
     "profile": "profile",
+    "report": "report",
+    "serve": "serve",
     "init": "init",
     "doctor": "doctor",
     "verify": "verify",
     "plan": "plan",
     "schema": "schema",
+    "runs": "runs",
+    "watch": "watch",
+    "completion": "completion",
 }
 
 
-class Commands(click.Group):
+class Commands(Group):
     """Turns our errors into a message and an exit code: a user never sees a bare traceback for a mistake."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_safe()
+        kwargs.setdefault("color", colour(os.environ))
         with warnings.catch_warnings():
             warnings.showwarning = _say_what_is_deprecated(warnings.showwarning)
             return super().main(*args, **kwargs)
@@ -116,7 +124,11 @@ def _of_the_system(error: OSError) -> str:
     return f"{place}{error.strerror or error}{remedy}"
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples("lockstep init demo", "lockstep train demo/config.yaml", "lockstep COMMAND --help"),
+)
 @click.version_option(package_name="lockstep-train", prog_name="lockstep")
 def main() -> None:
     """Train PyTorch models with every device in step."""

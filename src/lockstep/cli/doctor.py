@@ -7,13 +7,20 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.options import OUT, SET
+from lockstep.cli.help import examples
+from lockstep.cli.options import JSON, OUT, SET
 from lockstep.mirror.url import Url
 
 _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "lockstep doctor",
+        "lockstep doctor --runtime cuda --processes 4",
+        "lockstep doctor --hosts anna,bert --json",
+    )
+)
 @click.option(
     "--runtime", "runtimes", multiple=True, type=click.Choice(["cpu", "cuda", "gpu", "xla"]), help="Must work here."
 )
@@ -24,7 +31,7 @@ _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": 
     "--hosts", metavar="CONFIG|A,B,C", help="Look at these hosts instead, by SSH: those of a config, or of a list."
 )
 @SET
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@JSON
 @click.pass_context
 def doctor(
     context: click.Context,

@@ -30,8 +30,10 @@ def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | N
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
     from lockstep.record.run_folder import note_end
+    from lockstep.runs.report import leave_report
 
     note_end(folder, result)
+    leave_report(folder, say)
     behind = _uploaded(result, config, mirror) if mirror is not None else None
     code = _tell(folder, result, config, folder if mirror is None or behind else mirror.url)
     if behind is not None:
@@ -97,9 +99,21 @@ def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) ->
     say(f"its copy here:  {folder}") if where != folder else None
     limit = "steps" if config.train.steps is not None else "epochs"
     say(f"train further:  lockstep resume {where} --set train.{limit}=N")
-    say(f"look at it:     tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
-    say(f"its profile:    lockstep profile view {folder}") if (folder / "profile").is_dir() else None
+    say(f"look at it:     {folder / 'report.html'}") if (folder / "report.html").is_file() else None
+    say(f"or in:          tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
+    _tell_profile(folder)
     return 0
+
+
+def _tell_profile(folder: Path) -> None:
+    """Where the time of the profiled steps went, and what has all of it."""
+    if not (folder / "profile").is_dir():
+        return
+    from lockstep.profiler import shares
+
+    say(f"its profile:    lockstep profile view {folder}")
+    for line in shares.table(folder / "profile"):
+        say(line)
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.after import BEST, JSON, RUN, STEP
-from lockstep.cli.options import SET, WEIGHTS
+from lockstep.cli.after import BEST, RUN, STEP
+from lockstep.cli.help import examples
+from lockstep.cli.options import JSON, SET, WEIGHTS
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
@@ -17,7 +18,7 @@ from lockstep.shown import visible
 FORMS = ("safetensors", "hf", "torch-export", "onnx")
 
 
-@click.command(epilog="Example: lockstep export runs/digits-20260101-120000 --best --to onnx --out digits.onnx")
+@click.command(epilog=examples("lockstep export runs/digits-20260101-120000 --best --to onnx --out digits.onnx"))
 @RUN
 @click.option("--to", type=click.Choice(FORMS), required=True, help="What to write.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A new file; for hf, a new folder.")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
 
 
-@click.command()
+@click.command(epilog=examples("lockstep init demo"))
 @click.argument("folder", type=click.Path(path_type=Path), default=Path())
 def init(folder: Path) -> None:
     """Write a task and a config to start from into FOLDER."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
 from lockstep.cli.options import SET
 from lockstep.errors import ConfigError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _REMEDIES_SECONDS = 600.0
 
 
-@click.command(epilog="Example: lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1")
+@click.command(epilog=examples("lockstep plan examples/gpt-1.3b.yaml --on a100-40gx8 --on h200x1"))
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--on", "targets", multiple=True, metavar="DEVICExN", help="What to plan for: h200x8. May be repeated.")
 @click.option("--devices", type=click.Path(path_type=Path), default=None, help="A YAML file with further devices.")
@@ -64,6 +65,9 @@ def plan(
     from lockstep.planner.devices import known, target
 
     if lists:
+        if as_json:
+            click.echo(json.dumps([{"name": name, **device.model_dump()} for name, device in known().items()]))
+            return
         for name, device in known().items():
             click.echo(f"{name:<12}{device.memory:8.1f} GiB  {device.source}")
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
-from lockstep.cli.options import DRY_RUN, OUT, SET
+from lockstep.cli.options import DRY_RUN, JSON, OUT, SET
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ WORKER = click.option("--worker", type=click.IntRange(min=0), default=None, help
 _EXEC_SECONDS = 24 * 3600.0
 
 
-@click.group()
+@click.group(cls=Group)
 def pod() -> None:
     """Train on hosts that are reached by SSH, or on Cloud TPU pods by gcloud."""
     # At the end, nothing of what was imported is looked through for garbage: that takes as long as to log in somewhere.
@@ -60,12 +62,17 @@ def _print(commands: Sequence[Command]) -> None:
         click.echo(visible(command.render()))
 
 
-@pod.command()
+@pod.command(
+    epilog=examples(
+        "lockstep pod create team --config config.yaml", "lockstep pod create team --config config.yaml --dry-run"
+    )
+)
 @click.argument("name")
 @CONFIG
 @SET
 @DRY_RUN
-def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: bool) -> None:
+@JSON
+def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Make the hosts of a pod, or check those that there are, and remember how to reach them."""
     from lockstep.pod import preflight
     from lockstep.pod import record as records
@@ -77,13 +84,18 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
         return
     made.create()
     inspections = made.inspect()
-    click.echo(preflight.table(inspections))
+    if as_json:
+        from lockstep.doctor import hosts, report
+
+        click.echo(report.as_json(hosts.checks(inspections)))
+    else:
+        click.echo(preflight.table(inspections))
     if any(each.problems for each in inspections):
         raise NotAll("not all hosts can take part")
     records.write(record)
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod push team"))
 @click.argument("name")
 @CONFIG
 @DRY_RUN
@@ -105,7 +117,7 @@ def push(name: str, config: Path | None, dry_run: bool) -> None:
     say(f"{files} files on {len(made.transport.workers)} hosts; {changed} of them were new or had changed")
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod run team --set train.epochs=3 --follow"))
 @click.argument("name")
 @CONFIG
 @SET
@@ -131,7 +143,7 @@ def run(
     say(f"look at it: lockstep pod logs {name} --follow")
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod logs team --follow"))
 @click.argument("name")
 @click.option("--follow", is_flag=True, help="Until the run ends; its exit code is the command's.")
 @WORKER
@@ -152,7 +164,7 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
             click.echo(visible(f"[{made.transport.workers[at]}] {line}"))
 
 
-@pod.command(name="exec")
+@pod.command(name="exec", epilog=examples("lockstep pod exec team --worker 0 -- df -h"))
 @click.argument("name")
 @WORKER
 @DRY_RUN
@@ -178,20 +190,24 @@ def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ..
     sys.exit(max(codes))
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod ps team"))
 @click.argument("name")
 @DRY_RUN
-def ps(name: str, dry_run: bool) -> None:
+@JSON
+def ps(name: str, dry_run: bool, as_json: bool) -> None:
     """Say of every worker what runs there."""
     made, _ = _known(name, None)
     if dry_run:
         _print(made.asking("ps"))
         return
+    if as_json:
+        click.echo(json.dumps(made.answers(), indent=1))
+        return
     for line in made.states():
         click.echo(visible(line))
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod stop team"))
 @click.argument("name")
 @click.option("--now", is_flag=True, help="End it without waiting for a save, if it was asked to stop before.")
 @DRY_RUN
@@ -205,7 +221,7 @@ def stop(name: str, now: bool, dry_run: bool) -> None:
     say(f"asked job {record.job} to {'end' if now else 'save and leave'}; see: lockstep pod logs {name} --follow")
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod pull team --out runs"))
 @click.argument("name")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is to be here.")
 @DRY_RUN
@@ -219,7 +235,7 @@ def pull(name: str, out: Path, dry_run: bool) -> None:
     say(f"{len(brought)} files in {out / Path(record.folder or '').name}")
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod resume team --set train.epochs=20"))
 @click.argument("name")
 @SET
 @DRY_RUN
@@ -237,7 +253,7 @@ def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     sys.exit(starting.resume(name, config))
 
 
-@pod.command()
+@pod.command(epilog=examples("lockstep pod delete team"))
 @click.argument("name")
 @CONFIG
 @click.option("--yes", is_flag=True, help="Do not ask.")

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
+from lockstep.cli.options import complete_run_dir
 
 
-@click.group()
+@click.group(cls=Group)
 def profile() -> None:
     """Look at traces of a run."""
 
 
-@profile.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@profile.command(epilog=examples("lockstep profile view runs/digits-20260101-120000"))
+@click.argument("run_dir", type=click.Path(path_type=Path), shell_complete=complete_run_dir)
 @click.option("--host", default="127.0.0.1", help="Where TensorBoard listens (default: this machine alone).")
 @click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
 def view(run_dir: Path, host: str, port: int) -> None:
@@ -32,7 +34,9 @@ def view(run_dir: Path, host: str, port: int) -> None:
     os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
 
 
-@profile.command()
+@profile.command(
+    epilog=examples("lockstep profile capture --seconds 2", "lockstep profile capture 127.0.0.1:9012 127.0.0.1:9013")
+)
 @click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
 @click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")
 def capture(addresses: tuple[str, ...], seconds: float) -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
 from lockstep.cli.options import DRY_RUN
 from lockstep.shown import visible
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=examples(
+        "lockstep run --processes 2 script.py --epochs 3",
+        "lockstep run --processes 2 -m package.module --epochs 3",
+    ),
+)
 @click.option(
     "--processes", type=click.IntRange(min=1), default=None, help="Processes on this host (default: one per GPU, or 1)."
 )

@@ -6,8 +6,10 @@ import json
 
 import click
 
+from lockstep.cli.help import examples
 
-@click.command()
+
+@click.command(epilog=examples("lockstep schema > lockstep.schema.json"))
 def schema() -> None:
     """Print the JSON schema of the config, for editors."""
     from lockstep.config.schema import RunConfig

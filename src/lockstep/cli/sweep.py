@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
+from lockstep.cli.options import JSON
+from lockstep.config.plain import finite
 
 
-@click.command()
+@click.command(epilog=examples("lockstep sweep runs/digits-sweep-20260101-120000"))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--ended", nargs=2, type=int, default=None, metavar="TRIAL CODE", help="Note how a trial's job ended.")
-def sweep(folder: Path, ended: tuple[int, int] | None) -> None:
+@JSON
+def sweep(folder: Path, ended: tuple[int, int] | None, as_json: bool) -> None:
     """Show the trials of the sweep in FOLDER, and keep the best config of those that have ended."""
     from lockstep.record import trials
 
@@ -25,11 +31,22 @@ def sweep(folder: Path, ended: tuple[int, int] | None) -> None:
         if ended is not None:
             _note(folder / trials.trial_folder(ended[0]), ended[1])
         found = trials.read_trials(folder, asked.metric)
-        code = trials.conclude(found, asked, folder, say)
+        code = trials.conclude(found, asked, folder, _nothing if as_json else say)
     open_yet = sum(not each.has_ended for each in found)
-    if open_yet:
+    if as_json:
+        best = trials.best_of(found, asked)
+        click.echo(json.dumps(finite({
+            "metric": asked.metric, "mode": asked.mode, "open": open_yet,
+            "best": None if best is None else best.number,
+            "trials": [{**asdict(each), "folder": str(folder / each.folder)} for each in found],
+        }), indent=1))  # fmt: skip
+    elif open_yet:
         say(f"{open_yet} of {len(found)} trials have not ended")
     sys.exit(0 if open_yet else code)
+
+
+def _nothing(text: str) -> None:
+    """What is said for people, where a program listens."""
 
 
 def _note(run: Path, code: int) -> None:

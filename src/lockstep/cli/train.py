@@ -12,6 +12,7 @@ import click
 
 from lockstep.cli import options
 from lockstep.cli.ending import conclude, saved_before
+from lockstep.cli.help import examples
 from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     from lockstep.config.sweep import Sweep
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "lockstep train config.yaml",
+        "lockstep train config.yaml --set train.epochs=3 --set optimizer.lr=1e-3 --out runs",
+        "lockstep train config.yaml --set launch=ray --sweep sweep.yaml",
+        "lockstep train config.yaml --dry-run",
+    )
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
 @OUT
@@ -89,8 +97,13 @@ def train(
         conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
 
-@click.command()
-@click.argument("run_dir", type=options.run_dir)
+@click.command(
+    epilog=examples(
+        "lockstep resume runs/digits-20260101-120000",
+        "lockstep resume runs/digits-20260101-120000 --best --set train.epochs=20",
+    )
+)
+@options.RUN_DIR
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Go on from the checkpoint of this step.")
 @click.option("--best", is_flag=True, help="Go on from the best checkpoint, by checkpoint.keep.")
 @SET

@@ -8,12 +8,18 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.help import examples
 from lockstep.cli.messages import say
 from lockstep.cli.options import SET
 from lockstep.shown import visible
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "lockstep verify config.yaml",
+        "lockstep verify config.yaml --only 'cpu-*' --steps 3 --json",
+    )
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(min=2), default=5, help="Steps to train on each (default: 5).")
 @SET

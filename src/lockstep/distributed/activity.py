@@ -14,6 +14,7 @@ from time import monotonic
 from typing import NamedTuple
 
 _LONGEST_TEXT = 2000
+_COUNTS = ("total_steps", "memory")
 
 STARTING, LEFT = "starting", "done"
 
@@ -39,6 +40,9 @@ class Activity:
     def __init__(self, patience: float = 0.0) -> None:
         self.patience = patience  # how long may be taken by what is not known to be short
         self.begun = False  # whether there was a step: before the first, nothing can be lost
+        self.total_steps: int | None = None  # how many there will be, where that is known
+        self.memory: int | None = None  # the most bytes of its device so far, as the training thread last asked
+        self.busy: float | None = None  # seconds of a step before this rank was ready to exchange gradients, of late
         self._known = {STARTING}
         self._now: tuple[int, int, str, bool, bool, float, float] = (0, 0, STARTING, False, True, monotonic(), 0.0)
 
@@ -92,6 +96,11 @@ class Beat:
     still: float  # seconds since that moment began, by the rank's own clock
     where: str  # the line of the user's code that the rank is in, where it has been there for a while
     begun: bool = False  # whether it has made a step
+    # For whoever looks at the run, and nobody else:
+    host: str = ""
+    total_steps: int | None = None
+    busy: float | None = None  # seconds of a step before the rank was ready to exchange gradients
+    memory: int | None = None  # bytes: the most of its device so far, or what its process holds on a CPU
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -112,9 +121,14 @@ class Beat:
             all(type(told[name]) is int and told[name] >= 0 for name in whole)
             and all(type(told[name]) in (int, float) and told[name] >= 0 for name in numbers)  # also infinite
             and all(type(told[name]) is bool for name in ("waits", "first", "begun"))
-            and all(type(told[name]) is str and len(told[name]) <= _LONGEST_TEXT for name in ("doing", "where"))
+            and all(type(told[name]) is str and len(told[name]) <= _LONGEST_TEXT for name in ("doing", "where", "host"))
+            and all(told[name] is None or (type(told[name]) is int and told[name] >= 0) for name in _COUNTS)
+            and (told["busy"] is None or (type(told["busy"]) in (int, float) and told["busy"] >= 0))
         )
-        return cls(**{**told, **{name: _as_float(told[name]) for name in numbers}}) if sound else None
+        if not sound:
+            return None
+        floats = [name for name in (*numbers, "busy") if told[name] is not None]
+        return cls(**{**told, **{name: _as_float(told[name]) for name in floats}})
 
     @property
     def at(self) -> str:

@@ -27,6 +27,7 @@ from lockstep.mirror import staging, url
 from lockstep.mirror.mirror import mirrored
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, loggers, run_folder
+from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 from lockstep.train.requests import Preempted
 
@@ -88,7 +89,9 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
             max_restarts=settings.launch.max_restarts,
             grace=settings.launch.grace,
             watch=Limits.of(settings.watch, settings.runtime),
+            folder=folder,
         )
+        leave_report(folder, _say)
         if result.failure is not None:
             failure = result.failure
             raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)

@@ -32,10 +32,13 @@ from lockstep.distributed.failure import (
     worth_retrying,
 )
 from lockstep.distributed.signals import QUIET_SIGNALS, Signals, handled, unless_ignored
-from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, RankStalled
+from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, LockstepError, RankStalled
 from lockstep.import_path import safe_interpreters
 from lockstep.launcher import cgroup
 from lockstep.launcher.plan import LaunchPlan
+from lockstep.record import chronicle as chronicles
+from lockstep.record.chronicle import Chronicle
+from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -85,31 +88,61 @@ def launch(
     grace: float = 60.0,
     fresh: bool = False,
     watch: Limits | None = None,
+    folder: Path | None = None,
 ) -> Result:
     """Start all processes of a plan, wait for them, restart them where that is allowed and makes sense.
 
-    With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on.
+    With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on; `folder`
+    is that of their run, where it is noted when what happened.
     """
     warm_up(plan.threads)
+    with chronicles.opened(folder, _warn) as chronicle:
+        chronicle.note("start", world_size=len(plan.processes))
+        try:
+            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle)
+        except LockstepError as error:  # no process could be started
+            chronicle.note("end", status="failed", note=str(error))
+            chronicle.close()
+            if folder is not None:
+                leave_report(folder, _warn)
+            raise
+        chronicle.ended(result, len(plan.processes))
+        return result
+
+
+def _launch(
+    plan: LaunchPlan,
+    entry: Callable[..., Any] | None,
+    argument: Any,
+    max_restarts: int,
+    grace: float,
+    fresh: bool,
+    watch: Limits | None,
+    chronicle: Chronicle,
+) -> Result:
     signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
     with signals.listening(), _store(plan.port, for_scripts=watch is None) as (port, store):
         from lockstep.distributed.store.private import store_prefix
 
         for attempt in range(max_restarts + 1):
             heartbeats, kills = store.under(store_prefix(attempt)), cgroup.kills_for_memory()
-            result = _attempt(
-                plan.at(port, attempt, str(store.unix_path)), entry, argument, grace, fresh, signals, heartbeats, watch
-            )
+            planned = plan.at(port, attempt, str(store.unix_path))
+            result = _attempt(planned, entry, argument, grace, fresh, signals, heartbeats, watch, chronicle)
             if result.failure is not None and cgroup.kills_for_memory() > kills:
                 result = replace(result, failure=ended_by_the_kernel(result.failure))
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
+            chronicle.failed("restart", failure, len(plan.processes), attempt=attempt + 1)
             tell(
                 f"lockstep: {failure.render(len(plan.processes))}\n"
                 f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})"
             )
     raise AssertionError("an attempt returns or is followed by another")
+
+
+def _warn(text: str) -> None:
+    tell(f"lockstep: {text}")
 
 
 def _attempt(
@@ -121,6 +154,7 @@ def _attempt(
     signals: Signals,
     heartbeats: Any,
     watch: Limits | None,
+    chronicle: Chronicle,
 ) -> Result:
     from lockstep.distributed.watch.watcher import Watcher
     from lockstep.launcher.ranks import start_functions
@@ -140,7 +174,7 @@ def _attempt(
             watcher = None
             if watch is not None:
                 watcher = Watcher(heartbeats, range(len(plan.processes)), watch, ranks.suspended)
-            return _supervise(ranks, error_files, grace, signals, watcher)
+            return _supervise(ranks, error_files, grace, signals, watcher, chronicle)
         finally:
             ranks.close(signal.SIGKILL)
             _tell_who_was_late(error_files)
@@ -158,7 +192,12 @@ def cannot_start(count: int, error: OSError) -> str:
 
 
 def _supervise(
-    ranks: Ranks, error_files: list[Path], grace: float, signals: Signals, watcher: Watcher | None
+    ranks: Ranks,
+    error_files: list[Path],
+    grace: float,
+    signals: Signals,
+    watcher: Watcher | None,
+    chronicle: Chronicle,
 ) -> Result:
     asked, began = 0, math.inf
     deadline = float("inf")
@@ -180,6 +219,7 @@ def _supervise(
                 return Result(INTERRUPTED_EXIT_CODE) if done is None else _returned(done)
             doing = "finishing the step, saving and leaving" if ranks.done() is None else "done, and leaving"
             tell(f"lockstep: {signals.name}: {doing}; {signals.how_to_end} to end at once")
+            chronicle.note("preempt", note=signals.name)
             ranks.ask_to_stop()
             stop_file(error_files[0]).touch()  # for a rank that is only now being made and did not hear it
         if signals.save:
@@ -188,7 +228,9 @@ def _supervise(
         if watcher is not None and time.monotonic() > next_look:
             next_look = time.monotonic() + _LOOK_SECONDS
             stall = watcher.look()
+            chronicle.show(watcher.everyone)
             if stall is not None:
+                chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
                 return _end_stalled(ranks, stall, error_files)
             if asked and not watcher.begun and time.monotonic() > began + _EARLY_SECONDS and ranks.done() is None:
                 # Still compiling, connecting or fetching, in code that no signal reaches; no step has been made.

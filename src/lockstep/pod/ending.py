@@ -10,12 +10,14 @@ from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind
 from lockstep.mirror.mirror import Mirror
 from lockstep.pod.order import Order
 from lockstep.record.run_folder import note_end, read_summary
+from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 
 
 def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str]:
     """Tell it; the exit code, and the status. `mirror` is what keeps the folder in a bucket: it gets the rest first."""
     note_end(Path(order.folder), result)
+    leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
     config = order.run_config()
     limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
     behind = mirror.finish(limit) if mirror is not None else None

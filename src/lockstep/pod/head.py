@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.failure import Failure, Report, Result, find_cause, worth_retrying
@@ -22,6 +23,8 @@ from lockstep.distributed.watch.watcher import Watcher
 from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
 from lockstep.pod.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
 from lockstep.pod.order import Order, Share, shares
+from lockstep.record import chronicle as chronicles
+from lockstep.record.chronicle import Chronicle
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
@@ -55,9 +58,17 @@ class Head:
         self._closed_at: dict[int, float] = {}  # of those that have not come back
         self.lost: dict[int, str] = {}
         self._shares: list[Share] = []
+        self._chronicle: Chronicle
         self._blind: set[int] = set()  # hosts that do not see the run's folder, and were told of
 
     def run(self) -> Result:
+        with chronicles.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._chronicle:
+            self._chronicle.note("start", note=", ".join(each.name for each in self._order.hosts))
+            result = self._run()
+            self._chronicle.ended(result, self.world_size)
+            return result
+
+    def _run(self) -> Result:
         failure = self._gather()
         if failure is not None:
             return self._finish(Result(failure.exit_code, failure=failure))
@@ -72,6 +83,7 @@ class Head:
                 gone = ", ".join(self._name(host) for host in self.lost)
                 tell(f"lockstep: no other attempt: {gone} is gone, and launch.hosts has no spare that is left")
                 break
+            self._chronicle.failed("restart", failure, self.world_size, attempt=attempt + 1)
             self._tell_restart(failure, attempt)
         return self._finish(result)
 
@@ -140,6 +152,7 @@ class Head:
             if stopped is None and (asked := self._asked()):
                 stopped = now
                 self._say(stop=True)
+                self._chronicle.note("preempt", note=asked)
                 tell(f"lockstep: {asked}: finishing the step, saving and leaving")
             if self._signals.count > 1:
                 return Result(INTERRUPTED_EXIT_CODE)
@@ -148,7 +161,10 @@ class Head:
                 self._say(save=self._word.get("save", 0) + 1)
             if now > watched_at + _WATCH_SECONDS:
                 watched_at = now
-                if (stall := watcher.look()) is not None and failed_at is None:
+                stall = watcher.look()
+                self._chronicle.show(watcher.everyone)
+                if stall is not None and failed_at is None:
+                    self._chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
                     return self._stalled(stall.ranks[0], stall.message)
             if stopped is not None and not watcher.begun and now > stopped + _EARLY_SECONDS:
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)

@@ -167,6 +167,16 @@ def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": os.uname().nodename}
 
 
+def look(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """A run's folder as `lockstep watch` shows it."""
+    from lockstep.config.plain import finite
+    from lockstep.runs.watching import look
+
+    found = finite(look(Path(str(asked["run"]))).plain())
+    assert isinstance(found, dict)
+    return found
+
+
 def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Ask the job to save and leave; twice: to end at once."""
     import signal
@@ -205,7 +215,7 @@ def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 _VERBS: tuple[Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int], ...] = (
-    inspect, push, prepare, start, begun, follow, ps, stop, pack, delete,
+    inspect, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
 )  # fmt: skip
 VERBS = {verb.__name__: verb for verb in _VERBS}
 

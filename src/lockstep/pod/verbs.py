@@ -259,14 +259,23 @@ class Pod(PodCommands):
 
     def states(self) -> list[str]:
         """A line for every worker."""
-        lines = []
+        return [f"{each['worker']}: {each['error'] or _state(each)}" for each in self.answers()]
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What every worker says of its job, or what is wrong with it (`error`)."""
+        found: list[dict[str, Any]] = []
         for done in execute(self.asking("ps"), _ANSWER_SECONDS):
             name = self.transport.workers[done.command.worker or 0]
             try:
-                lines.append(f"{name}: {_state(answered(self.transport, done))}")
+                found.append({"worker": name, "error": None, **answered(self.transport, done)})
             except LaunchError as error:
-                lines.append(f"{name}: {error}")
-        return lines
+                found.append({"worker": name, "error": str(error)})
+        return found
+
+    def look(self, record: Record) -> dict[str, Any]:
+        """The newest run as its head sees it, as `lockstep watch` shows it."""
+        (done,) = execute(self.asking("look", self.head(record), run=record.folder), _ANSWER_SECONDS)
+        return answered(self.transport, done)
 
     def console(self, worker: int, job: str | None, follow: bool) -> list[str]:
         (done,) = execute(self.following(worker, 0, job, follow), _FOLLOW_SECONDS)

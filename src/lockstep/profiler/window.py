@@ -15,6 +15,7 @@ from lockstep.config.schema import REGIONS, Profile
 from lockstep.distributed.activity import Activity
 from lockstep.profiler.base import Backend, Profiler
 from lockstep.profiler.demand import Demand, Request
+from lockstep.profiler.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Window(Profiler):
         self._began: int | None = None  # the first step of this process
         self._next = 0
         self._trace: Trace | None = None
+        self._shares = Shares()
         self._step: AbstractContextManager[Any] | None = None
         self._region: AbstractContextManager[Any] | None = None
 
@@ -71,6 +73,7 @@ class Window(Profiler):
         if self._trace is None:
             return
         self._leave_region()
+        self._shares.enter(region)
         if region == "forward":  # there was a batch, so there is a step
             self._trace.last_step = self._next
         if region is not None and region not in self._left_out:
@@ -79,10 +82,13 @@ class Window(Profiler):
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
-        if self._trace is None or name in self._left_out:
+        if self._trace is None:
             yield
             return
-        with self._backend.mark(name):
+        with (
+            self._shares.region(name),
+            contextlib.nullcontext() if name in self._left_out else self._backend.mark(name),
+        ):
             yield
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ class Window(Profiler):
         else:
             if trace.request is not None:
                 trace.end_time = time.monotonic() + trace.request.seconds
-            self._trace = trace
+            self._trace, self._shares = trace, Shares()
 
     def _stop(self) -> None:
         trace, self._trace = self._trace, None
@@ -127,7 +133,9 @@ class Window(Profiler):
         began = time.monotonic()
         try:
             with self._activity.within("writing a profile", limit=self._activity.patience):
+                self._shares.end()
                 written = self._backend.stop()
+                self._shares.write(self._folder, trace.first_step, trace.last_step)
         except Exception as error:
             self._failed(trace, f"could not be written to {self._folder}: {error}")
             return

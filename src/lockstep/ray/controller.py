@@ -36,7 +36,9 @@ from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
 from lockstep.ray.screen import Screen, say
 from lockstep.ray.torch_config import TorchConfig
 from lockstep.ray.worker import Order, main
+from lockstep.record import chronicle as chronicles
 from lockstep.record import folder_lock
+from lockstep.record.chronicle import DRIVER_TIMELINE_FILE, Chronicle
 
 # How often the driver looks for signals; events come at once.
 _LOOK_SECONDS = 0.5
@@ -147,6 +149,7 @@ class _Controller:
         self._asked = 0
         self._given_up: Failure | None = None
         self._workers = 0
+        self._chronicle: Chronicle
         self._capacity_checked_after = 0
         self.train_result: TrainResult | None = None
         # On the driver's own node: it lives and dies with it.
@@ -154,13 +157,16 @@ class _Controller:
         self._mailbox = ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote(str(self._folder))
 
     def run(self, workers: int) -> Result:
-        with self._screen.open(self._folder), _marked(self._folder) as mark:
+        noting = chronicles.opened(self._folder, say, DRIVER_TIMELINE_FILE)
+        with self._screen.open(self._folder), _marked(self._folder) as mark, noting as self._chronicle:
+            self._chronicle.note("start", world_size=workers)
             while True:
                 self._workers = workers
                 fit = BackgroundFit(self._trainer(workers, mark))
                 result = self._supervise(fit)
                 self.train_result = fit.result
                 if result is not None:
+                    self._chronicle.ended(result, workers)
                     return result
                 # Ray has waited long enough for the capacity that was there before.
                 workers = capacity.find(self._config, _sizes(self._config), self._resources, limit=1.0)
@@ -239,6 +245,7 @@ class _Controller:
             self._given_up = failure
             ray.get(self._mailbox.close.remote(), timeout=ANSWER_SECONDS)
             return
+        self._chronicle.failed("restart", failure, self._workers, attempt=count)
         say(failure.render(self._workers))
         say(f"restarting from the newest checkpoint (restart {count} of {limit})")
 
@@ -254,6 +261,7 @@ class _Controller:
                 return Result(INTERRUPTED_EXIT_CODE)
             if not self._attempts.began:
                 return Result(PREEMPTED_EXIT_CODE)  # before it had begun: there is nothing to save
+            self._chronicle.note("preempt", note=signals.name)
             say(f"{signals.name}: finishing the step, saving and leaving; {signals.how_to_end} to end at once")
             ray.get(self._mailbox.ask_to_leave.remote(signals.name), timeout=ANSWER_SECONDS)
         if time.monotonic() > self._deadline:

@@ -14,10 +14,14 @@ import ray
 from lockstep.distributed.topology import Place
 from lockstep.mirror.sync import CHECKPOINTS, FolderSync
 from lockstep.ray.mailbox import ANSWER_SECONDS
+from lockstep.record.chronicle import LAGS_FILE, LIVE_FILE, TIMELINE_FILE
 
 _INTERVAL = 1.0
 _CHUNK = 8 * 1024 * 1024
-_RANK_ZERO_FILES = ("metrics.jsonl", "summary.json", "topology.json", "tensorboard", "loggers", "samples")
+_RANK_ZERO_FILES = (
+    "metrics.jsonl", "summary.json", "topology.json", "tensorboard", "loggers", "samples",
+    TIMELINE_FILE, LIVE_FILE, LAGS_FILE,
+)  # fmt: skip
 
 
 def ask_mailbox(mailbox: Any) -> Callable[..., Any]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOT_METRICS = ("step", "epoch", "lr", "examples_per_second")
+NEW_BEST = "new best"  # what a row is marked with for the display alone
+_NOT_METRICS = ("step", "epoch", "lr", "examples_per_second", NEW_BEST)
 # A rank that is behind by less than this per step is not worth mentioning.
 _LAG_WORTH_SHOWING = 0.001
 
@@ -51,7 +52,7 @@ class Display:
         parts = [f"epoch {row['epoch']} step {row['step']}{total}", *_metrics(row)]
         if "examples_per_second" in row:
             parts += [f"{row['examples_per_second']:,.0f} examples/s", *self._time_left(row["step"]), *_lag(lags)]
-        return "  ".join(parts)
+        return "  ".join([*parts, NEW_BEST] if row.get(NEW_BEST) else parts)
 
     def _time_left(self, step: int) -> list[str]:
         if not self._total_steps or step <= self._start_step:

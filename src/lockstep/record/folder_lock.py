@@ -62,6 +62,50 @@ def locked_by_rank(folder: Path, patience: float = 0.0) -> Iterator[Held]:
         yield held
 
 
+def held_by(folder: Path) -> Holder | None:
+    """Who is at work in a run's folder, as far as can be told without taking it or waiting: for whoever only looks.
+
+    A lease of another machine counts as held as long as it is there; whoever takes it finds out.
+    """
+    for name in (_RUN, _RANK):
+        holder = _named(folder / name)
+        if holder is not None and _is_at_work(folder / name, holder):
+            return holder
+        holder = _named(folder / f"{name}-lease")
+        if holder is not None and not (holder.is_here and holder.is_gone):
+            return holder
+    return None
+
+
+def _named(path: Path) -> Holder | None:
+    """Whom a lock or a lease names: a lock that was let go of is empty."""
+    try:
+        with path.open("rb") as stream:
+            return Holder.decode(stream.read(_LONGEST))
+    except OSError:
+        return None
+
+
+def _is_at_work(path: Path, holder: Holder) -> bool:
+    """Whether a lock is held that names somebody. One that is here is known by its process; of another, the lock tells,
+    which is shared for a moment: nobody who writes is kept from it for longer."""
+    if holder.is_here and holder.started:
+        return not holder.is_gone
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there are no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def _held(folder: Path, name: str, what: str, patience: float) -> Iterator[Held]:
     lock = _take(folder, name, Holder(what), patience)

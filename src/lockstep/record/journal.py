@@ -67,7 +67,7 @@ class Journal:
         self._since_row = Totals()
         self.since_validation = Totals()
         self.latest: dict[str, Any] = {}  # the newest value of everything that was ever written
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._next_memory = 0.0
         self.learning_rates: dict[str, Any] = {}  # that the last step was made with
         self.forgive_nan = False  # a loss that is not finite is left out of the means, and does not end the run
         self._skips = {"since_row": 0, "in_a_row": 0, "last": 0}  # steps that left the weights as they were
@@ -118,6 +118,7 @@ class Journal:
             )
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
+        self._group.activity.total_steps = total_steps
         if self._recorder is not None:
             self._recorder.begin(progress, total_steps)
 
@@ -241,9 +242,19 @@ class Journal:
         for each in messages:
             self._since_row.add(each["sums"])
             self.since_validation.add(each["sums"])
+        self._group.activity.busy = busy
+        self._note_memory()
         if self._recorder is not None:
-            self._recorder.lags = [each["busy"] for each in messages]
+            self._recorder.note_lags(step, [each["busy"] for each in messages])
         self._write_apart([each["apart"] for each in messages])
+
+    def _note_memory(self) -> None:
+        """At most once a second, and from this thread: another would wait, with Python's lock, for an allocator that
+        waits for its device."""
+        now = time.monotonic()
+        if self._runtime is not None and self._runtime.name == "cuda" and now >= self._next_memory:
+            self._next_memory = now + 1.0
+            self._group.activity.memory = self._runtime.memory().get("peak")
 
     def _write_apart(self, noted: list[list[Any]]) -> None:
         places = {(step, epoch): Totals() for rank in noted for step, epoch, _ in rank}

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import Log
+from lockstep.config.schema import Keep, Log
 from lockstep.data.progress import Progress
-from lockstep.record.display import Display
+from lockstep.record.best import Best
+from lockstep.record.chronicle import Chronicle
+from lockstep.record.display import NEW_BEST, Display
 from lockstep.record.logger import Kind
 from lockstep.record.outbox import Outbox
 from lockstep.record.samples import Samples
@@ -27,8 +29,19 @@ class Recorder:
     """Opens files and loggers when the run begins, or the first row comes: only then it is known whether the run was
     restored."""
 
-    def __init__(self, folder: Path, settings: Log, display: Display, loggers: Sequence[Outbox] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Log,
+        display: Display,
+        loggers: Sequence[Outbox] = (),
+        chronicle: Chronicle | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        """`keep` says what the best is judged by."""
         self._folder, self._settings, self._display, self._loggers = folder, settings, display, loggers
+        self._best = Best(keep) if keep is not None and keep.best else None
+        self._chronicle = chronicle
         self._samples = Samples(folder)
         self._jsonl: JsonlWriter | None = None
         self._opened = False
@@ -36,7 +49,7 @@ class Recorder:
         self._before: dict[tuple[int, str], Any] = {}  # what rows said that are about to be written again
         self._last = (time.perf_counter(), 0)  # when, and examples so far
         self.rows = 0  # written so far, of the whole run
-        self.lags: list[float] = []
+        self._lags: list[float] = []
 
     def forget_after(self, step: int, row_step: int, rows: int | None) -> None:
         """Drop what is about to be written again: all but the first rows, where it is known how many there were, else
@@ -45,6 +58,9 @@ class Recorder:
         self.rows, dropped = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
         self._before = {(row.get("step", 0), name): value for row in dropped for name, value in _numbers(row).items()}
         self._samples.forget_after(step)
+        if self._best is not None and self.rows:
+            for row in read_rows(self._folder / METRICS_FILE)[: self.rows]:
+                self._best.reached(row)
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         self._open()
@@ -64,7 +80,14 @@ class Recorder:
             each.log(row["step"], values)
             each.look()
         self.rows += 1
-        self._display.row(row, self.lags)
+        is_best = self._best is not None and self._best.reached(row)
+        self._display.row({**row, NEW_BEST: True} if is_best else row, self._lags)
+
+    def note_lags(self, step: int, busy: list[float]) -> None:
+        """How long each rank took for a step before it was ready to exchange gradients, by rank."""
+        self._lags = busy
+        if self._chronicle is not None and len(busy) > 1:
+            self._chronicle.lags(step, busy)
 
     def sample(self, step: int, name: str, kind: Kind, value: Any) -> None:
         """Keep something to look at in the run's folder, and send it to the loggers that can show it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config.load import to_yaml
+from lockstep.record.details import Details
 from lockstep.record.logger import About, Sample
 
 
@@ -13,15 +15,18 @@ class TensorBoardLogger:
     keeps_nothing = True  # its own files are all that it goes on with
 
     _writer: Any
+    _details: Details
 
     def start(self, about: About) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = about.folder / "tensorboard"
         self._writer = SummaryWriter(str(folder), purge_step=about.step + 1 if folder.exists() else None)
+        self._writer.add_text("config", f"```yaml\n{to_yaml(about.config)}\n```", about.step)
+        self._details = Details(about.folder)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
+        for name, value in {**values, **self._details.newest()}.items():
             self._writer.add_scalar(name, value, step)
 
     def log_sample(self, sample: Sample) -> None:

@@ -194,11 +194,14 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
     """Of processes that our launcher started."""
     from lockstep.distributed.failure import how_to_plan
     from lockstep.record import run_folder
+    from lockstep.runs.report import leave_report
     from lockstep.train.requests import Preempted
 
     failure = result.failure
     if failure is not None:
         run_folder.record(folder, "failed", failure.cause)
+    leave_report(folder, _tell)
+    if failure is not None:
         text = failure.render(processes)
         if failure.memory:
             text += f"\n{how_to_plan(str(folder / 'config.yaml'), processes)}"

@@ -66,6 +66,7 @@ def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
         max_restarts=config.launch.max_restarts,
         grace=config.launch.grace,
         watch=Limits.of(config.watch, config.runtime),
+        folder=folder,
     )
 
 

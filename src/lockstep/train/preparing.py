@@ -47,6 +47,7 @@ class Preparation:
     ) -> None:
         self._group, self._runtime, self._strategy = group, runtime, strategy
         self._settings, self._storage = settings, storage
+        self.compiles = False  # whether torch compiles any of the models
 
     def of(
         self,
@@ -88,6 +89,7 @@ class Preparation:
         if compile is not None and self._runtime.compiles_everything:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile is not None:
+            self.compiles = True
             be_patient_while_compiling(self._group.activity)
             keep_compiled_code(compile.cache)
             # Where blocks are put together and taken apart, a program cannot go on from one to the next.

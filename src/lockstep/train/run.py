@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -32,6 +33,7 @@ from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import in_region
 from lockstep.record import loggers, samples
+from lockstep.record.chronicle import Chronicle
 from lockstep.record.display import Display
 from lockstep.record.journal import Journal
 from lockstep.record.logger import Kind
@@ -79,9 +81,14 @@ class Run:
         display: Display,
         requests: Requests,
         guard: Callable[[], None] = lambda: None,
+        chronicle: Chronicle | None = None,
     ) -> None:
-        """`guard` raises where the folder is not this run's any more; on rank 0 alone there is anything to ask."""
+        """`guard` raises where the folder is not this run's any more; on rank 0 alone there is anything to ask.
+
+        `chronicle`, on rank 0, is where it is noted when the run did what.
+        """
         self.require_folder = guard
+        self._chronicle, self._phases = chronicle, _Phases(chronicle) if chronicle is not None else None
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
         self._activity, self._requests = group.activity, requests
@@ -95,7 +102,8 @@ class Run:
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
         outboxes = self._make_loggers()
-        recorder = Recorder(folder, settings.log, display, outboxes) if group.rank == 0 else None
+        keep = settings.checkpoint.keep
+        recorder = Recorder(folder, settings.log, display, outboxes, chronicle, keep) if group.rank == 0 else None
         self.journal = Journal(group, recorder, settings.log.every, runtime, self._strategy.speaks)
         self.checkpointer = Checkpointer(
             group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
@@ -504,7 +512,8 @@ class Run:
         Equal on all ranks. Runs on all of them or on rank 0 alone. Use run.module inside, never the wrapper: nothing
         then waits for others.
         """
-        return self._evaluator.evaluate(measure, dataset, batch_size, on, collate, name)
+        with self._noted("validate", name):
+            return self._evaluator.evaluate(measure, dataset, batch_size, on, collate, name)
 
     @in_region("validate")
     def evaluate_or_leave(
@@ -520,11 +529,12 @@ class Run:
 
         Where weights are averaged, what is found with the averages is there too, as `ema/loss` beside `loss`.
         """
-        return measured_beside(
-            self._measured_averages,
-            self.runtime,
-            lambda: self._evaluator.evaluate_or_leave(measure, datasets, batch_size, on, collate),
-        )
+        with self._noted("validate", ", ".join(datasets)):
+            return measured_beside(
+                self._measured_averages,
+                self.runtime,
+                lambda: self._evaluator.evaluate_or_leave(measure, datasets, batch_size, on, collate),
+            )
 
     def asked_to_leave(self) -> bool:
         """Whether this rank was asked to: for work that can be gone on with, between two parts of it."""
@@ -574,7 +584,8 @@ class Run:
         name: str = "validation",
     ) -> dict[str, float]:
         """Like evaluate, over batches that every rank has a share of; `expected` is how many examples they have."""
-        return self._evaluator.evaluate_stream(measure, batches, count, expected, name)
+        with self._noted("validate", name):
+            return self._evaluator.evaluate_stream(measure, batches, count, expected, name)
 
     # Saving and coming back: the checkpointer
 
@@ -672,7 +683,16 @@ class Run:
             )
         return made
 
+    def _noted(self, kind: str, note: str | None = None) -> contextlib.AbstractContextManager[None]:
+        if self._chronicle is None:
+            return contextlib.nullcontext()
+        return self._chronicle.during(kind, step=self.progress.step, note=note)
+
     def _save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
+        with self._noted("save"):
+            self._save_now(value, metrics, explicit)
+
+    def _save_now(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         self._models.require_any()
         # A row that is due belongs to what was before the checkpoint, not to what is resumed.
         self.journal.write_due_row(self.progress, self.seconds_since_start)
@@ -707,6 +727,8 @@ class Run:
     def _safe_point(self) -> bool:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
         progress = self.progress
+        if self._phases is not None and self._phases.at(progress.step, self._compiles):
+            self._phases = None
         asked = self._pulse.beat(progress.step)
         if self._pulse.exchanged:
             self.journal.write_pending_row(wait=self.world_size > 1)
@@ -723,3 +745,26 @@ class Run:
             logger.info("saved at step %d: %s", progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
         return self.stopped is None
+
+    @property
+    def _compiles(self) -> bool:
+        return self.runtime.compiles_everything or self._preparation.compiles
+
+
+class _Phases:
+    """When training began, and how long the first step took where it had to be compiled."""
+
+    def __init__(self, chronicle: Chronicle) -> None:
+        self._chronicle = chronicle
+        self._began: tuple[int, float] | None = None
+
+    def at(self, step: int, compiles: bool) -> bool:
+        """Between two steps, where this is the number of the last one; whether there is no more to note."""
+        if self._began is None:
+            self._began = (step, time.time())
+            self._chronicle.note("train", self._began[1], step=step)
+            return not compiles
+        first, began = self._began
+        if step > first:
+            self._chronicle.note("compile", began, time.time(), step=step)
+        return step > first

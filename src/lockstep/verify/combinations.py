@@ -23,6 +23,16 @@ class Combination:
     env: Mapping[str, str] = field(default_factory=dict)
     hosts: bool = False  # on those that the config names, by SSH
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else is to run meanwhile: what it runs on is shared, or not this machine's alone."""
+        return bool(self.gpus or self.hosts or "ray" in self.packages)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a process that has run others may run it: on the CPU, by our own launcher."""
+        return not (self.alone or self.packages or self.env or self.command != ("-m", "lockstep"))
+
 
 def _torchrun(processes: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "lockstep")

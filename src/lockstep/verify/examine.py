@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lockstep.config.load import load
@@ -17,26 +18,34 @@ from lockstep.verify.available import missing
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
 from lockstep.verify.findings import Asked, Judged, Report, Row
 from lockstep.verify.judge import Comparison, Losses, Verdict, compare, metrics_apart, tolerance
+from lockstep.verify.lanes import Lanes
 from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial
 
 
 def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
-    """Run what can run here, one after the other, in folders below `work`; `say` is told what is under way."""
+    """Run what can run here, side by side where there are cores for it, in folders below `work`; `say` is told what is
+    under way, and what came of it."""
     required = named(asked.require, "--require")
     wanted = named(asked.only or ("*",), "--only") | required | {REFERENCE.name}
     config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps), *REFERENCE.overrides))
     allowed = tolerance(config.train.precision, asked.steps) if asked.tolerance is None else asked.tolerance
-    runs = _Runs(asked, config, _hosts(asked), allowed, work, say)
+    lanes = Lanes(work, sum(each.name in wanted and not each.alone for each in COMBINATIONS[1:]))
+    with lanes.open():
+        runs = _Runs(asked, config, _hosts(asked), allowed, work, say, lanes)
+        return _compared(runs, wanted, required)
 
+
+def _compared(runs: _Runs, wanted: set[str], required: set[str]) -> Report:
+    asked, config = runs.asked, runs.config
     rows = [Row(REFERENCE, runs.reference(), required=REFERENCE.name in required)]
-    report = Report(asked, config.train.precision, allowed, rows)
+    report = Report(asked, config.train.precision, runs.allowed, rows)
     reference = rows[0].fresh.trial
     if rows[0].fresh.verdict != "reference" or reference is None or reference.folder is None:
         return report  # there is nothing to compare the others with
-    for combination in (each for each in COMBINATIONS[1:] if each.name in wanted):
-        fresh = runs.from_the_start(combination, reference)
-        rows.append(Row(combination, fresh, required=combination.name in required))
+    others = [each for each in COMBINATIONS[1:] if each.name in wanted]
+    fresh = runs.each(others, lambda each: runs.from_the_start(each, reference), "from the start")
+    rows += [Row(each, fresh[each.name], required=each.name in required) for each in others]
 
     report = replace(report, batch_norm=byproduct.batch_statistics(reference.folder))
     if byproduct.draws_random_numbers(reference.folder):
@@ -56,6 +65,26 @@ class _Runs:
     allowed: float
     work: Path
     say: Callable[[str], None]
+    lanes: Lanes
+
+    def each(
+        self, combinations: Sequence[Combination], judge: Callable[[Combination], Judged], what: str
+    ) -> dict[str, Judged]:
+        """What comes of all of them, by name: those that may be side by side first, then the rest one by one."""
+        ended: list[str] = []
+
+        def judged(combination: Combination) -> Judged:
+            found = judge(combination)
+            ended.append(combination.name)
+            if found.trial is not None:
+                took = f"{found.verdict} in {found.trial.seconds:.1f} s"
+                self.say(f"{combination.name}: {took}; {len(ended)} of {len(combinations)} {what}")
+            return found
+
+        together = [each for each in combinations if not each.alone]
+        results = self.lanes.side_by_side([partial(judged, each) for each in together])
+        found = dict(zip((each.name for each in together), results, strict=True))
+        return found | {each.name: judged(each) for each in combinations if each.alone}
 
     def reference(self) -> Judged:
         run = self._train(REFERENCE)
@@ -90,22 +119,26 @@ class _Runs:
         good = [row for row in rows if row.good]
         if len(good) == 1:
             return rows  # nobody to hand anything to
-        resumed: dict[str, Judged] = {}
-        for giver, taker in zip([good[-1], *good[:-1]], good, strict=True):
-            if taker.combination.hosts:
-                continue
-            name, before = taker.combination.name, giver.combination.name
+        givers = {
+            taker.combination.name: (giver, taker) for giver, taker in zip([good[-1], *good[:-1]], good, strict=True)
+        }
+
+        def resume(combination: Combination) -> Judged:
+            (giver, taker), name = givers[combination.name], combination.name
+            before = giver.combination.name
             self.say(f"{name}: from the checkpoint of {before} at step {half}")
             run = _handed_over(giver.fresh.trial, taker.fresh.trial, half, self.work / f"{name}-resumed")
-            judged = self._judge(trial.resume(taker.combination, run, self.asked.limit), rest, reference.metrics)
-            resumed[name] = replace(judged, resumed_from=before)
+            gone_on = trial.resume(combination, run, self.asked.limit, self.lanes)
+            return replace(self._judge(gone_on, rest, reference.metrics), resumed_from=before)
+
+        resumed = self.each([row.combination for row in good if not row.combination.hosts], resume, "resumed")
         return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
 
     def _train(self, combination: Combination) -> Trial:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
-        train = over_hosts.train if combination.hosts else trial.train
-        return train(combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
+        given = (combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
+        return over_hosts.train(*given) if combination.hosts else trial.train(*given, self.lanes)
 
     def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from lockstep.distributed.failure import describe_exit
 from lockstep.doctor.ask import environment
 from lockstep.record.run_folder import SUMMARY_FILE
 from lockstep.verify.combinations import Combination
+from lockstep.verify.lanes import Lanes
 
 LOSS = "train/loss"  # what training rows call it
 # Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
 _LEAVE_SECONDS = 20.0
+_LOOK_SECONDS = 0.5
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
 
@@ -39,26 +42,31 @@ class Trial:
     metrics: Mapping[str, float] = field(default_factory=dict)  # at the end
 
 
-def train(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
+def train(
+    combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float, lanes: Lanes
+) -> Trial:
     """A new run of the config, in a folder below `out`."""
     out.mkdir(parents=True)
     settings = settings_of(combination, overrides)
-    return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit)
+    return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit, lanes)
 
 
 def settings_of(combination: Combination, overrides: Sequence[str]) -> list[str]:
     return [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
 
 
-def resume(combination: Combination, run: Path, limit: float) -> Trial:
+def resume(combination: Combination, run: Path, limit: float, lanes: Lanes) -> Trial:
     """Go on with the run in a folder."""
-    return _run(combination, ["resume", str(run)], run.parents[1], limit)
+    return _run(combination, ["resume", str(run)], run.parents[1], limit, lanes)
 
 
-def _run(combination: Combination, arguments: list[str], out: Path, limit: float) -> Trial:
-    command = command_of(combination, arguments)
+def _run(combination: Combination, arguments: list[str], out: Path, limit: float, lanes: Lanes) -> Trial:
+    command, log = command_of(combination, arguments), out / "output.log"
     began = time.monotonic()
-    code = execute(command, {**environment(), **combination.env}, out / "output.log", limit)
+    if combination.plain:
+        code = lanes.command(arguments, log, limit)
+    else:
+        code = execute(command, {**environment(), **combination.env}, log, limit, lanes.stopping)
     return concluded(command, out, code, time.monotonic() - began, limit)
 
 
@@ -76,8 +84,11 @@ def concluded(command: Sequence[str], out: Path, code: int | None, seconds: floa
     return Trial(shlex.join(command), log, folder, seconds, failure=failure)
 
 
-def execute(command: Sequence[str], env: Mapping[str, str], log: Path, limit: float) -> int | None:
-    """The exit code; None where it did not end in time, and was ended."""
+def execute(
+    command: Sequence[str], env: Mapping[str, str], log: Path, limit: float, stopping: threading.Event | None = None
+) -> int | None:
+    """The exit code; None where it did not end in time, and was ended. `stopping` ends it as Ctrl-C does."""
+    deadline = time.monotonic() + limit
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -88,14 +99,17 @@ def execute(command: Sequence[str], env: Mapping[str, str], log: Path, limit: fl
             process_group=0,  # so that what it starts can be ended with it
         )
         try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
+            while (left := deadline - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(left, _LOOK_SECONDS))
+                if stopping is not None and stopping.is_set():
+                    raise KeyboardInterrupt
             return None
         finally:
-            _end(process)
+            end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     """Asked first: a launcher ends its ranks, wherever they are. Nothing is done where it has ended by itself."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from lockstep.distributed.activity import LEFT, Activity, Beat, beat_key
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.clock import RunningClock
-from lockstep.distributed.watch.stall import Limits
+from lockstep.distributed.watch.stall import Limits, Seen
 from lockstep.distributed.watch.watcher import Watcher
 from lockstep.errors import RankStalled
 from lockstep.shown import in_a_line, shown
@@ -46,7 +46,7 @@ class Heartbeat:
     def __init__(self, store: Any, topology: Topology, activity: Activity, limits: Limits) -> None:
         self._store, self._rank, self._world_size = store, topology.place.rank, topology.world_size
         self._activity, self._limits = activity, limits
-        self._watched = topology.watched
+        self._watched, self._host = topology.watched, topology.place.host
         self._watches = not self._watched and self._rank < 2
         self._training_thread = threading.get_ident()
         self._count = 0
@@ -58,16 +58,18 @@ class Heartbeat:
         self.stacks: TextIO = sys.stderr
         self.errand: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
         self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
+        self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: whoever shows where all ranks are
+        self.tells_resident_memory = False  # of the process, where its device has no memory of its own
         self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
-        self._threads = [threading.Thread(target=self._beat, name="lockstep-heartbeat", daemon=True)]
-        if not self._watched:
+        beat = self._beat if store is not None else self._beat_alone
+        self._threads = [threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True)]
+        if not self._watched and store is not None:
             self._threads.append(threading.Thread(target=self._mind_the_store, name="lockstep-store", daemon=True))
 
     def start(self) -> None:
-        """Begin to beat, unless this is a process on its own and there is no store."""
-        if self._store is not None:
-            for thread in self._threads:
-                thread.start()
+        """Begin to beat. Of a process on its own, without a store, only those hear it who look at the run."""
+        for thread in self._threads:
+            thread.start()
 
     def follow_this_thread(self) -> None:
         """From here on the caller's thread is the one that trains: its line is told where a rank does not get on."""
@@ -76,8 +78,7 @@ class Heartbeat:
     def stop(self) -> None:
         """Send the last beat and end. Limited, since the store may be gone or out of reach."""
         self._stopping.set()
-        if self._store is not None:
-            self._threads[0].join(timeout=2 * interval(self._limits))
+        self._threads[0].join(timeout=2 * interval(self._limits))
         if not self._threads[0].is_alive():
             os.close(self._terminal)
 
@@ -91,6 +92,8 @@ class Heartbeat:
                     self.errand(self._store)
                 if watcher is not None and (stall := watcher.look()) is not None:
                     self._store.set(VERDICT, stall.message)
+                if watcher is not None and self.show is not None:
+                    self.show(watcher.everyone)
                 if not self._watched and (verdict := self._store.read(VERDICT)) is not None:
                     self._end(verdict.decode(errors="replace"), self._all_have_heard)
                 self._last_answer = time.monotonic()
@@ -99,7 +102,15 @@ class Heartbeat:
             if not self._watched:  # a launcher that is gone is told of in another way
                 self._end_without_a_store(error)
 
+    def _beat_alone(self) -> None:
+        while not self._stopping.wait(_INTERVAL):
+            if self.show is not None:
+                self.show([Seen(0, self._now(), 0.0)])
+
     def _send(self) -> None:
+        self._store.set(beat_key(self._rank), self._now().encode())
+
+    def _now(self) -> Beat:
         self._count += 1
         self._clock.now()
         now = self._activity.now
@@ -111,11 +122,11 @@ class Heartbeat:
             self._debugged = taken  # whoever looks at it takes their time
         still = max(taken - self._debugged, 0.0)
         where = user_line(frame) if frame is not None else ""
-        beat = Beat(
+        return Beat(
             self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where,
-            self._activity.begun,
+            self._activity.begun, self._host, self._activity.total_steps, self._activity.busy,
+            resident_memory() if self.tells_resident_memory else self._activity.memory,
         )  # fmt: skip
-        self._store.set(beat_key(self._rank), beat.encode())
 
     def _mind_the_store(self) -> None:
         """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""
@@ -174,6 +185,15 @@ def in_debugger(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def resident_memory() -> int | None:
+    """Bytes of memory that this process holds, where the system says so."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def user_line(frame: FrameType | None) -> str:

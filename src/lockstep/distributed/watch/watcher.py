@@ -21,6 +21,7 @@ class Watcher:
         self._clock = RunningClock()
         began = self._clock.now()
         self._newest: dict[int, tuple[Beat | None, float]] = dict.fromkeys(self._ranks, (None, began))
+        self.everyone: list[Seen] = []  # as of the last look
 
     def look(self) -> Stall | None:
         now = self._clock.now()
@@ -29,7 +30,8 @@ class Watcher:
             known, _ = self._newest[rank]
             if beat is not None and (known is None or beat.count != known.count):
                 self._newest[rank] = (beat, now)
-        return find_stall([self._seen(rank, now) for rank in self._ranks], self._limits)
+        self.everyone = [self._seen(rank, now) for rank in self._ranks]
+        return find_stall(self.everyone, self._limits)
 
     @property
     def begun(self) -> bool:

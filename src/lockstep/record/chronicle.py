@@ -1,0 +1,215 @@
+"""What a run leaves for whoever looks at it: when it did what, where its ranks are now, and who kept whom waiting.
+
+    timeline.jsonl  a line per change of phase: of starts, restarts and failures by the launcher, of the rest by rank 0
+    live.json       where every rank is, replaced about once a second by whoever sees all heartbeats
+    lags.jsonl      how long each rank took for a step before it was ready to exchange gradients, over time
+
+None of it is needed to go on: what cannot be written costs a warning. Nothing here happens once per step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.text_file import open_regular
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from lockstep.record.aside import Aside
+
+if TYPE_CHECKING:
+    from lockstep.distributed.failure import Failure, Result
+    from lockstep.distributed.watch.stall import Seen
+
+logger = logging.getLogger(__name__)
+
+TIMELINE_FILE, LIVE_FILE, LAGS_FILE = "timeline.jsonl", "live.json", "lags.jsonl"
+# By the driver of a run on Ray: rank 0's own may be on another disk, and is copied over what is here.
+DRIVER_TIMELINE_FILE = "timeline-driver.jsonl"
+
+_LIVE_SECONDS = 1.0
+_LONGEST_TEXT, _LONGEST_ROW = 4000, 1_000_000
+# A line of lags once a second at first, and then whenever the run has become a hundredth longer: a run of a month has
+# about a thousand.
+_LAG_SECONDS, _LAG_LINES = 1.0, 100
+
+
+class Chronicle:
+    """One process's part of it. Every method returns at once, whatever the disk does."""
+
+    def __init__(
+        self, folder: Path, warn: Callable[[str], object] = logger.warning, timeline: str = TIMELINE_FILE
+    ) -> None:
+        self._folder, self._timeline = folder, timeline
+        self._aside = Aside(folder, warn)
+        self._next_live = 0.0
+        self._lags = _Lags()
+
+    def note(self, kind: str, at: float | None = None, until: float | None = None, **more: Any) -> None:
+        """A phase that began `at` (now, if not said) and is over, or goes on; or something that happened then."""
+        began = time.time() if at is None else at
+        told = {name: _short(value) for name, value in more.items() if value is not None}
+        line = {"at": round(began, 3), "until": None if until is None else round(until, 3), "kind": kind, **told}
+        self._aside.append(self._timeline, line)
+
+    @contextlib.contextmanager
+    def during(self, kind: str, **more: Any) -> Iterator[None]:
+        """A phase, noted when it is over, however that comes."""
+        began = time.time()
+        try:
+            yield
+        finally:
+            self.note(kind, began, time.time(), **more)
+
+    def failed(self, kind: str, failure: Failure, world_size: int, **more: Any) -> None:
+        """A start that ended by a failure: the run is over, or is restarted."""
+        who = None if failure.concerns_all_ranks else failure.rank
+        self.note(
+            kind, rank=who, host=failure.host, note=failure.cause, world_size=world_size, exit_code=failure.exit_code,
+            traceback=failure.traceback or None, **more,
+        )  # fmt: skip
+
+    def ended(self, result: Result, world_size: int) -> None:
+        if result.failure is not None:
+            self.failed("end", result.failure, world_size, status="failed")
+            return
+        status = {0: "completed", PREEMPTED_EXIT_CODE: "preempted", INTERRUPTED_EXIT_CODE: "interrupted"}
+        self.note("end", status=status.get(result.exit_code, "failed"), exit_code=result.exit_code)
+
+    def show(self, everyone: Sequence[Seen]) -> None:
+        """Where all ranks are, unless that was shown less than a second ago."""
+        if time.monotonic() >= self._next_live:
+            self._next_live = time.monotonic() + _LIVE_SECONDS
+            self._aside.replace(LIVE_FILE, lambda: _live(list(everyone), time.time(), self._folder))
+
+    def lags(self, step: int, busy: Sequence[float]) -> None:
+        """How long each rank was busy in a step of late, by rank."""
+        line = self._lags.add(time.time(), step, busy, self._folder)
+        if line is not None:
+            self._aside.append(LAGS_FILE, line)
+
+    def close(self) -> None:
+        line = self._lags.rest(time.time())
+        if line is not None:
+            self._aside.append(LAGS_FILE, line)
+        self._aside.close()
+
+
+@contextlib.contextmanager
+def opened(folder: Path | None, warn: Callable[[str], object], timeline: str = TIMELINE_FILE) -> Iterator[Chronicle]:
+    """For a launcher; without a folder nothing is written."""
+    chronicle = Chronicle(folder, warn, timeline) if folder is not None else _Nowhere()
+    try:
+        yield chronicle
+    finally:
+        chronicle.close()
+
+
+class _Nowhere(Chronicle):
+    def __init__(self) -> None:
+        pass
+
+    def note(self, kind: str, at: float | None = None, until: float | None = None, **more: Any) -> None:
+        pass
+
+    def show(self, everyone: Sequence[Seen]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Lags:
+    """Means over as many steps as come between two lines."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._last = 0.0
+        self._sums: list[float] = []
+        self._count = self._step = 0
+
+    def add(self, now: float, step: int, busy: Sequence[float], folder: Path) -> dict[str, Any] | None:
+        if self._began is None:
+            self._began = self._last = now
+            self._began = min(_first_at(folder / LAGS_FILE, now), now)
+        if len(busy) != len(self._sums):
+            self._sums, self._count = [0.0] * len(busy), 0
+        self._sums = [total + each for total, each in zip(self._sums, busy, strict=True)]
+        self._count, self._step = self._count + 1, step
+        enough = now - self._last >= max(_LAG_SECONDS, (now - self._began) / _LAG_LINES)
+        return self.rest(now) if enough else None
+
+    def rest(self, now: float) -> dict[str, Any] | None:
+        """What there is since the last line."""
+        if not self._count:
+            return None
+        means = [float(f"{total / self._count:.3g}") for total in self._sums]
+        line = {"at": round(now, 3), "since": round(self._last, 3), "step": self._step, "busy": means}
+        self._last, self._sums, self._count = now, [0.0] * len(means), 0
+        return line
+
+
+def _first_at(file: Path, otherwise: float) -> float:
+    """When the first line of a file was written, by an earlier start of the run."""
+    try:
+        with open_regular(file) as stream:
+            return float(json.loads(stream.readline(_LONGEST_ROW))["at"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return otherwise
+
+
+def _live(everyone: list[Seen], at: float, folder: Path) -> dict[str, Any]:
+    beats = [each.beat for each in everyone if each.beat is not None]
+    busy = [each.busy for each in beats if each.busy is not None]
+    fastest = min(busy, default=0.0)
+    total = max((each.total_steps for each in beats if each.total_steps is not None), default=None)
+    step = max((each.step for each in beats), default=0)  # under way
+    return {
+        "at": round(at, 3),
+        "world_size": len(everyone),
+        "step": step if total is None else min(step, total),
+        "total_steps": total,
+        "ranks": [_rank(each, fastest) for each in everyone],
+        "latest": newest_row(folder / "metrics.jsonl"),
+    }
+
+
+def _rank(seen: Seen, fastest: float) -> dict[str, Any]:
+    beat = seen.beat
+    if beat is None:
+        return {"rank": seen.rank, "host": "", "step": 0, "doing": "", "waits": False, "still": round(seen.still, 1),
+                "where": "", "memory": None, "lag": None}  # fmt: skip
+    return {
+        "rank": seen.rank,
+        "host": beat.host,
+        "step": beat.step,
+        "doing": beat.doing,
+        "waits": beat.waits,
+        "still": round(seen.still, 1),  # seconds without progress
+        "where": beat.where,
+        "memory": beat.memory,
+        "lag": None if beat.busy is None else round(beat.busy - fastest, 6),  # seconds of a step, behind the fastest
+    }
+
+
+def newest_row(file: Path) -> dict[str, Any] | None:
+    """The last whole row of metrics, from the end of a file that may be long."""
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(file) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for length in (16_384, _LONGEST_ROW):
+            stream.seek(max(size - length, 0))
+            lines = stream.read(length).split(b"\n")
+            for line in reversed(lines[:-1] if size <= length else lines[1:-1]):
+                row = json.loads(line)
+                return row if isinstance(row, dict) else None
+    return None
+
+
+def _short(value: Any) -> Any:
+    """Text of others has an end: a traceback may be of any length."""
+    return f"{value[:_LONGEST_TEXT]} ..." if isinstance(value, str) and len(value) > _LONGEST_TEXT else value

@@ -1,0 +1,111 @@
+"""Which runs may be removed, and how: never one that is at work, and never what is no run."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.record import folder_lock
+from lockstep.record.run_folder import RUNNING
+from lockstep.runs.reader import LOST
+from lockstep.runs.table import QUEUED, Listed, is_surely_run, listed
+
+# What is removed where no status is named: ends that nobody goes on from, where there is no checkpoint.
+USELESS = ("failed", LOST, "interrupted")
+# What a run's folder has. Whatever else is in it was put there by somebody, who may want it.
+OURS = (
+    "config.yaml", "launch.yaml", "topology.json", "summary.json", "metrics.jsonl", "evaluations.jsonl", "live.json",
+    "timeline.jsonl", "timeline-driver.jsonl", "lags.jsonl", "logs", "checkpoints", "tensorboard", "profile", "samples",
+    "loggers", "job.sh", "slurm", "wandb", "report.html", ".lock*", ".lease", "*.partial", ".gone_back",
+    ".seen-by-all-*", ".nfs*",
+)  # fmt: skip
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_NAMED_FILES = 3
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A run that was asked for: to be removed, unless something speaks against it."""
+
+    run: Listed
+    against: str | None
+    bytes: int
+
+
+def age(text: str) -> float:
+    """Seconds that `7d` stands for."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)
+    if match is None:
+        raise ConfigError(f"--older-than {text}: not an age; write for example 12h, 7d or 4w")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def choose(
+    runs: Iterable[Listed], statuses: Sequence[str], older_than: float, with_checkpoints: bool, now: float
+) -> list[Chosen]:
+    """The runs with one of the statuses, or useless ones where none is named, that nothing was written to for so
+    many seconds; and of each whether it may go."""
+    asked = [each.replace("-", " ") for each in statuses] or USELESS
+    return [
+        Chosen(run, _against(run, with_checkpoints), size(run.folder))
+        for run in runs
+        if run.status in asked
+        and now - run.changed >= older_than
+        and (statuses or not run.checkpoints or with_checkpoints)
+    ]
+
+
+def remove(folder: Path, with_checkpoints: bool) -> None:
+    """Remove a run, while nobody else can take it, and so that it is never seen half removed.
+
+    Looked at once more: it may have been resumed since it was chosen. ConfigError says what speaks against it.
+    """
+    if not is_surely_run(folder):
+        raise ConfigError(f"{folder} is not the folder of a run any more")
+    with folder_lock.locked(folder, "a clean-up"):
+        against = _against(listed(folder), with_checkpoints, ours=True)
+        if against is not None:
+            raise ConfigError(f"{folder}: {against}")
+        doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
+        try:
+            folder.rename(doomed)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be removed: {error.strerror}") from None
+    try:
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise ConfigError(f"{doomed}: what is left of {folder.name} cannot be removed: {error.strerror}") from None
+
+
+def size(folder: Path) -> int:
+    """The bytes of all files below a folder; a link counts for itself."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118  of many files
+            except OSError:
+                continue
+    return total
+
+
+def _against(run: Listed, with_checkpoints: bool, ours: bool = False) -> str | None:
+    """What speaks against removing a run; `ours` where this process itself holds it."""
+    if not ours and (run.status == RUNNING or run.held_by is not None):
+        return f"is at work: {run.held_by}"
+    if run.status == QUEUED:
+        return "has not begun: its job may be waiting in a queue. Cancel the job, and remove the folder yourself"
+    if run.checkpoints and not with_checkpoints:
+        return f"has {run.checkpoints} checkpoint{'s' if run.checkpoints > 1 else ''}: --with-checkpoints removes them"
+    others = [each.name for each in run.folder.iterdir() if not any(fnmatchcase(each.name, name) for name in OURS)]
+    if others:
+        named = ", ".join(sorted(others)[:_NAMED_FILES]) + (", ..." if len(others) > _NAMED_FILES else "")
+        return f"holds {named}, which no run writes: move it away, or remove the folder yourself"
+    return None

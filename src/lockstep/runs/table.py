@@ -1,0 +1,239 @@
+"""The runs of a folder, a line each: how they went, how far they got, and the best that was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.checkpoint.retention import best_first
+from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.config.load import parse_yaml
+from lockstep.config.text_file import read_text
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.record import folder_lock, run_folder
+from lockstep.record.chronicle import newest_row
+from lockstep.runs.findings import duration
+from lockstep.runs.live import read_live
+from lockstep.runs.reader import LOST, holder_is_there, status_of
+from lockstep.runs.records import number, whole
+from lockstep.runs.timeline import read_timeline
+from lockstep.shown import brief, in_a_line
+
+QUEUED = "queued"  # the status of a run whose job has not begun
+SCRIPT_FILE = "launch.yaml"  # of a script with its own loop, in place of a config
+_STARTS = (run_folder.CONFIG_FILE, SCRIPT_FILE)
+_STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")
+_LONGEST_REASON = 60
+# That section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
+_CHECKPOINT = re.compile(r"^checkpoint:.*\n(?:[ \t].*\n|\n)*", re.M)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run as the table shows it."""
+
+    folder: Path
+    name: str  # below the folder that was listed
+    status: str  # as summary.json has it; running only where somebody is at work, else lost; queued before all that
+    reason: str
+    epoch: int | None
+    step: int | None
+    metric: str | None  # what the best is judged by
+    mode: str
+    best: float | None
+    best_step: int | None
+    seconds: float | None
+    started: float  # seconds since the epoch
+    changed: float  # when something was last written down
+    checkpoints: int
+    held_by: str | None  # the process that is at work in its folder
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+def is_surely_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, and not a link, a project or anything else that has a config.yaml."""
+    return (
+        folder.is_dir()
+        and not folder.is_symlink()
+        and any((folder / name).is_file() for name in _STARTS)
+        and ((folder / run_folder.SUMMARY_FILE).is_file() or (folder / "logs").is_dir())
+    )
+
+
+def found(folder: Path) -> list[Listed]:
+    """All runs of a folder, and those of the sweeps in it."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; runs are in runs/, or where --out was")
+    if is_surely_run(folder):
+        raise ConfigError(f"{folder} is a run itself: name the folder that it is in")
+    runs = []
+    for each in _folders(folder):
+        if is_surely_run(each):
+            runs.append(listed(each, each.name))
+        elif (each / "sweep.yaml").is_file():
+            runs += [listed(trial, f"{each.name}/{trial.name}") for trial in _folders(each) if is_surely_run(trial)]
+    return runs
+
+
+def named(given: Path) -> Path:
+    """The run that somebody means: its folder, or its name below runs/."""
+    for folder in (given, Path("runs") / given):
+        if is_surely_run(folder):
+            return folder
+    there = "there is no such folder" if not given.is_dir() else "it holds no config.yaml with a summary.json or logs"
+    raise ConfigError(f"{given} is not the folder of a run: {there}. lockstep runs lists those of runs/")
+
+
+def listed(folder: Path, name: str = "") -> Listed:
+    """What the files of a run's folder say of it."""
+    summary = run_folder.read_summary(folder)
+    holder, live = folder_lock.held_by(folder), read_live(folder)
+    timeline = read_timeline(folder)
+    at_work = True if holder is not None else holder_is_there(folder)
+    known = bool(summary or timeline or live or holder)
+    status = status_of(summary, timeline, live, time.time(), at_work) if known else QUEUED
+    last = newest_row(folder / "metrics.jsonl") or {}
+    metric, mode = _judged_by(folder)
+    best, best_step = _best(folder, summary, mode)
+    started = _started(folder)
+    changed = max(
+        [started, *(_written(folder / each) for each in ("summary.json", "metrics.jsonl", "live.json", "logs"))]
+    )
+    seconds = number(summary.get("seconds"))
+    if status in (run_folder.RUNNING, LOST):
+        seconds = (time.time() if status == run_folder.RUNNING else changed) - started
+    return Listed(
+        folder=folder,
+        name=name or folder.name,
+        status=status,
+        reason=str(summary.get("reason") or "").strip().split("\n")[0] if status != run_folder.RUNNING else "",
+        epoch=_newest(summary.get("epoch"), last.get("epoch")),
+        step=_newest(
+            summary.get("step"), last.get("step"), live.step if live and status == run_folder.RUNNING else None
+        ),
+        metric=metric if best is not None else None,
+        mode=mode,
+        best=best,
+        best_step=best_step,
+        seconds=seconds,
+        started=started,
+        changed=changed,
+        checkpoints=sum(1 for _ in (folder / "checkpoints").glob("step-*")),
+        held_by=None if holder is None else str(holder),
+    )
+
+
+def _newest(*values: Any) -> int | None:
+    return max((each for each in map(whole, values) if each is not None), default=None)
+
+
+def matching(runs: Iterable[Listed], statuses: Sequence[str], patterns: Sequence[str]) -> list[Listed]:
+    """Those with one of the statuses and a name that fits one of the patterns; a plain word may be anywhere in it."""
+    return [
+        each
+        for each in runs
+        if (not statuses or each.status.replace(" ", "-") in statuses)
+        and (not patterns or any(_fits(each.name, pattern) for pattern in patterns))
+    ]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern if any(each in pattern for each in "*?[") else f"*{pattern}*")
+
+
+SORTS: dict[str, Callable[[Listed], float | str | None]] = {
+    "started": lambda run: -run.started,
+    "name": lambda run: run.name,
+    "status": lambda run: run.status,
+    "step": lambda run: None if run.step is None else -run.step,
+    "best": lambda run: None if run.best is None else run.best * (1 if run.mode == "min" else -1),
+    "duration": lambda run: None if run.seconds is None else -run.seconds,
+}
+
+
+def ordered(runs: Iterable[Listed], by: str = "started", reverse: bool = False) -> list[Listed]:
+    """The newest, the furthest, the best or the longest first; those that have no such value are last either way."""
+    key, runs = SORTS[by], sorted(runs, key=lambda run: run.name)
+    known = [run for run in runs if key(run) is not None and key(run) == key(run)]
+    rest = [run for run in runs if not any(run is each for each in known)]
+    return [*sorted(known, key=lambda run: key(run), reverse=reverse), *rest]  # type: ignore[arg-type,return-value]
+
+
+def rows(runs: Iterable[Listed]) -> list[list[str]]:
+    """A head and the cells of every run."""
+    cells: list[Sequence[str]] = [("run", "status", "epoch", "step", "best", "", "duration", "started", "")]
+    for run in runs:
+        best = "" if run.best is None else f"{run.best:.4g}"
+        at = "" if run.best is None else f"{run.metric or ''} at {run.best_step}".strip()
+        why = brief(run.reason, _LONGEST_REASON) if run.status != "completed" else ""
+        cells.append((
+            run.name, run.status, _shown(run.epoch), _shown(run.step), best, at,
+            "" if run.seconds is None else duration(run.seconds),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)), why,
+        ))  # fmt: skip
+    return [[in_a_line(cell) for cell in row] for row in cells]
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(folder / each.name for each in entries if each.is_dir(follow_symlinks=False))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read: {error.strerror}") from None
+
+
+def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | None, int | None]:
+    """The best value and its step: as the summary has it or, before there is one, the checkpoints that are kept."""
+    told = summary.get("best")
+    if isinstance(told, Mapping):
+        return number(told.get("value")), whole(told.get("step"))
+    with contextlib.suppress(CheckpointError):
+        for each in best_first(CheckpointStorage(folder / "checkpoints").saved(), mode):
+            return each.value, each.step
+    return None, None
+
+
+def _judged_by(folder: Path) -> tuple[str | None, str]:
+    """The metric that best checkpoints are kept by, and whether less of it is better."""
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        config = read_text(folder / run_folder.CONFIG_FILE)
+        section = _CHECKPOINT.search(config)
+        keep: Any = parse_yaml(section[0] if section else config)
+        for key in ("checkpoint", "keep"):
+            keep = keep.get(key) if isinstance(keep, Mapping) else None
+        keep = keep if isinstance(keep, Mapping) else {}
+        return str(keep.get("metric", "val/loss")), str(keep.get("mode", "min"))
+    return None, "min"
+
+
+def _started(folder: Path) -> float:
+    match = _STAMP.search(folder.name)
+    with contextlib.suppress(ValueError, OverflowError):
+        return time.mktime(time.strptime(match[1], "%Y%m%d-%H%M%S")) if match else _begun(folder)
+    return _begun(folder)
+
+
+def _begun(folder: Path) -> float:
+    """When its config was written; a resume writes it again."""
+    return max(_written(folder / name) for name in _STARTS)
+
+
+def _written(file: Path) -> float:
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
+
+
+def _shown(value: int | None) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,148 @@
+"""Runs side by side, as many as there are cores for; one process per lane runs all that need none of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from lockstep.doctor.ask import environment
+
+Found = TypeVar("Found")
+
+_MOST = 4
+_LOOK_SECONDS = 0.2
+
+
+class Lanes:
+    """Where runs are executed. Whatever is under way ends when the block does, also by Ctrl-C."""
+
+    def __init__(self, work: Path, runs: int) -> None:
+        """For so many runs at most."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.count = max(min(cores, _MOST, runs), 1)
+        self.stopping = threading.Event()
+        # Libraries read it when they are loaded, which is once for runs of one and of four processes.
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(cores // 4, 1)))}
+        self._all = [_Starter(work / f".lane-{number}.log", threads, self.stopping) for number in range(self.count)]
+        self._free = queue.SimpleQueue[_Starter]()
+        for each in self._all:
+            self._free.put(each)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Lanes]:
+        try:
+            for each in self._all:
+                each.begin()  # all of them load torch meanwhile
+            yield self
+        finally:
+            self.stopping.set()
+            for each in self._all:
+                each.end()
+
+    def side_by_side(self, tasks: Sequence[Callable[[], Found]]) -> list[Found]:
+        """What all of them return, in their order; the first failure is raised, once all that were begun have ended."""
+        waiting, results, failures = list(enumerate(tasks)), dict[int, Found](), list[BaseException]()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not self.stopping.is_set() and not failures:
+                with lock:
+                    if not waiting:
+                        return
+                    number, task = waiting.pop(0)
+                try:
+                    results[number] = task()
+                except BaseException as error:
+                    failures.append(error)
+
+        threads = [threading.Thread(target=work, name=f"lockstep-verify-{each}") for each in range(self.count)]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_LOOK_SECONDS)  # so that Ctrl-C is heard
+        except BaseException:
+            self.stopping.set()
+            for thread in threads:
+                thread.join()
+            raise
+        if failures:
+            raise failures[0]
+        return [results[number] for number in range(len(tasks))]
+
+    def command(self, arguments: Sequence[str], log: Path, limit: float) -> int | None:
+        """Run a command of ours by a process that may have run others; None where it did not end in time."""
+        starter = self._free.get()
+        try:
+            return starter.run(arguments, log, limit)
+        finally:
+            self._free.put(starter)
+
+
+class _Starter:
+    """A process that runs one command after the other; a new one after a failure."""
+
+    def __init__(self, log: Path, variables: Mapping[str, str], stopping: threading.Event) -> None:
+        self._log, self._variables, self._stopping = log, variables, stopping
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lockstep.cli.starter"], env={**environment(), **self._variables},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, process_group=0,
+            )  # fmt: skip
+
+    def run(self, arguments: Sequence[str], log: Path, limit: float) -> int | None:
+        if self._process is None:
+            self.begin()
+        before = self._log.stat().st_size
+        try:
+            code = self._answer(arguments, limit)
+        except BaseException:
+            self.end()
+            raise
+        if code != 0:
+            self.end()
+        with self._log.open("rb") as written:
+            written.seek(before)
+            log.write_bytes(written.read())
+        return code
+
+    def end(self) -> None:
+        from lockstep.verify.trial import end
+
+        process, self._process = self._process, None
+        if process is not None:
+            end(process)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def _answer(self, arguments: Sequence[str], limit: float) -> int | None:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        deadline = time.monotonic() + limit
+        try:
+            process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
+            process.stdin.flush()
+        except OSError:  # it is gone
+            return process.wait(limit) or 1
+        while not select.select([process.stdout], [], [], _LOOK_SECONDS)[0]:
+            if self._stopping.is_set():
+                raise KeyboardInterrupt
+            if time.monotonic() >= deadline:
+                return None
+        line = process.stdout.readline()
+        return int(line) if line.strip() else process.wait(limit) or 1
