@@ -69,7 +69,9 @@ def test_mnist_prints_the_same_losses_on_xla_on_the_cpu_and_with_ddp(tmp_path: P
 
 @pytest.mark.requirement("P05")
 @pytest.mark.requirement("P09")
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize(
+    "devices", [4, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
+)
 def test_the_program_over_a_mesh_prints_the_lines_and_the_losses_of_the_cpu(tmp_path: Path, devices: int) -> None:
     arguments = [*SMALL, "--log_every", "2"]
     expected = train_on_mesh(tmp_path, "cpu", "--runtime", "cpu", *arguments)

@@ -28,6 +28,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def mostly_long(*short: Any, long: tuple[Any, ...]) -> list[Any]:
+    """Cases, of which some say little that is not said by another."""
+    return [*short, *(pytest.param(*_several(each), marks=pytest.mark.long) for each in long)]
+
+
+def _several(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
+
+
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
     assert one.keys() == other.keys()
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
@@ -50,7 +59,7 @@ def test_losses_and_validation_agree_with_the_cpu(project: Project, way: str) ->
 
 
 @pytest.mark.requirement("P06")
-@pytest.mark.parametrize("way", ["single", "ddp-2", "threads-4", "spmd-4"])
+@pytest.mark.parametrize("way", mostly_long("threads-4", "spmd-4", long=("single", "ddp-2")))
 def test_a_short_batch_is_filled_up_and_the_mean_stays_exact(project: Project, way: str) -> None:
     reference = project.train(out="cpu", **{**UNEVEN, "processes": 1})
     run = project.train(out="xla", **{**UNEVEN, **WAYS[way]})
@@ -59,8 +68,14 @@ def test_a_short_batch_is_filled_up_and_the_mean_stays_exact(project: Project, w
 
 
 # 80 examples in batches of 30, which neither 4 devices nor 2 processes divide in all cases; the last batch has 20.
-@pytest.mark.parametrize("task", ["Padded", "TwoModels"])
-@pytest.mark.parametrize("way", ["single", "ddp-2", "threads-4", "spmd-4", "fsdp-4"])
+@pytest.mark.parametrize(
+    ("way", "task"),
+    mostly_long(
+        ("ddp-2", "TwoModels"), ("threads-4", "Padded"), ("spmd-4", "TwoModels"), ("fsdp-4", "Padded"),
+        long=(("single", "Padded"), ("single", "TwoModels"), ("ddp-2", "Padded"), ("threads-4", "TwoModels"),
+              ("spmd-4", "Padded"), ("fsdp-4", "TwoModels")),
+    ),
+)  # fmt: skip
 def test_means_over_tokens_and_several_models_agree_with_the_cpu(project: Project, way: str, task: str) -> None:
     values: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 30}, "task": {"type": f"{TASK_FILE}:{task}"}}
     if task == "TwoModels":
@@ -73,7 +88,7 @@ def test_means_over_tokens_and_several_models_agree_with_the_cpu(project: Projec
 
 
 @pytest.mark.requirement("P08")
-@pytest.mark.parametrize("way", ["single", "ddp-2", "threads-2", "spmd-2x2"])
+@pytest.mark.parametrize("way", mostly_long("single", "spmd-2x2", long=("ddp-2", "threads-2")))
 def test_the_step_is_compiled_in_its_first_steps_only(project: Project, way: str) -> None:
     """A line in the log at every step must not add to it, nor must more steps."""
     found = {}
