@@ -1,4 +1,4 @@
-"""The tasks that gpu.py trains: the GPT of the examples with a clock in it, and a small set of noisy digits."""
+"""The tasks that gpu.py and gpu_restart.py train: the GPT of the examples with a clock in it, and noisy digits."""
 
 from __future__ import annotations
 
@@ -57,6 +57,25 @@ class TimedText(TextModel):
             Path(self._file).write_text(
                 json.dumps({"stamps": self._stamps, "peak": peak, "first": self._first}), encoding="utf-8"
             )
+
+
+class NotedText(TextModel):
+    """Notes the end of every step with the process that made it, once the device has done it."""
+
+    def __init__(self, file: str = "", **size: Any) -> None:
+        super().__init__(**size)
+        self._file = file
+        self._steps = 0  # of this process
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if self._steps:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            noted = {"step": self._steps, "pid": os.getpid(), "time": time.time()}
+            with Path(self._file).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(noted) + "\n")
+        self._steps += 1
+        return super().loss(model, batch)
 
 
 class NoisyDigits(lockstep.Task):
