@@ -89,7 +89,7 @@ def experiment(cell: Cell, folder: Path, reference: Path | None) -> Outcome:
     differences += _differences(run, reference) if resumed.code == 0 else []
     if saved and f"restored step-{saved:08d}" not in resumed.out:
         differences.append(f"step {saved} was not restored")
-    differences += [f"{path.name} is left" for path in storage.folder.iterdir() if not path.name.startswith("step-")]
+    differences += [f"{path.name} is left" for path in storage.folder.iterdir() if not _belongs(path)]
     return Outcome([finished], seconds, steps, lost, resumed, differences)
 
 
@@ -174,3 +174,8 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def _belongs(path: Path) -> bool:
+    """To a folder of checkpoints: one of them, or the link to the best, which leads to one."""
+    return path.name.startswith("step-") or (path.name == "best" and path.is_symlink() and path.is_dir())
