@@ -14,10 +14,12 @@ XLA_PYTHON = .venv-test-xla/bin/python
 XLA_TESTS = tests/xla tests/ray/test_ray_xla.py tests/unit/test_pjrt.py
 ifeq ($(MACHINE),Linux x86_64)
 WITH_XLA = test-xla
+ENVIRONMENTS = both-environments
 VERIFY_ENVIRONMENT = xla-environment
 VERIFY_PYTHON = $(XLA_PYTHON)
 else
 WITH_XLA = without-xla
+ENVIRONMENTS = test-environment
 VERIFY_ENVIRONMENT = test-environment
 VERIFY_PYTHON = $(TEST_PYTHON)
 endif
@@ -30,7 +32,7 @@ BENCHMARKS += benchmarks/hosts.py
 endif
 
 .PHONY: help train check test test-torch test-xla without-xla faults storm verify lint format bench docs dist
-.PHONY: release-notes clean train-environment test-environment xla-environment bench-environment docs-environment
+.PHONY: both-environments release-notes clean train-environment test-environment xla-environment bench-environment docs-environment
 
 help:
 	@echo 'make train    train the digits example: lockstep train examples/digits.yaml'
@@ -56,7 +58,12 @@ train: train-environment
 check: lint
 	$(TEST_PYTHON) $(PYTEST) tests/unit $(ARGS)
 
-test: test-torch $(WITH_XLA)
+test: $(ENVIRONMENTS) test-torch $(WITH_XLA)
+
+# Both at once, where both are needed: most of it is waiting for downloads, by turns with unpacking.
+both-environments:
+	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla,tpu-plan & other=$$!; \
+	    scripts/environment test constraints/torch.txt $(TEST_EXTRAS); made=$$?; wait $$other && exit $$made
 
 # One test waits for its processes too often to keep two cores busy: two at once.
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.

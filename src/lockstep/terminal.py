@@ -44,7 +44,9 @@ def make_safe() -> None:
         try:
             os.fstat(number)
         except OSError:  # closed, so that the next file to be opened would become standard output
-            os.open(os.devnull, os.O_RDWR)
+            # For the processes that this one starts as well: else theirs would be closed, and whatever they open first
+            # (a pipe by which a rank knows that its launcher lives) would become their output, and be written over.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = _safe(sys.stdout, 1)
     sys.stderr = _safe(sys.stderr, 2)
 

@@ -47,7 +47,8 @@ def test_weights_and_optimizer_state_are_those_of_a_checkpoint(project: Project)
     inner = next(each for each in plan["weights"] if each["name"] == "*.*.inner.weight")
     assert (inner["count"], inner["shape"], inner["local"]) == (4, [128, 64], [64, 64])
     begins = dict(reversed(plan["phases"]))
-    assert 0 == begins["forward"] < begins["backward"] < begins["optimizer"] < plan["events"]
+    # The optimizer is fused and makes nothing, so that nothing may be noted after it began.
+    assert 0 == begins["forward"] < begins["backward"] < begins.get("optimizer", plan["events"]) <= plan["events"]
 
 
 def test_what_is_offloaded_is_none_of_the_devices(project: Project) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from storm import Storm
 
-SEED, MINUTES = 12, 1.0
+SEED, MINUTES = 12, 0.5
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes left behind are found by /proc")

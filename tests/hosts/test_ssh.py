@@ -129,6 +129,7 @@ def _knock(laptop: Laptop, run: Path) -> bytes:
     return laptop.network.hosts["dora"].run(sys.executable, "-c", program).encode()
 
 
+@pytest.mark.long
 @pytest.mark.requirement("P11")
 def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop: Laptop, one_machine: Path) -> None:
     config = laptop.config("verbs", task={"type": "tasks.py:Tiny", "dropout": 0.2, "sleep": 0.7})
@@ -204,6 +205,7 @@ def test_a_host_that_is_killed_is_noticed_by_its_closed_connections(laptop: Lapt
     assert "lockstep pod resume closed" in out and "Traceback" not in out
 
 
+@pytest.mark.long
 def test_a_cut_link_ends_the_run_on_both_sides(laptop: Laptop) -> None:
     config = laptop.config("cut", task={"type": "tasks.py:Tiny", "sleep": 0.3})
     started = laptop.start("train", config)

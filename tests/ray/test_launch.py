@@ -72,6 +72,7 @@ def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRa
     assert looked_at.lags and (run / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
     places: Places,
     on_ray: OnRay,

@@ -70,6 +70,8 @@ def test_srun_over_two_nodes_trains_what_one_machine_does(project: Project, slur
         "early_stop=null",
         "--set",
         "validate.every=12 steps",
+        "--set",
+        "launch.threads=1",  # a node's one process would have both cores, and sum up otherwise
     )
     finished = srun(project, slurm, "-N2", "-n2", command=(*digits, *quick, "--out", "slurm"), **SECRET)
     assert finished.code == 0, finished.text

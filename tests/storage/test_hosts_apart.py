@@ -79,6 +79,7 @@ def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
     return rank.returncode, said
 
 
+@pytest.mark.long
 def test_a_resume_where_rank_0s_host_alone_has_the_folder(project: Project, hosts: Hosts) -> None:
     task = {"type": f"{TASK_FILE}:Tiny", "dropout": 0.2}
     settings = {"train": {"epochs": 4, "batch_size": 12}, "checkpoint": {"every": "4 steps"}}

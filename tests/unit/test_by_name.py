@@ -294,7 +294,7 @@ def test_an_average_that_is_none_is_refused(new_run: Callable[..., Run]) -> None
 def test_half_precision_on_a_cpu_is_refused_with_the_remedy(new_run: Callable[..., Run]) -> None:
     with pytest.raises(ConfigError, match=r"fp16 is for CUDA GPUs, but the runtime is cpu: use bf16"):
         new_run().setup(nn.Linear(2, 1), precision="fp16")
-    with pytest.raises(ConfigError, match=r"precision must be one of float32, tf32, bf16, fp16, got 'half'"):
+    with pytest.raises(ConfigError, match=r"precision must be one of float32, tf32, bf16, fp16, fp8, got 'half'"):
         new_run().setup(nn.Linear(2, 1), precision="half")
 
 

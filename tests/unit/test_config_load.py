@@ -130,7 +130,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("train: {clip_norm: .nan}", "train.clip_norm: input should be greater than 0, got nan"),
         (
             "train: {precision: bf6}",
-            "train.precision: must be one of float32, tf32, bf16 or fp16; did you mean bf16?, got 'bf6'",
+            "train.precision: must be one of float32, tf32, bf16, fp16 or fp8; did you mean bf16?, got 'bf6'",
         ),
         (
             "train: {compile: 1}",
@@ -138,6 +138,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ),
         ("train: {compile: block}", "train.compile: must be true, false, blocks, or a mapping"),
         ("train: {compile: {mod: x}}", "train.compile.mod: unknown key, did you mean mode?"),
+        ('"(": 1 step', "(: unknown key, valid are"),
         ("train: {compile: {mode: fast}}", "train.compile.mode: must be one of default, reduce-overhead, max-autotune"),
         ("train: {ema: 1.5}", "train.ema: input should be less than 1, got 1.5"),
         ("train: {ema: {decay: 0.9, every: 1 epoch}}", "train.ema.every: averages are taken every so many steps"),

@@ -89,7 +89,7 @@ def test_a_loop_that_never_restores(new_run: Runs, folder: Path) -> None:
     train_and_save(run, 1)
     assert step(run.newest_saved()) == 3
     aside = [f"aside-step-{each:08d}" for each in (3, 6, 9)]
-    assert names(folder) == [*aside, "step-00000003"]
+    assert names(folder) == [*aside, "best", "step-00000003"]
 
 
 def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(new_run: Runs, tmp_path: Path) -> None:

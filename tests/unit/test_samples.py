@@ -173,7 +173,7 @@ def test_tensorboard_takes_all_of_them(new_run: Runs, tmp_path: Path, caplog: py
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["images"]) == {"of 1", "of 3", "of 4"}
-    assert {each.partition("/")[0] for each in events.Tags()["tensors"]} == {"story", "answers"}
+    assert {each.partition("/")[0] for each in events.Tags()["tensors"]} == {"story", "answers", "config"}
 
 
 def test_a_logger_that_takes_none_is_told_of_once(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:

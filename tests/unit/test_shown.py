@@ -65,7 +65,7 @@ def test_what_the_command_line_says(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_command_line_that_is_quoted() -> None:
     result = CliRunner().invoke(main, ["tra\x1b[31min"], color=True)
-    assert "No such command 'tra\\x1b[31min'" in result.stderr and "\x1b" not in result.output
+    assert "there is no command 'tra\\x1b[31min'" in result.stderr and "\x1b" not in result.output
 
 
 def test_an_exception_with_control_characters() -> None:

@@ -272,7 +272,8 @@ def _without_union_tags(loc: Iterable[str | int], raw: Any) -> KeyPath:
     """Pydantic names the members of a union in a path; keep only the keys that the user wrote (or left out)."""
     keys: list[str | int] = []
     for part in loc:
-        if str(part).startswith("("):  # as members of a union of two kinds of mapping are called
+        # As members of a union of two kinds of mapping are called; but a user's key may look like one.
+        if str(part).startswith("(") and not (isinstance(raw, Mapping) and part in raw):
             continue
         if isinstance(raw, Mapping):
             keys.append(part)

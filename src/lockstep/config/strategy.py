@@ -78,7 +78,7 @@ class Strategy(Section):
     bucket_mb: int = Field(25, gt=0, le=2**40)
     static_graph: bool = Field(False, description="ddp: every step uses the same parameters in the same way")
     gradient_as_bucket_view: bool | None = Field(
-        None, description="ddp: gradients live in the buckets they travel in; null: they do"
+        None, description="ddp: gradients live in the buckets they travel in; null: on GPUs"
     )
     sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
     comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
@@ -111,10 +111,12 @@ class Strategy(Section):
             raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
         return self
 
-    @property
-    def bucket_views(self) -> bool:
-        """Whether ddp's gradients live in its buckets, which saves a copy of them."""
-        return self.gradient_as_bucket_view is not False
+    def has_bucket_views(self, on_gpu: bool) -> bool:
+        """Whether ddp's gradients live in its buckets. On GPUs they do, which saves a copy of them; not with powerSGD,
+        whose compressed gradients would then depend on what was in a bucket before."""
+        if self.gradient_as_bucket_view is not None:
+            return self.gradient_as_bucket_view
+        return on_gpu and (self.comm_hook is None or self.comm_hook.type != "powerSGD")
 
     @property
     def given_for_ddp(self) -> list[str]:

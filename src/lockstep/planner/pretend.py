@@ -95,7 +95,7 @@ class PretendDdp(Strategy):
         for parameters in in_buckets(trained, most):  # of gradients, which are as large
             bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
             self.buckets.append(bucket)
-            if self._settings.bucket_views:
+            if self._settings.has_bucket_views(on_gpu=True):
                 parts = torch.split(bucket, [each.numel() for each in parameters])
                 for parameter, part in zip(parameters, parts, strict=True):
                     parameter.register_post_accumulate_grad_hook(_moved_into(part))  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class PretendDdp(Strategy):
     @property
     def gradients(self) -> bool:
         """Whether the buckets are the gradients."""
-        return self._settings.bucket_views
+        return self._settings.has_bucket_views(on_gpu=True)
 
     def computed(self, last: bool) -> None:
         for features in self._norms:  # what torch's layer gathers on its way forward, and sums up on its way back

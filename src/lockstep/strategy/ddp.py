@@ -143,7 +143,7 @@ class DdpStrategy(Strategy):
             output_device=settings.output_device if on_gpu else None,
             find_unused_parameters=finds_unused,
             bucket_cap_mb=settings.bucket_mb,
-            gradient_as_bucket_view=settings.bucket_views,
+            gradient_as_bucket_view=settings.has_bucket_views(on_gpu),
             **_NO_BROADCAST,
         )
         if isinstance(replica, StaticReplica):
