@@ -39,10 +39,11 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0
-# By torch, and by Ray 2.50.
+# By torch, by Ray 2.50, and by torch_xla where it is imported.
 SET_BY_OTHERS = {
     "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
-    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "GRPC_VERBOSITY", "PJRT_DEVICE",
+    "PJRT_DYNAMIC_PLUGINS", "PTXLA_TPU_LIBRARY_PATH", "TF_CPP_MIN_LOG_LEVEL", "TPU_LIBRARY_PATH", "XLA_FLAGS",
 }  # fmt: skip
 
 
