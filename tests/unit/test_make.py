@@ -28,8 +28,9 @@ def test_where_torch_xla_has_a_build_one_command_makes_both_environments_and_run
         "import torch_xla",
     ):
         assert part in lines
-    (run,) = re.findall(r"^\.venv-test-xla/bin/python -m pytest .*$", lines, re.MULTILINE)
-    paths = re.findall(r"tests/\S+", run)
+    runs = re.findall(r"^\.venv-test-xla/bin/python -m pytest .*$", lines, re.MULTILINE)
+    paths = re.findall(r"tests/\S+", "\n".join(runs))
+    assert len(runs) == 2, "those on Ray by themselves"
     needing = [path for path in (ROOT / "tests").rglob("test_*.py") if NEEDS_TORCH_XLA.search(path.read_text())]
     assert len(needing) >= 7
     for path in needing:
