@@ -41,7 +41,13 @@ def losses(text: str) -> list[float]:
 
 
 @pytest.mark.requirement("X02")
-@pytest.mark.parametrize("command", DOCUMENTED.splitlines())
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.long if "resnet50" in each and "--ddp" in each else ())
+        for each in DOCUMENTED.splitlines()
+    ],
+)
 def test_the_programs_run_with_nothing_but_pjrt_device(tmp_path: Path, command: str) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     variable, python, *arguments = shlex.split(command)
