@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import logging.handlers
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +384,11 @@ def profiled_loop(run: lockstep.Run) -> int:
         run.evaluate(lambda batch: {"error": (run.module(batch[0]) - batch[1]).abs().squeeze(1)}, dataset(), 12)
         run.checkpoint()
     return run.progress.step
+
+
+def threads_of_a_new_thread(run: lockstep.Run) -> int:
+    """How many threads a library would take that computes in a thread which torch has not seen yet."""
+    with Path("/proc/self/maps").open() as maps:
+        library = next(line.split()[-1] for line in maps if "libgomp" in line)
+    with ThreadPoolExecutor(1) as pool:
+        return int(pool.submit(ctypes.CDLL(library).omp_get_max_threads).result())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
+import bodies
 import numpy as np
 import option_bodies
 import pytest
@@ -89,3 +91,15 @@ def test_an_average_is_the_same_on_any_number_of_ranks(tmp_path: Path, strategy:
     alone, together = measured(1, "single"), measured(2, strategy)
     assert together == pytest.approx(alone, rel=1e-5)
     assert alone["ema/error"] != pytest.approx(alone["error"], rel=1e-3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which library it is")
+def test_every_thread_of_a_rank_has_the_number_of_this_launch(tmp_path: Path) -> None:
+    """Gloo's threads compute for powerSGD by turns with the main one: with other numbers, sums have another order."""
+
+    def found(threads: int) -> list[int]:
+        return lockstep.launch(
+            bodies.threads_of_a_new_thread, processes=2, runtime="cpu", out=tmp_path, launch={"threads": threads}
+        )
+
+    assert [found(threads) for threads in (2, 1, 3, 2)] == [[2, 2], [1, 1], [3, 3], [2, 2]]

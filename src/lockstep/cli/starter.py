@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lockstep.launcher import local
+from lockstep.launcher.fork_server import warm_up
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # what commands print goes to the log, as what they complain of
-    local.warm_up(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    warm_up(int(os.environ.get("OMP_NUM_THREADS", "1")))
     for line in asked:
         code = _run(json.loads(line))
         answers.write(f"{code}\n")

@@ -112,11 +112,8 @@ class Strategy(Section):
         return self
 
     def has_bucket_views(self, on_gpu: bool) -> bool:
-        """Whether ddp's gradients live in its buckets. On GPUs they do, which saves a copy of them; not with powerSGD,
-        whose compressed gradients would then depend on what was in a bucket before."""
-        if self.gradient_as_bucket_view is not None:
-            return self.gradient_as_bucket_view
-        return on_gpu and (self.comm_hook is None or self.comm_hook.type != "powerSGD")
+        """Whether ddp's gradients live in its buckets, which saves a copy of them: on GPUs, unless told otherwise."""
+        return on_gpu if self.gradient_as_bucket_view is None else self.gradient_as_bucket_view
 
     @property
     def given_for_ddp(self) -> list[str]:

@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from lockstep.distributed.descendants import end_below, processes_below, state_of
+from lockstep.distributed.signals import QUIET_SIGNALS, handled, unless_ignored
 from lockstep.errors import LaunchError
+from lockstep.import_path import safe_interpreters
 from lockstep.terminal import tell
 
 # How long making the processes of a run may take.
 _START_SECONDS = 120.0
+
+# For how many threads per rank the fork server of this process was started; 0: by somebody else, or not yet.
+_threads = 0
+# What multiprocessing knows of the servers that were started for other numbers.
+_set_aside: dict[int, dict[str, Any]] = {}
+
+
+def warm_up(threads: int) -> None:
+    """Have a fork server for ranks of so many threads: it imports torch once for all, while this process goes on."""
+    _change_to(threads)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lockstep.launcher.preload"])
+    # Neither it nor multiprocessing's own helper may go with a signal to the whole process group: the launcher would
+    # lose sight of its ranks. They begin with it ignored, as there are seconds before they could say so themselves.
+    # And `python -c`, by which they are started, would look for multiprocessing in the current folder first.
+    with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)), safe_interpreters():
+        # This process is somebody's: a later run of another number of processes is not to find it there.
+        said = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        try:
+            multiprocessing.resource_tracker.ensure_running()
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            del os.environ["OMP_NUM_THREADS"]
+            if said is not None:
+                os.environ["OMP_NUM_THREADS"] = said
+
+
+def _change_to(threads: int) -> None:
+    """One server for each number of threads: libraries read it when they are loaded, which is before a forked process
+    could say. It could for its main thread alone: those of gloo, which compute for powerSGD, would go by the server's
+    number, and sums of several threads have another order than those of one."""
+    global _threads
+    if threads == _threads:
+        return
+    served = vars(multiprocessing.forkserver._forkserver)
+    _set_aside[_threads] = {name: each for name, each in served.items() if name != "_lock"}
+    served.update(_set_aside.pop(threads) if threads in _set_aside else _never_started())
+    _threads = threads
+
+
+def _never_started() -> dict[str, Any]:
+    return {name: each for name, each in vars(multiprocessing.forkserver.ForkServer()).items() if name != "_lock"}
 
 
 class ForkServer:

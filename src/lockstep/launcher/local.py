@@ -7,9 +7,6 @@ import errno
 import json
 import logging
 import math
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import resource
 import signal
@@ -31,10 +28,9 @@ from lockstep.distributed.failure import (
     stop_file,
     worth_retrying,
 )
-from lockstep.distributed.signals import QUIET_SIGNALS, Signals, handled, unless_ignored
+from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, LockstepError, RankStalled
-from lockstep.import_path import safe_interpreters
-from lockstep.launcher import cgroup
+from lockstep.launcher import cgroup, fork_server
 from lockstep.launcher.plan import LaunchPlan
 from lockstep.record import chronicle as chronicles
 from lockstep.record.chronicle import Chronicle
@@ -59,26 +55,6 @@ _DUMP_SECONDS = 0.5
 _ANSWER_SECONDS = 60.0
 
 
-def warm_up(threads: int) -> None:
-    """Start the fork server: it imports torch while this process goes on, once for all ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.launcher.preload"])
-    # Neither it nor multiprocessing's own helper may go with a signal to the whole process group: the launcher would
-    # lose sight of its ranks. They begin with it ignored, as there are seconds before they could say so themselves.
-    # And `python -c`, by which they are started, would look for multiprocessing in the current folder first.
-    with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)), safe_interpreters():
-        # Libraries read their number of threads when they are loaded, which is before a forked process could say. This
-        # process is somebody's: a later run of another number of processes is not to find it there.
-        said = "OMP_NUM_THREADS" in os.environ
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        try:
-            multiprocessing.resource_tracker.ensure_running()
-            multiprocessing.forkserver.ensure_running()
-        finally:
-            if not said:
-                del os.environ["OMP_NUM_THREADS"]
-
-
 def launch(
     plan: LaunchPlan,
     *,
@@ -95,7 +71,7 @@ def launch(
     With `watch`, the processes are ranks of ours that send heartbeats, and are ended where they do not get on; `folder`
     is that of their run, where it is noted when what happened.
     """
-    warm_up(plan.threads)
+    fork_server.warm_up(plan.threads)
     with chronicles.opened(folder, _warn) as chronicle:
         chronicle.note("start", world_size=len(plan.processes))
         try:

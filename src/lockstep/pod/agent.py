@@ -25,7 +25,7 @@ from lockstep.distributed.store.client import Client, connect_tcp
 from lockstep.distributed.store.server import Server, listen_on_tcp
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
-from lockstep.launcher.local import warm_up
+from lockstep.launcher.fork_server import warm_up
 from lockstep.launcher.plan import available_cores
 from lockstep.mirror import staging
 from lockstep.mirror.mirror import Mirror, mirrored

@@ -47,9 +47,9 @@ def plan(config: RunConfig, folder: str) -> LaunchPlan:
 
 def warm_up(plan: LaunchPlan) -> None:
     """Have torch loaded for the ranks while this process goes on."""
-    from lockstep.launcher import local
+    from lockstep.launcher import fork_server
 
-    local.warm_up(plan.threads)
+    fork_server.warm_up(plan.threads)
 
 
 def train(folder: Path, config: RunConfig, tell: Tell) -> Result:

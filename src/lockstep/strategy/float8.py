@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 # What the kernels need of both sides of a layer.
 _MULTIPLE = 16
-# Weights of fewer numbers than this: casting to eight bits takes longer than the shorter products save.
+# Below some size, casting to eight bits takes longer than the shorter products save; where that is was not measured.
 _LEAST_WEIGHTS = 2048 * 2048
 # The first GPUs that multiply in eight bits: Ada and Hopper.
 _CAPABILITY = (8, 9)
