@@ -24,11 +24,9 @@ from typing import Any
 import report
 import torch
 import yaml
+from gpt_sizes import size_of, text_bytes
 
 TASK = Path(__file__).with_name("gpu_task.py")
-SMALL = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 8_000_000, "lr": 6e-4}
-LARGE = {"layers": 24, "heads": 16, "width": 2048, "context": 1024, "vocab": 50304, "max_bytes": 8_000_000, "lr": 2e-4}
-TINY = {"layers": 2, "heads": 2, "width": 16, "context": 16, "vocab": 256, "max_bytes": 40_000, "lr": 1e-3}
 BLOCK = 30  # steps between two looks at the clock, as in gpu_task.py: three rows of Lockstep's log
 
 
@@ -170,8 +168,10 @@ def cells(case: Case, found: list[dict[str, Any]], tiny: bool, ceiling: float, p
     ]  # fmt: skip
 
 
-def size_of(model: str, tiny: bool) -> dict[str, Any]:
-    return TINY if tiny else SMALL if model == "small" else LARGE
+def model_of(model: str, tiny: bool) -> dict[str, Any]:
+    """What the task is told of its model."""
+    lr = 1e-3 if tiny else 6e-4 if model == "small" else 2e-4
+    return {**size_of(model, tiny), "max_bytes": text_bytes(tiny), "lr": lr}
 
 
 def batch_size(model: str, tiny: bool) -> int:
@@ -193,7 +193,7 @@ def in_child(name: str, tiny: bool, folder: Path, **variables: str) -> dict[str,
 def trained_by_lockstep(case: Case, tiny: bool, folder: Path, variables: dict[str, str]) -> dict[str, Any]:
     stamps = folder / f"{case.name}.json"
     steps = sum(steps_of(tiny))
-    task = {"type": f"{TASK}:TimedText", "steps": steps, "stamps": str(stamps), **size_of(case.model, tiny)}
+    task = {"type": f"{TASK}:TimedText", "steps": steps, "stamps": str(stamps), **model_of(case.model, tiny)}
     training = {
         "steps": steps + 1, "compile": case.compile, "batch_size": batch_size(case.model, tiny), "clip_norm": 1.0,
         "precision": case.precision, "recompute": "blocks" if case.recompute else None,
@@ -233,7 +233,7 @@ def lockstep_train(
 
 def resume_check(tiny: bool, folder: Path) -> tuple[bool, str]:
     """Train 20 steps; go on from the checkpoint of step 10 in a copy of the folder; the losses must be the same."""
-    task = {"type": f"{TASK}:TimedText", "deterministic": True, **size_of("small", tiny)}
+    task = {"type": f"{TASK}:TimedText", "deterministic": True, **model_of("small", tiny)}
     training = {"steps": 20, "batch_size": 4 if tiny else 8}
     settings = {"checkpoint": {"every": "10 steps", "keep": {"last": 2}}, "log": {"every": "1 step"}}
     try:
@@ -301,7 +301,7 @@ def in_this_process(name: str, file: str, tiny: bool) -> None:
     from torch.utils.data import DataLoader
 
     torch.manual_seed(0)
-    task = TimedText(steps=sum(steps_of(tiny)), stamps=file, **size_of(case.model, tiny))
+    task = TimedText(steps=sum(steps_of(tiny)), stamps=file, **model_of(case.model, tiny))
     data = DataLoader(
         task.train_data(), batch_size(case.model, tiny), shuffle=True, drop_last=True, pin_memory=not tiny
     )

@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-
-SMALL = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304}
-LARGE = {"layers": 24, "heads": 16, "width": 2048, "context": 1024, "vocab": 50304}
-TINY = {"layers": 2, "heads": 2, "width": 16, "context": 16, "vocab": 256}
+from gpt_sizes import size_of, text_bytes
 
 
 @dataclass(frozen=True)
@@ -124,10 +121,6 @@ def cells(case: Case, found: list[dict[str, Any]], tiny: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def size_of(model: str, tiny: bool) -> dict[str, int]:
-    return TINY if tiny else SMALL if model == "small" else LARGE
-
-
 def batch_size(model: str, tiny: bool) -> int:
     return 4 if tiny else 32 if model == "small" else 16
 
@@ -175,7 +168,7 @@ def train(case: Case, file: Path, tiny: bool) -> None:
     from gpt import TextModel
 
     torch.manual_seed(0)
-    task = TextModel(**size_of(case.model, tiny), max_bytes=20_000 if tiny else 8_000_000, lr=2e-4)
+    task = TextModel(**size_of(case.model, tiny), max_bytes=text_bytes(tiny), lr=2e-4)
     (by_hand if case.way == "hand" else by_lockstep)(case, task, file, tiny)
 
 

@@ -25,9 +25,8 @@ from typing import Any
 
 import report
 import yaml
+from gpt_sizes import size_of, text_bytes
 
-SIZE = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 8_000_000}
-TINY = {"layers": 2, "heads": 2, "width": 16, "context": 16, "vocab": 256, "max_bytes": 40_000}
 EVERY, KILLED_AFTER, STEPS = 10, 25, 60
 LIMIT = 300.0
 NAMES = {"lockstep": "Lockstep, `launch.max_restarts: 1`", "torchrun": "torchrun, `--max-restarts=1`"}
@@ -99,7 +98,8 @@ def command(name: str, folder: Path, tiny: bool) -> list[str]:
         "task": {
             "type": f"{Path(__file__).with_name('gpu_task.py')}:NotedText",
             "file": str(folder / "stamps.jsonl"),
-            **(TINY if tiny else SIZE),
+            **size_of("small", tiny),
+            "max_bytes": text_bytes(tiny),
         },
         "runtime": "cpu" if tiny else "cuda",
         "processes": 1,
@@ -120,7 +120,7 @@ def by_hand(folder: Path, tiny: bool) -> None:
 
     torch.manual_seed(0)
     device = torch.device("cpu" if tiny else "cuda")
-    task = NotedText(file=str(folder / "stamps.jsonl"), **(TINY if tiny else SIZE))
+    task = NotedText(file=str(folder / "stamps.jsonl"), **size_of("small", tiny), max_bytes=text_bytes(tiny))
     model = task.model().to(device)
     optimizer = task.optimizer(model)
     saved, step = folder / "checkpoint.pt", 0

@@ -23,10 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-
-SMALL = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304}
-LARGE = {"layers": 24, "heads": 16, "width": 2048, "context": 1024, "vocab": 50304}
-TINY = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocab": 256}
+from gpt_sizes import size_of, text_bytes
 
 
 @dataclass(frozen=True)
@@ -141,10 +138,6 @@ def cells(found: dict[str, Any], plain: float | None) -> list[str]:
     ]  # fmt: skip
 
 
-def size_of(model: str, tiny: bool) -> dict[str, int]:
-    return TINY if tiny else SMALL if model == "small" else LARGE
-
-
 def batch_size(model: str, tiny: bool) -> int:
     return 4 if tiny else 32 if model == "small" else 16
 
@@ -161,7 +154,7 @@ def train(variant: Variant, file: Path, tiny: bool) -> None:
     device = torch.device("cpu" if tiny else "cuda")
     torch.manual_seed(0)
     size = size_of(variant.model, tiny)
-    task = TextModel(**size, max_bytes=20_000 if tiny else 8_000_000, lr=2e-4)
+    task = TextModel(**size, max_bytes=text_bytes(tiny), lr=2e-4)
     with device:
         model = task.model()
     if variant.float8:

@@ -21,6 +21,7 @@ from typing import Any
 import report
 import torch
 import yaml
+from gpt_sizes import size_of, text_bytes
 
 TASKS = Path(__file__).with_name("plan_task.py")
 GIB = 2**30
@@ -28,9 +29,6 @@ STEPS = 4
 SPARE = 1.4  # of what is planned: what the allocator keeps for itself, and a plan that is wrong
 MOST_WRONG = 0.10
 
-SMALL = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "max_bytes": 2_000_000, "lr": 6e-4}
-LARGE = {**SMALL, "layers": 24, "heads": 16, "width": 2048}
-TINY = {"layers": 2, "heads": 2, "width": 64, "context": 32, "vocab": 256, "max_bytes": 20_000, "lr": 1e-3}
 IMAGES = {"image_size": 224, "examples": 512}
 TINY_IMAGES = {"image_size": 32, "examples": 64, "classes": 10}
 FSDP = {"strategy": {"type": "spmd", "preset": "fsdp"}}
@@ -159,16 +157,22 @@ def measured(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
-    sizes = {"124m": SMALL, "1.3b": LARGE, "resnet": IMAGES}
-    small = {"124m": TINY, "1.3b": TINY, "resnet": TINY_IMAGES}
     kind = "Images" if case.model == "resnet" else "Text"
+    if kind == "Images":
+        size = TINY_IMAGES if tiny else IMAGES
+    else:
+        size = {
+            **size_of("small" if case.model == "124m" else "large", tiny),
+            "max_bytes": text_bytes(tiny),
+            "lr": 6e-4,
+        }
     batches = STEPS * case.train.get("accumulate", 1)
     config = {
         "task": {
             "type": f"{TASKS}:{kind}",
             "notes": notes,
             "batches": batches,
-            **(small if tiny else sizes)[case.model],
+            **size,
         },
         "runtime": "cuda",
         "processes": 1,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -53,6 +52,7 @@ from lockstep.train.feed import Feed
 from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
+from lockstep.train.phases import Phases
 from lockstep.train.preparing import Preparation, check_model
 from lockstep.train.pretrained import Given
 from lockstep.train.pulse import Pulse
@@ -88,7 +88,7 @@ class Run:
         `chronicle`, on rank 0, is where it is noted when the run did what.
         """
         self.require_folder = guard
-        self._chronicle, self._phases = chronicle, _Phases(chronicle) if chronicle is not None else None
+        self._chronicle, self._phases = chronicle, Phases(chronicle) if chronicle is not None else None
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
         self._activity, self._requests = group.activity, requests
@@ -749,22 +749,3 @@ class Run:
     @property
     def _compiles(self) -> bool:
         return self.runtime.compiles_everything or self._preparation.compiles
-
-
-class _Phases:
-    """When training began, and how long the first step took where it had to be compiled."""
-
-    def __init__(self, chronicle: Chronicle) -> None:
-        self._chronicle = chronicle
-        self._began: tuple[int, float] | None = None
-
-    def at(self, step: int, compiles: bool) -> bool:
-        """Between two steps, where this is the number of the last one; whether there is no more to note."""
-        if self._began is None:
-            self._began = (step, time.time())
-            self._chronicle.note("train", self._began[1], step=step)
-            return not compiles
-        first, began = self._began
-        if step > first:
-            self._chronicle.note("compile", began, time.time(), step=step)
-        return step > first
