@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -42,9 +43,13 @@ COMMAND_LIMIT = 120.0
 # By torch, by Ray 2.50, and by torch_xla where it is imported.
 SET_BY_OTHERS = {
     "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
-    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "GRPC_VERBOSITY", "PJRT_DEVICE",
-    "PJRT_DYNAMIC_PLUGINS", "PTXLA_TPU_LIBRARY_PATH", "TF_CPP_MIN_LOG_LEVEL", "TPU_LIBRARY_PATH", "XLA_FLAGS",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH",
 }  # fmt: skip
+if importlib.util.find_spec("torch_xla") is not None:
+    SET_BY_OTHERS |= {
+        "GRPC_VERBOSITY", "PJRT_DEVICE", "PJRT_DYNAMIC_PLUGINS", "PTXLA_TPU_LIBRARY_PATH", "TF_CPP_MIN_LOG_LEVEL",
+        "TPU_LIBRARY_PATH", "XLA_FLAGS",
+    }  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

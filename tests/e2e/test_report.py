@@ -93,7 +93,7 @@ def test_the_command_writes_one_page_of_several_runs(tmp_path: Path) -> None:
     assert "there is no such folder" in str(CliRunner().invoke(report, [str(tmp_path / "none")]).exception)
     (tmp_path / "taken").mkdir()
     told = CliRunner().invoke(report, [str(first), "-o", str(tmp_path / "no" / "page.html")])
-    assert "the report cannot be written: No such file" in str(told.exception)
+    assert "cannot be written: No such file" in str(told.exception)
 
 
 @needs_browser

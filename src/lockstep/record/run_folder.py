@@ -62,7 +62,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file of the folder, so that it is never seen half written."""
+    """Write a file so that it is never seen half written."""
     temporary = file.with_name(f".{file.name}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")

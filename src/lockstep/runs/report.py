@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.record.run_folder import write_text
 
 REPORT_FILE = "report.html"
 
@@ -15,13 +16,7 @@ def write_report(runs: Sequence[Path], file: Path, over: bool = False) -> None:
     from lockstep.runs.page import report_page
     from lockstep.runs.reader import read_run
 
-    text = report_page([read_run(folder, over=over) for folder in runs])
-    temporary = file.with_name(f".{file.name}.partial")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise ConfigError(f"{file}: the report cannot be written: {error.strerror}") from None
+    write_text(file, report_page([read_run(folder, over=over) for folder in runs]))
 
 
 def leave_report(folder: Path, tell: Callable[[str], object]) -> Path | None:
