@@ -164,7 +164,9 @@ class Log(Section):
     every: Interval = Interval(10, "step")
     jsonl: bool = True
     tensorboard: bool = False
-    gradient_norm: bool = Field(False, description="the norm of all gradients, before they are clipped")
+    gradient_norm: bool | None = Field(
+        None, description="the norm of all gradients, before they are clipped; null: where they are"
+    )
     wandb: Annotated[loggers.Wandb | None, loggers.switch(loggers.Wandb)] = None
     mlflow: Annotated[loggers.Mlflow | None, loggers.switch(loggers.Mlflow)] = None
     trackio: Annotated[loggers.Trackio | None, loggers.switch(loggers.Trackio)] = None

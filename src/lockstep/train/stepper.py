@@ -37,9 +37,9 @@ class Stepper:
         journal: Journal,
         guard: CompileGuard,
         profiler: Profiler,
-        logs_norm: bool = False,
+        logs_norm: bool | None = None,
     ) -> None:
-        """With `logs_norm`, the norm of the gradients is noted in every step."""
+        """With `logs_norm`, the norm of the gradients is noted in every step; None: where clipping computes it anyway."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
         self._models, self._feed, self._journal = models, feed, journal
         self._guard, self._profiler = guard, profiler
@@ -162,7 +162,8 @@ class Stepper:
             norm = self._strategy.clip_gradients(parameters, entry.clip_norm)
         elif self._logs_norm:
             norm = self._strategy.gradient_norm(parameters)
-        if self._logs_norm:
+        clips = entry.clip_norm is not None
+        if self._logs_norm or (clips and self._logs_norm is None):
             name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
             self._journal.note(self.number, 1, {name: norm})
         return divisor
