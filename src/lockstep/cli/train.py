@@ -130,7 +130,8 @@ def resume(
             run = finding.enter_context(resuming.found(run_dir, wanted, topology, dry_run))
         if _start_script_again(run.start_files, wanted, {"--set": overrides, "--profile": profile}, dry_run):
             return
-        before = run_folder.read_plain_config(run.start_files)
+        # As this version reads it: what a run of an older one does not say is the default, not a change.
+        before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
         refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
 

@@ -40,8 +40,9 @@ def resume(name: str, config: RunConfig | None = None) -> int:
     known = records.read(name)
     if known.folder is None:
         raise ConfigError(f"pod {name}: no run was started there yet")
-    config = config or known.run_config()
-    found = changes(known.config, records.plain(config))
+    before = known.run_config()
+    config = config or before
+    found = changes(before.plain(), config.plain())
     refuse_wrong_changes(found, config.plain())
     for change in found:
         tell(f"lockstep: changed: {described_change(change)}")
