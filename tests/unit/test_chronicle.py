@@ -21,7 +21,7 @@ from lockstep.record.chronicle import Chronicle, newest_row
 from lockstep.runs.lags import read_lags, typical
 from lockstep.runs.live import read_live
 from lockstep.runs.timeline import read_timeline
-from lockstep.train.run import _Phases
+from lockstep.train.phases import Phases
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:
@@ -133,9 +133,9 @@ def test_a_process_on_its_own_shows_where_it_is_too() -> None:
 
 def test_a_first_step_that_is_compiled_is_a_phase_of_its_own(tmp_path: Path) -> None:
     chronicle = Chronicle(tmp_path)
-    phases = _Phases(chronicle)
+    phases = Phases(chronicle)
     assert not phases.at(5, compiles=True) and not phases.at(5, compiles=True) and phases.at(6, compiles=True)
-    assert _Phases(chronicle).at(0, compiles=False)
+    assert Phases(chronicle).at(0, compiles=False)
     chronicle.close()
     assert [(each.kind, each.step) for each in read_timeline(tmp_path)] == [("train", 5), ("compile", 6), ("train", 0)]
 

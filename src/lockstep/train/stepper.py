@@ -39,7 +39,7 @@ class Stepper:
         profiler: Profiler,
         logs_norm: bool | None = None,
     ) -> None:
-        """With `logs_norm`, the norm of the gradients is noted in every step; None: where clipping computes it anyway."""
+        """With `logs_norm`, the norm of gradients is noted in every step; None: where clipping computes it anyway."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
         self._models, self._feed, self._journal = models, feed, journal
         self._guard, self._profiler = guard, profiler
