@@ -6,7 +6,7 @@ SEED =
 
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,fp8,docs,dev
 TEST_PYTHON = .venv-test/bin/python
-PYTEST = -m pytest --numprocesses 2 --dist loadgroup
+PYTEST = -m pytest --numprocesses 2
 
 # torch_xla has builds for 64-bit x86 Linux alone, and wants a torch of its own: what needs it has an environment of its own.
 MACHINE := $(shell uname -s) $(shell uname -m)

@@ -40,7 +40,16 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0
-# By torch, by Ray 2.50, and by torch_xla where it is imported.
+# Tests that one worker runs one after the other, since they share something (decision 013): a Ray cluster, a SLURM
+# cluster, hosts of network namespaces, checkpoints that are saved once for all of them.
+TOGETHER = {
+    "tests/ray/": "ray",
+    "tests/slurm/": "slurm",
+    "tests/hosts/": "hosts",
+    "tests/xla/test_xla_hosts.py": "hosts",
+    "tests/ranks/test_sliced_checkpoints.py": "sliced checkpoints",
+}
+# By torch, by Ray, and by torch_xla where it is installed.
 SET_BY_OTHERS = {
     "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH",
@@ -64,14 +73,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="takes long, and a shorter test is near: --long runs it")
     for item in items:
-        if "ray" in item.path.parent.name or "nodes" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))  # one cluster for all; see decision 013
-        if "slurm" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("slurm"))  # one cluster for all
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(skip)
-    # Hosts stay with one worker of the tests: begun last, they would leave the other with nothing to do.
-    items.sort(key=lambda item: "hosts" not in item.path.parent.name)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By path: xdist's own groups have no effect with pytest 9.2, which keeps the ids of tests elsewhere."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next((group for start, group in TOGETHER.items() if nodeid.startswith(start)), nodeid)
+
+    return Together(config, log)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-import pytest
-
 from conftest import Finished
 from laptop import Laptop
-
-pytestmark = pytest.mark.xdist_group("hosts")
 
 
 def verdicts(table: Finished) -> dict[str, str]:

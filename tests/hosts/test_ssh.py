@@ -20,8 +20,6 @@ from laptop import NAMES, Laptop
 from lockstep.cli import main
 from lockstep.runs.reader import read_run
 
-pytestmark = pytest.mark.xdist_group("hosts")
-
 
 def differences(run: Path, reference: Path) -> list[str]:
     """Where a run is not bit for bit another one."""

@@ -8,8 +8,6 @@ import pytest
 
 from laptop import Laptop
 
-pytestmark = pytest.mark.xdist_group("hosts")
-
 
 @pytest.mark.long
 def test_a_run_over_hosts_agrees_with_one_process(laptop: Laptop) -> None:

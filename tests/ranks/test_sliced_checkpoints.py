@@ -27,8 +27,6 @@ from lockstep.mirror.url import parse
 from lockstep.start import checkpoint as start
 from lockstep.verify.byproduct import batch_statistics
 
-pytestmark = pytest.mark.xdist_group("sliced checkpoints")  # which are saved once for all of them
-
 launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})
 
 MESHES: dict[str, tuple[int, dict[str, int] | None]] = {

@@ -11,7 +11,7 @@ from xla_ways import needs_torch_xla
 from conftest import losses
 from laptop import Laptop
 
-pytestmark = [needs_torch_xla, pytest.mark.xdist_group("hosts")]
+pytestmark = needs_torch_xla
 
 
 @pytest.mark.requirement("P13")
