@@ -39,7 +39,9 @@ def refused(finished: object, *names: str) -> None:
         assert name in text, text
 
 
-@pytest.mark.parametrize("holder", [pytest.param("one process", marks=pytest.mark.long), "torchrun", "two processes"])
+@pytest.mark.parametrize(
+    "holder", ["two processes", *(pytest.param(each, marks=pytest.mark.long) for each in ("one process", "torchrun"))]
+)
 def test_one_writer_per_folder_however_it_was_started(project: Project, holder: str) -> None:
     (project.folder / "script.py").write_text(SCRIPT)
     alone, together = ("script.py", "1"), ("script.py", "2")

@@ -48,7 +48,7 @@ def assert_same_end(run: Path, reference: Path) -> None:
     ("workers", "processes", "strategy"),
     [
         pytest.param(0, 2, "ddp", marks=pytest.mark.long),
-        (1, 3, "ddp"),
+        pytest.param(1, 3, "ddp", marks=pytest.mark.long),
         pytest.param(0, 3, "ddp", marks=pytest.mark.long),
         pytest.param(1, 2, "ddp", marks=pytest.mark.long),
         (0, 3, FSDP),
@@ -117,7 +117,7 @@ def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Pro
     ("how", "strategy"),
     [
         pytest.param("kill", "ddp", marks=pytest.mark.long),
-        ("hang", "ddp"),
+        pytest.param("hang", "ddp", marks=pytest.mark.long),
         pytest.param("kill", FSDP, id="kill-fsdp"),
         pytest.param("hang", FSDP, marks=pytest.mark.long, id="hang-fsdp"),
     ],
