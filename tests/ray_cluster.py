@@ -53,13 +53,14 @@ def nodes() -> Iterator[Nodes]:
     cluster = Nodes()
     ray.init(address=cluster.cluster.address, log_to_driver=True)
     yield cluster
-    # While the cluster lives, ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with
-    # a lock that Cluster.shutdown wants as well: so the cluster is ended first, node by node.
-    for node in [*cluster.cluster.worker_nodes, cluster.cluster.head_node]:
-        node.kill_all_processes(check_alive=False, allow_graceful=True)
+    # A driver that is still connected when its raylet goes away is ended by Ray, and this process with it. But
+    # ray.shutdown was seen to wait for ever for the thread that prints the workers' logs, with a lock that
+    # Cluster.shutdown wants as well: so it has a limit, and nodes are ended one by one.
     leaving = threading.Thread(target=ray.shutdown, name="leaving-ray", daemon=True)
     leaving.start()
     leaving.join(_LEAVE_SECONDS)
+    for node in [*cluster.cluster.worker_nodes, cluster.cluster.head_node]:
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
