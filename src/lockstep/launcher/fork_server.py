@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: whether it is there, and what is left below it."""
+"""The process that ranks are forked from, one for each number of threads: whether it is there, and what it left."""
 
 from __future__ import annotations
 
