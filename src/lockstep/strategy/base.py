@@ -170,6 +170,9 @@ class Strategy(abc.ABC):
         on_device = [torch.as_tensor(each, dtype=self.runtime.count_dtype, device=device) for each in counts]
         return torch.stack([each.detach().reshape(()) for each in on_device]).sum()
 
+    def drop_unreduced(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Drop what an optimizer's zero_grad does not reach: gradients that wait for the last micro-batch."""
+
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         finite = [_values(each).isfinite().all() for each in gradients_of(parameters)]
         return not finite or bool(torch.stack(finite).all())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -64,7 +64,7 @@ class ShardedStrategy(Strategy):
         axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.preset or "", (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         self._models: list[FSDPModule] = []
-        self._syncs = True
+        self._syncs, self._accumulates = True, False
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
         self._init_weights: Initialise | None = None
@@ -220,8 +220,19 @@ class ShardedStrategy(Strategy):
         if wanted == self._syncs:
             return
         self._syncs = wanted
+        self._accumulates = self._accumulates or not wanted
         for model in self._models:
             model.set_requires_gradient_sync(wanted)
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        if not self._accumulates:
+            return
+        owned = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for waiting in (each for model in self._models for each in _parameters_of_torch(model)):
+            if id(waiting.sharded_param) in owned:
+                waiting.unsharded_accumulated_grad = None
+                if hasattr(waiting, "_unsharded_param"):
+                    waiting._unsharded_param.grad = None
 
     @property
     def _replicas_averaged(self) -> int:
@@ -309,6 +320,17 @@ class ShardedStrategy(Strategy):
             for module in modules.values():
                 for buffer in module.buffers():
                     dist.broadcast(buffer, src=0)
+
+
+def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
+    """What fully_shard keeps of each parameter: only there are gradients that are not exchanged yet."""
+    for module in model.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # Torch up to 2.11 has one group or none.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from () if group is None else group.fsdp_params
 
 
 _FITTING = ", ".join(each.__name__ for each in local_step.BY_NUMBER)

@@ -30,6 +30,7 @@ from lockstep.strategy import graphs
 from lockstep.strategy.base import Strategy, share_of
 from lockstep.train import places
 from lockstep.train.compile_guard import CompileGuard
+from lockstep.train.gradients import GradientTracker
 from lockstep.train.step import Step
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,11 @@ class Feed:
         profiler: Profiler,
         guard: CompileGuard,
         safe_point: Callable[[], bool],
-        abandon: Callable[[], None],
+        gradients: GradientTracker,
     ) -> None:
-        """`safe_point` is called where nothing is half done, and says whether to go on; `abandon` forgets gradients."""
+        """`safe_point` is called where nothing is half done, and says whether to go on."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
-        self._profiler, self._guard, self._safe_point, self._abandon = profiler, guard, safe_point, abandon
+        self._profiler, self._guard, self._safe_point, self._gradients = profiler, guard, safe_point, gradients
         self._runtime, self._fixed_shapes = runtime, runtime.fixed_shapes
         self._seed = settings.seed
         self._share, self._shuffle_buffer = share_of(strategy, group), settings.data.shuffle_buffer
@@ -91,6 +92,12 @@ class Feed:
         since the last batch is in it. One that comes by itself leaves what follows the last batch to be done.
         """
         done = explicit and self._in_epochs and self.cursors.between_passes
+        if self._gradients.accumulates:
+            raise ConfigError(
+                "run.checkpoint: gradients of batches that are done wait for a step, and a checkpoint does not hold "
+                "gradients: a resumed run would leave them out. Save after run.step of every optimizer, or let "
+                "run.batches(..., accumulate=N) add up"
+            )
         if done:
             self._saved_as_done = self.progress.epoch
         self._exchange_places()
@@ -257,7 +264,7 @@ class Feed:
             return False
         taken = step.count()
         progress.step += 1
-        progress.examples += sum(micro.whole for micro in taken)
+        progress.examples += step.whole
         progress.epoch_ended = any(micro.completes_epoch for micro in taken)
         progress.batch = max((micro.batch + 1 for micro in taken), default=0)
         return True
@@ -296,7 +303,7 @@ class Feed:
             while True:
                 if not self._joins_step(cursor):
                     self._before, self.step = self.step, None
-                    if not self._safe_point():
+                    if not self._gradients.accumulates and not self._safe_point():
                         return
                     self._profiler.next_step(self.progress.step + 1)
                 self._activity.enter("data", self.progress.step + 1)
@@ -341,6 +348,8 @@ class Feed:
         self._strategy.sync_gradients(True)
         if self.step is not None and (self.step.counted or not self.step.pending):
             self.step = None
+        elif self.step is not None and finished:
+            self.step.carried_over = True
         if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
             if finished:
                 self.progress.next_epoch()
@@ -356,7 +365,7 @@ class Feed:
         """Gradients of a batch that was left half way are not the next one's: it will be handed out again, whole."""
         if self.step is not None and (self.step.was_left or self.step.is_bare):
             if self.step.was_left and self.step.pending:
-                self._abandon()
+                self._gradients.drop_all()
             self.step = None
 
     def _compare(self, cursor: Cursor, facts: dict[str, Any]) -> None:

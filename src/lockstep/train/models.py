@@ -14,6 +14,7 @@ from lockstep.strategy.base import Strategy
 from lockstep.strategy.fused import with_own_kernels
 from lockstep.train.ema import Average
 from lockstep.train.frozen import Frozen, refuse_other
+from lockstep.train.gradients import GradientTracker
 
 DEFAULT = "model"
 
@@ -40,6 +41,7 @@ class Models:
         self._strategy = strategy
         self.entries: dict[str, Entry] = {}
         self.optimizers: dict[str, Optimizer] = {}
+        self.gradients = GradientTracker()
         self._known: set[int] = set()  # the parameters of all modules, by identity
         # By optimizer: its model, its parameters, and in how many groups they were, all of them known.
         self._checked: dict[int, tuple[Entry, list[nn.Parameter], int]] = {}
@@ -48,6 +50,7 @@ class Models:
         self.entries[entry.name] = entry
         if entry.optimizer is not None:
             self.optimizers[entry.name] = entry.optimizer
+            self.gradients.watch(entry.name, entry.optimizer, self._strategy.drop_unreduced)
         self._known.update(id(each) for each in entry.module.parameters())
 
     def free_name(self, name: str | None) -> str:
@@ -112,11 +115,6 @@ class Models:
             "run.step was given an optimizer that run.setup does not know: its model may differ from rank to rank, and "
             "nothing of it would be saved. Give run.setup(model, optimizer) both"
         )
-
-    def clear_gradients(self) -> None:
-        for entry in self.entries.values():
-            for parameter in entry.module.parameters():
-                parameter.grad = None
 
     def hyperparameters(self) -> dict[str, Any]:
         """What can be changed of the optimizers between two steps."""

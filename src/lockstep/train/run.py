@@ -114,7 +114,7 @@ class Run:
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._feed = Feed(
             group, runtime, self._strategy, settings, self.profiler, self._guard,
-            self._safe_point, self._models.clear_gradients,
+            self._safe_point, self._models.gradients,
         )  # fmt: skip
         self._stepper = Stepper(
             group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler,

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from lockstep.data.cursors import Cursor
 from lockstep.data.order import MicroBatch
 from lockstep.errors import ConfigError
-
-Count = Tensor | float
 
 
 class Step:
@@ -25,13 +19,23 @@ class Step:
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
-        self._counts: list[Count | None] = []  # of the backward passes that no optimizer has claimed yet
-        self._claimed: dict[int, list[Count]] = {}  # by optimizer, over the micro-batches so far
+        self.carried_over = False  # whether the passes over its sources came to their end, and nobody stepped
+        self.taken = 0  # micro-batches so far
+        self._examples_before = 0  # of whole batches that others have taken the place of
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
         """Another micro-batch of the same step is at hand, in place of the last one of its source."""
+        before = self._at_hand.get(cursor.name)
+        if before is not None and before[1].completes_batch:  # the loop accumulates over batches
+            self._examples_before += before[1].whole
         self._at_hand[cursor.name] = (cursor, micro)
         self._micro = micro
+        self.taken += 1
+
+    @property
+    def batches(self) -> tuple[tuple[str, int, int], ...]:
+        """The global batches that it is about now."""
+        return tuple((name, cursor.epoch, micro.batch) for name, (cursor, micro) in self._at_hand.items())
 
     def has_taken(self, cursor: Cursor) -> bool:
         return cursor.name in self._at_hand
@@ -47,7 +51,9 @@ class Step:
     @property
     def was_left(self) -> bool:
         """Whether the loops that its micro-batches came from were left before an optimizer stepped."""
-        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor in self.cursors)
+        if self.counted or self.is_bare or self.carried_over:
+            return False
+        return not any(cursor.is_open for cursor in self.cursors)
 
     @property
     def completes_batch(self) -> bool:
@@ -80,31 +86,14 @@ class Step:
         """How many examples a mean over the micro-batch that was handed out last counts for."""
         return 1 if self._micro is None else self._micro.examples
 
-    def computed(self, count: Count | None) -> None:
-        """Gradients of the micro-batch at hand were added up, of a mean or (with a count) of a sum."""
-        self.pending = True
-        self._counts.append(count)
-
-    def claim(self, optimizer: Any) -> list[Count]:
-        """What the gradients of an optimizer are to be divided by: the counts of the backward passes before its step,
-        in every micro-batch so far; nothing where they were means."""
-        counts, self._counts = self._counts, []
-        if not self._claimed and counts == [None]:
-            return []  # the usual case: one loss, a mean
-        counted = [each for each in counts if each is not None]
-        if counted and len(counts) > 1:
-            raise ConfigError(
-                f"run.step: {len(counts)} backward passes came before it, and {len(counted)} of them gave a sum and a "
-                "count: their gradients cannot be told apart any more. Add the losses up before run.backward, or let "
-                "each optimizer step right after its own; with accumulate, call run.step for every micro-batch"
-            )
-        claimed = self._claimed.setdefault(id(optimizer), [])
-        claimed += counted
-        return claimed
-
     def count(self) -> list[MicroBatch]:
         """Count the step, and move the cursors on; the last micro-batches of the global batches it trained on."""
         self.counted = True
         for cursor, micro in self._at_hand.values():
             cursor.advance(micro)
         return [micro for _, micro in self._at_hand.values()]
+
+    @property
+    def whole(self) -> int:
+        """How many examples it was trained on, over all ranks."""
+        return self._examples_before + sum(micro.whole for _, micro in self._at_hand.values())

@@ -45,6 +45,7 @@ class Stepper:
         self._guard, self._profiler = guard, profiler
         self._logs_norm = logs_norm
         self.loss_scale: LossScale | None = None  # where a model computes in float16
+        self._gradients = models.gradients
 
     @property
     def number(self) -> int:
@@ -60,6 +61,7 @@ class Stepper:
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete
         number = self.number
+        self._gradients.begin(step)
         self._guard.computed(total)
         self._journal.note_loss(number, total)
         self._activity.enter("gradient reduction" if exchanges else "backward", number, waits=exchanges)
@@ -72,17 +74,18 @@ class Stepper:
             raise _computed_otherwise(error) from error
         except RuntimeError as error:
             raise self._group.explain(error, f"the gradients of step {number}") from error
-        step.computed(None if count is None else count * factor)
+        step.pending = True
+        self._gradients.add(step, None if count is None else count * factor)
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
     def step(self, optimizer: Optimizer | None) -> bool:
         entry, optimizer, parameters = self._models.stepped_by(optimizer)
         step = self._current()
-        counts = step.claim(optimizer)
         if not step.completes_batch:
             self._feed.busy_since = time.perf_counter()
             return False
+        counts = self._gradients.counts_for(optimizer)
         self._profiler.enter("optimizer")
         self._reduce(parameters, counts)
         usable = self._usable(entry, parameters)
@@ -93,7 +96,7 @@ class Stepper:
             with dividing(optimizer, divisor):
                 self._strategy.step(optimizer)
         self._note_learning_rate(entry, optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
         first = self._feed.count_step()
