@@ -236,3 +236,33 @@ def test_a_value_is_logged_as_it_was(new_run: Runs, tmp_path: Path) -> None:
     run.finish()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert (row["value"], row["part"]) == (3.0, 4.0), "the mean of 0, 3 and 6"
+
+
+def stepped(run: Run, order: list[str], **more: Any) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Two layers of one shape, whose parameters the optimizer gets in some order; a step for a new run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([named[name] for name in order], lr=0.1)
+    run.setup(model, optimizer)
+    if not run.restore():
+        for (batch,) in run.batches(TensorDataset(DATA), 4):
+            run.backward(model(batch).square().mean())
+            run.step()
+        run.checkpoint()
+    return named, optimizer
+
+
+def test_the_state_of_an_optimizer_goes_by_the_names_of_its_parameters(new_run: Runs) -> None:
+    order = ["0.weight", "1.weight"]
+    named, before = stepped(new_run(), order)
+    again, after = stepped(new_run(), order[::-1])
+    for name in order:
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(before.state[named[name]][key], after.state[again[name]][key])
+
+
+def test_an_optimizer_of_other_parameters_is_refused_by_name(new_run: Runs) -> None:
+    stepped(new_run(), ["0.weight"])
+    with pytest.raises(ConfigError, match=r"step-00000003: the saved state of the optimizer does not fit: '1\.weight'"):
+        stepped(new_run(), ["0.weight", "1.weight"])

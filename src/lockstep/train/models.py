@@ -15,6 +15,7 @@ from lockstep.strategy.fused import with_own_kernels
 from lockstep.train.ema import Average
 from lockstep.train.frozen import Frozen, refuse_other
 from lockstep.train.gradients import GradientTracker
+from lockstep.train.optimizer_state import by_name, by_number
 
 DEFAULT = "model"
 
@@ -137,7 +138,10 @@ class Models:
             if model not in frozen or key not in frozen[model].names
         }
         weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
-        optimizers = {name: self._strategy.optimizer_state_dict(each) for name, each in self.optimizers.items()}
+        optimizers = {
+            name: by_name(self._strategy.optimizer_state_dict(each), each, self._parameter_names(name))
+            for name, each in self.optimizers.items()
+        }
         averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
         return weights, {
             **({"averages": averages} if averages else {}),
@@ -148,7 +152,7 @@ class Models:
         }
 
     def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
-        saved = list(state.get("models", self.entries))  # an old checkpoint has one, and does not name it
+        saved = state["models"]
         if saved != list(self.entries):
             raise ConfigError(
                 f"{source}: holds the models {', '.join(saved)}, but run.setup was called for "
@@ -170,10 +174,11 @@ class Models:
                     f"{source}: the saved weights do not fit this model: {error}. "
                     "Resume with the task that the run was started with, or start a new run"
                 ) from None
-        optimizers = state.get("optimizers") or {DEFAULT: state.get("optimizer")}
+        optimizers = state.get("optimizers", {})
         for name, optimizer in self.optimizers.items():
-            if optimizers.get(name) is not None:
-                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, optimizers[name]))
+            if name in optimizers:
+                saved = by_number(optimizers[name], optimizer, self._parameter_names(name), source)
+                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, saved))
         averages = state.get("averages", {})
         for name, entry in self.entries.items():
             if entry.average is not None:
@@ -191,6 +196,16 @@ class Models:
                 f"{f', nor are {len(wrong) - 1} others as they were' if len(wrong) > 1 else ''}. Resume with the task "
                 "that the run was started with, or start a new run"
             )
+
+    def _parameter_names(self, model: str) -> dict[int, str]:
+        """By identity; those of other models, which its optimizer may step as well, with the model's name."""
+        others = {
+            id(each): f"{name}: {key}"
+            for name, module in self.modules.items()
+            if name != model
+            for key, each in module.named_parameters()
+        }
+        return others | {id(each): key for key, each in self.modules[model].named_parameters()}
 
     def _saved_name(self, model: str, key: str) -> str:
         return key if len(self.entries) == 1 else f"{model}.{key}"
