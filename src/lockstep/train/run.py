@@ -592,9 +592,13 @@ class Run:
 
     # Saving and coming back: the checkpointer
 
-    def attach(self, name: str, part: Stateful) -> None:
-        """Save and restore something else along with the models, now or after a restore."""
-        self.checkpointer.attach(name, part)
+    def attach(self, name: str, part: Stateful, *, per_rank: bool = False) -> None:
+        """Save and restore something else along with the models, now or after a restore.
+
+        Where ranks have different states, each gets its own back. On another number of ranks such a state cannot be
+        carried over: with `per_rank` it begins anew there, without it the restore is refused.
+        """
+        self.checkpointer.attached.attach(name, part, "begin anew" if per_rank else "refuse")
 
     @in_region("checkpoint")
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
