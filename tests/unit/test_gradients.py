@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.train.mean import Mean
-from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
 
 Runs = Callable[..., Run]
@@ -192,34 +191,36 @@ def test_a_loop_may_accumulate_over_batches_and_epochs(new_run: Runs) -> None:
     assert run.progress.examples == 48
 
 
-@pytest.mark.parametrize("first_steps", [True, False])
-def test_gradients_that_a_checkpoint_would_lose_are_refused(new_run: Runs, first_steps: bool) -> None:
-    run = new_run()
-    models, made = set_up(run)
-    with pytest.raises(ConfigError, match=r"run\.checkpoint: gradients of batches that are done wait for a step"):
-        for _ in run.epochs(1):
-            for (batch,) in run.batches(TensorDataset(DATA), 4):
-                run.backward(models[1](batch).mean())
-                run.backward(models[0](batch).mean())
-                if first_steps:
+@pytest.mark.parametrize("until", range(1, 12))
+def test_a_loop_that_accumulates_over_batches_is_resumed_anywhere(new_run: Runs, until: int) -> None:
+    """The first model steps at every second of three batches, the other at every fourth."""
+
+    def train(run: Run, number: int, until: int = 100) -> tuple[Pair, int]:
+        models, made = set_up(run)
+        run.restore()
+        for _ in run.epochs(4):
+            for (batch,) in run.batches(TensorDataset(DATA), 4, shuffle=False):
+                number += 1
+                run.backward(models[0](batch).mean() / 2)
+                run.backward(models[1](batch).mean() / 4)
+                if number % 2 == 0:
                     run.step(made[0])
-            run.checkpoint()
+                if number % 4 == 0:
+                    run.step(made[1])
+                if number == until:
+                    run.checkpoint()
+                    return models, number
+        return models, number
 
-
-def test_a_run_that_is_asked_to_stop_steps_with_what_it_has_accumulated_first(new_run: Runs) -> None:
-    requests = Requests()
-    run = new_run(requests)
-    models, made = set_up(run)
-    with pytest.raises(Preempted):
-        for number, (batch,) in enumerate(run.batches(TensorDataset(DATA), 2, shuffle=False), 1):
-            run.backward(models[1](batch).mean())
-            run.backward(models[0](batch).mean())
-            run.step(made[0])
-            if number % 3 == 0:
-                run.step(made[1])
-            if number == 1:
-                requests.leave = "SIGTERM"
-    assert run.progress.step == 3
+    whole, _ = train(new_run(), 0)
+    if until % 4 == 3:  # the second model has gradients of two batches that are done, and of one that comes again
+        with pytest.raises(ConfigError, match="the gradients of 'second' are added up over several batches"):
+            train(new_run(folder="other"), 0, until)
+        return
+    _, number = train(new_run(folder="other"), 0, until)
+    # The batches after the last step come again.
+    again, _ = train(new_run(folder="other"), number - number % 2)
+    assert same(again, whole)
 
 
 def test_a_value_is_logged_as_it_was(new_run: Runs, tmp_path: Path) -> None:

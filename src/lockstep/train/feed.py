@@ -92,12 +92,6 @@ class Feed:
         since the last batch is in it. One that comes by itself leaves what follows the last batch to be done.
         """
         done = explicit and self._in_epochs and self.cursors.between_passes
-        if self._gradients.accumulates:
-            raise ConfigError(
-                "run.checkpoint: gradients of batches that are done wait for a step, and a checkpoint does not hold "
-                "gradients: a resumed run would leave them out. Save after run.step of every optimizer, or let "
-                "run.batches(..., accumulate=N) add up"
-            )
         if done:
             self._saved_as_done = self.progress.epoch
         self._exchange_places()
@@ -303,7 +297,7 @@ class Feed:
             while True:
                 if not self._joins_step(cursor):
                     self._before, self.step = self.step, None
-                    if not self._gradients.accumulates and not self._safe_point():
+                    if not self._safe_point():
                         return
                     self._profiler.next_step(self.progress.step + 1)
                 self._activity.enter("data", self.progress.step + 1)
@@ -348,8 +342,10 @@ class Feed:
         self._strategy.sync_gradients(True)
         if self.step is not None and (self.step.counted or not self.step.pending):
             self.step = None
-        elif self.step is not None and finished:
-            self.step.carried_over = True
+        elif self.step is not None and finished and self.step.was_left:
+            self._gradients.carry_over(self.step)
+            self.progress.examples += self.step.whole
+            self.step = None
         if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
             if finished:
                 self.progress.next_epoch()
@@ -365,7 +361,7 @@ class Feed:
         """Gradients of a batch that was left half way are not the next one's: it will be handed out again, whole."""
         if self.step is not None and (self.step.was_left or self.step.is_bare):
             if self.step.was_left and self.step.pending:
-                self._gradients.drop_all()
+                self._gradients.abandon(self.step)
             self.step = None
 
     def _compare(self, cursor: Cursor, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ the discriminator, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +36,15 @@ class BackwardPass:
     reached: set[int]  # the optimizers whose parameters got gradients
     settled: set[int] = field(default_factory=set)  # those that have stepped with them, or were cleared
     used: bool = False  # whether any optimizer has stepped with it
+    carried_over: bool = False  # whether the pass over the data ended before any did
+
+    @property
+    def of_done_batch(self) -> bool:
+        """Whether its batch is not handed out again."""
+        return self.step.counted or self.carried_over
 
     def waits_for(self, optimizer: int) -> bool:
         return optimizer in self.reached and optimizer not in self.settled
-
-    @property
-    def is_unused(self) -> bool:
-        return not self.used and not self.reached <= self.settled
 
 
 @dataclass(eq=False)
@@ -52,12 +54,17 @@ class Watched:
     name: str
     optimizer: Optimizer
     clear: Callable[[], None]
+    drop_unreduced: Callable[[Optimizer], None]
     stepped_in: Step | None = None
     cleared_by_loop: bool = False  # since its last step: from then on its gradients are what plain PyTorch has
 
     @property
     def gradients(self) -> list[Tensor | None]:
         return [each.grad for group in self.optimizer.param_groups for each in group["params"]]
+
+    def is_left_over(self, waiting: Sequence[BackwardPass]) -> bool:
+        """Whether these passes came after its step on their batch, and others used them: the next batch drops them."""
+        return all(each.used and each.step is self.stepped_in for each in waiting)
 
 
 class GradientTracker:
@@ -74,7 +81,7 @@ class GradientTracker:
             plain(set_to_none)
             drop_unreduced(optimizer)
 
-        watched = Watched(name, optimizer, clear)
+        watched = Watched(name, optimizer, clear, drop_unreduced)
 
         @functools.wraps(plain)
         def zero_grad(set_to_none: bool = True) -> None:
@@ -91,7 +98,7 @@ class GradientTracker:
             return
         self._passes = [each for each in self._passes if each.step is step or not each.reached <= each.settled]
         for watched in self._watched.values():
-            waiting = [each for each in self._passes if each.waits_for(id(watched.optimizer))]
+            waiting = self._waiting(watched)
             if not waiting or watched.cleared_by_loop:
                 continue
             if all(each is None for each in watched.gradients):  # cleared by other means: model.zero_grad()
@@ -142,16 +149,56 @@ class GradientTracker:
         if len(self._watched) == 1:
             self._passes.clear()
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether an optimizer has gradients of a batch that another one has stepped on, and that nobody used yet."""
-        return any(each.is_unused for each in self._passes if each.step.counted or each.step.carried_over)
+    def carry_over(self, step: Step) -> None:
+        """The pass over the data has ended in a step that no optimizer has taken yet: the next batches add to it."""
+        for each in self._passes:
+            each.carried_over = each.carried_over or each.step is step
 
-    def drop_all(self) -> None:
-        """Drop the gradients of a batch that the loop has left half way."""
+    def abandon(self, step: Step) -> None:
+        """Drop the gradients of a step that the loop has left half way: its batch comes again, whole."""
         for watched in self._watched.values():
-            watched.clear()
-        self._passes.clear()
+            watched.drop_unreduced(watched.optimizer)
+            waiting = self._waiting(watched)
+            if any(each.step is step for each in waiting):
+                if any(each.step is not step for each in waiting):
+                    raise ConfigError(
+                        f"run.batches: the loop was left between two steps of {watched.name!r}, whose gradients are "
+                        "added up over several batches: those of the batch that was left, which comes again, cannot be "
+                        "taken out. Leave the loop after a step of every optimizer"
+                    )
+                watched.clear()
+                self._settle(watched)
+        self._passes = [each for each in self._passes if each.step is not step]
+
+    def to_save(self) -> dict[str, dict[str, Any]]:
+        """The models, by name, whose gradients a checkpoint holds: those of batches that are done wait for a step."""
+        found = {}
+        for watched in self._watched.values():
+            waiting = self._waiting(watched)
+            done = [each for each in waiting if each.of_done_batch]
+            if not done or (not watched.cleared_by_loop and watched.is_left_over(done)):
+                continue
+            if len(done) < len(waiting) or any(each.count is not None for each in done):
+                raise ConfigError(
+                    f"run.checkpoint: the gradients of {watched.name!r} are added up over several batches, and one of "
+                    "them is not done or was given as a sum and a count: a resumed run could not continue with them. "
+                    "Save after a step of every optimizer"
+                )
+            used = sorted({each.used for each in done})
+            found[watched.name] = {"used": used, "by_loop": watched.cleared_by_loop}
+        return found
+
+    def restore(self, name: str, saved: Mapping[str, Any]) -> None:
+        """The optimizer of a model has its gradients back."""
+        watched = next(each for each in self._watched.values() if each.name == name)
+        watched.cleared_by_loop = saved["by_loop"]
+        before = Step()
+        before.counted = True
+        for used in saved["used"]:
+            self._passes.append(BackwardPass(before, (), 0, 0, None, {id(watched.optimizer)}, used=used))
+
+    def _waiting(self, watched: Watched) -> list[BackwardPass]:
+        return [each for each in self._passes if each.waits_for(id(watched.optimizer))]
 
     def _drop(self, watched: Watched, waiting: Sequence[BackwardPass], step: Step) -> None:
         stepped_with = {
@@ -160,8 +207,7 @@ class GradientTracker:
             for key, other in self._watched.items()
             if key in each.settled and other.stepped_in is each.step
         }
-        left_over = all(each.used and each.step is watched.stepped_in for each in waiting)
-        if not left_over or waiting[0].step is step:
+        if not watched.is_left_over(waiting) or waiting[0].step is step:
             raise ConfigError(
                 f"run.backward: the parameters of {watched.name!r} still hold gradients of a backward pass that the "
                 f"optimizer of {' and '.join(sorted(stepped_with)) or 'another model'} has stepped with. Call "

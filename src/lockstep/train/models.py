@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.fused import with_own_kernels
+from lockstep.strategy.loading import read_like
 from lockstep.train.ema import Average
 from lockstep.train.frozen import Frozen, refuse_other
 from lockstep.train.gradients import GradientTracker
@@ -142,6 +143,15 @@ class Models:
             name: by_name(self._strategy.optimizer_state_dict(each), each, self._parameter_names(name))
             for name, each in self.optimizers.items()
         }
+        for name, waiting in self.gradients.to_save().items():
+            names = self._parameter_names(name)
+            waiting["values"] = {
+                names[id(each)]: each.grad
+                for group in self.optimizers[name].param_groups
+                for each in group["params"]
+                if each.grad is not None
+            }
+            optimizers[name]["gradients"] = waiting
         averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
         return weights, {
             **({"averages": averages} if averages else {}),
@@ -177,8 +187,12 @@ class Models:
         optimizers = state.get("optimizers", {})
         for name, optimizer in self.optimizers.items():
             if name in optimizers:
-                saved = by_number(optimizers[name], optimizer, self._parameter_names(name), source)
+                saved = dict(optimizers[name])
+                waiting = saved.pop("gradients", None)
+                saved = by_number(saved, optimizer, self._parameter_names(name), source)
                 self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, saved))
+                if waiting is not None:
+                    self._load_gradients(name, optimizer, waiting)
         averages = state.get("averages", {})
         for name, entry in self.entries.items():
             if entry.average is not None:
@@ -196,6 +210,14 @@ class Models:
                 f"{f', nor are {len(wrong) - 1} others as they were' if len(wrong) > 1 else ''}. Resume with the task "
                 "that the run was started with, or start a new run"
             )
+
+    def _load_gradients(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        names = self._parameter_names(name)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if names[id(parameter)] in saved["values"]:
+                value = read_like(saved["values"][names[id(parameter)]], parameter)
+                parameter.grad = value.to(parameter.device, parameter.dtype)
+        self.gradients.restore(name, saved)
 
     def _parameter_names(self, model: str) -> dict[int, str]:
         """By identity; those of other models, which its optimizer may step as well, with the model's name."""

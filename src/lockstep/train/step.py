@@ -19,7 +19,6 @@ class Step:
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
-        self.carried_over = False  # whether the passes over its sources came to their end, and nobody stepped
         self.taken = 0  # micro-batches so far
         self._examples_before = 0  # of whole batches that others have taken the place of
 
@@ -51,9 +50,7 @@ class Step:
     @property
     def was_left(self) -> bool:
         """Whether the loops that its micro-batches came from were left before an optimizer stepped."""
-        if self.counted or self.is_bare or self.carried_over:
-            return False
-        return not any(cursor.is_open for cursor in self.cursors)
+        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor in self.cursors)
 
     @property
     def completes_batch(self) -> bool:
