@@ -309,7 +309,7 @@ class Feed:
                     break
                 micro, batch = following
                 continues = self.step is not None and self.step.has_taken(cursor)
-                self.step = self.step or Step()
+                self.step = self.step or Step(self._strategy.shares)
                 self.step.take(cursor, micro)
                 self._strategy.sync_gradients(self.step.completes_batch)
                 batch = self._strategy.move(batch, micro.number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lockstep.data.cursors import Cursor
 from lockstep.data.order import MicroBatch
 from lockstep.errors import ConfigError
@@ -14,7 +16,9 @@ class Step:
     One that has no micro-batch at all is that of a loop which brings its own data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: int = 1) -> None:
+        """`shares` is into how many parts every global batch is divided."""
+        self._shares = shares
         self._at_hand: dict[str, tuple[Cursor, MicroBatch]] = {}
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
@@ -62,21 +66,27 @@ class Step:
     @property
     def weight(self) -> float:
         """What a mean over the micro-batch at hand is multiplied with."""
-        if len(self._at_hand) == 1 and self._micro is not None:
-            return self._micro.weight
-        weights = {cursor.name: micro.weight for cursor, micro in self._at_hand.values()}
-        if len(set(weights.values())) > 1:
-            shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
-            raise ConfigError(
-                f"run.backward: the batches at hand count differently ({shown}), so that a mean over them has no "
-                "weight. Give the loss as a sum and a count: run.backward(total, count=n)"
-            )
-        return next(iter(weights.values()), 1.0)
+        return self._common({cursor.name: micro.weight for cursor, micro in self._at_hand.values()}, self._shares)
 
     @property
     def scale(self) -> float:
         """What a sum over the micro-batch at hand is multiplied with."""
-        return 1.0 if self._micro is None else self._micro.scale
+        return self._common({cursor.name: micro.scale for cursor, micro in self._at_hand.values()}, 1)
+
+    def _common(self, factors: Mapping[str, float], multiple: int) -> float:
+        """The factor that the micro-batches at hand have in common. It is refused on all ranks where one has none."""
+        micros = [micro for _, micro in self._at_hand.values()]
+        if len(micros) == 1:
+            return next(iter(factors.values()))
+        uneven = any(each.whole < self._shares or each.whole % multiple for each in micros)
+        if len(set(factors.values())) > 1 or (uneven and len({each.whole for each in micros}) > 1):
+            shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
+            raise ConfigError(
+                f"run.backward: the batches of this step count differently ({shown}), so that a loss over all of them "
+                "has no weight. Take batches of equal sizes, each divided by the number of ranks, or call run.backward "
+                "in a loop over one source at a time"
+            )
+        return next(iter(factors.values()), 1.0)
 
     @property
     def examples(self) -> int:

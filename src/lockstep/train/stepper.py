@@ -112,7 +112,7 @@ class Stepper:
         """The step under way; a loop that brings its own data has one from its first backward pass on."""
         feed = self._feed
         if feed.step is None or (feed.step.counted and feed.step.is_bare):
-            feed.step = Step()
+            feed.step = Step(self._strategy.shares)
         return feed.step
 
     def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
