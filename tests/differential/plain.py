@@ -76,7 +76,8 @@ class Trainer:
             stepped = self._train_on(number, [batch for _, batch in taken])
             if stepped is None:
                 break
-            self.seen.append([number, torch.cat([batch for _, batch in taken])[:, :2].int().tolist()])
+            rows = torch.cat([batch for _, batch in taken])[:, :2].int().tolist()
+            self.seen.append([number, sorted(rows, key=lambda row: row[0])])
             if stepped:
                 self.step += 1
                 self._kept = self._gradients()

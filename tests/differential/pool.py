@@ -22,7 +22,7 @@ from lockstep.config.schema import RunSettings
 from lockstep.errors import LockstepError, OutOfStep
 from lockstep.record.display import Display
 from lockstep.strategy import sharded
-from lockstep.train.requests import Requests
+from lockstep.train.requests import Preempted, Requests
 from lockstep.train.run import Run
 
 FSDP = {"type": "spmd", "preset": "fsdp"}
@@ -39,8 +39,9 @@ class Left(Exception):
 class Loop:
     """A program as a loop over `run`."""
 
-    def __init__(self, run: Run, program: Program, until: int | None) -> None:
-        self._run, self._program, self._until = run, program, until
+    def __init__(self, run: Run, program: Program, until: int | None, requests: Requests | None) -> None:
+        """`requests` is how it is asked to leave; without, it saves by itself."""
+        self._run, self._program, self._until, self._requests = run, program, until, requests
         self.modules, self._optimizers = build_models(program)
         self._models = []
         for number, (model, optimizer) in enumerate(zip(self.modules, self._optimizers, strict=True)):
@@ -84,7 +85,7 @@ class Loop:
         for micros in zip(*passes, strict=False) if len(passes) > 1 else ((each,) for each in passes[0]):
             batches = [batch for (batch,) in micros]
             assert run._feed.step is not None
-            micro = {cursor.name: micro for cursor, micro in run._feed.step._at_hand.values()}
+            micro = {cursor.name: micro for cursor, micro in run._feed.step.at_hand}
             for batch, each in zip(batches, micro.values(), strict=True):
                 seen += [row[:2].int().tolist() for row in batch] if each.examples > 0 else []
             done = run.completes_batch
@@ -95,11 +96,13 @@ class Loop:
             if done:
                 self.seen.append([number, seen])
                 seen = []
-            if stepped and run.progress.step == self._until:
-                run.checkpoint()
-                raise Left
+            if stepped and run.progress.step == self._until and self._requests is not None:
+                self._requests.leave = "SIGTERM"
             if stepped and walk.leave and run.progress.step % walk.leave == 0:
                 break
+            if stepped and run.progress.step == self._until and self._requests is None:
+                run.checkpoint()
+                raise Left
 
     def _train_on(self, number: int, walk: Walk, batches: list[Any], begins: bool, done: bool) -> bool | None:
         stepped = False
@@ -147,22 +150,27 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
     program, folder = Program.from_dict(job["program"]), Path(job["folder"])
     strategy = FSDP if job["strategy"] == "fsdp" else "auto"
     settings = RunSettings.model_validate({**SETTINGS, "strategy": strategy})
-    run = Run(ranks.topology, ranks.runtime, ranks.group, settings, folder, Display(), Requests())
+    requests = Requests()
+    run = Run(ranks.topology, ranks.runtime, ranks.group, settings, folder, Display(), requests)
     found: dict[str, Any] = {"left": False}
     try:
-        loop = Loop(run, program, job["until"])
+        loop = Loop(run, program, job["until"], requests if job["signal"] else None)
         try:
             loop.train()
+            run.finish()
         except Left:
             found["left"] = True
-        run.finish()
+            run.finish()
+        except Preempted:
+            found["left"] = True
     except LockstepError as error:
         _meet_again(ranks)
         return {"refused": f"{type(error).__name__}: {error}"}
     shares = ranks.gather(loop.seen, "what was seen")
     found |= {
         "step": run.progress.step,
-        "seen": [[each[0][0], [one for of_rank in each for one in of_rank[1]]] for each in zip(*shares, strict=True)],
+        "seen": [[each[0][0], sorted((one for of_rank in each for one in of_rank[1]), key=lambda one: one[0])]
+                 for each in zip(*shares, strict=True)],
         "weights": [[_whole(each) for each in module.parameters()] for module in loop.modules],
         "averages": [[_whole(each) for each in entry.average.weights.values()] if entry.average is not None else None
                      for entry in run._models.entries.values()],

@@ -80,6 +80,7 @@ class Way:
     ranks: int
     strategy: str
     until: int | None = None
+    signal: bool = False  # whether it is asked to leave at that step, or saves there by itself
 
 
 # What both sides build
@@ -171,18 +172,22 @@ def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool) -> Walk:
     losses = [_loss(draw, models) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     if not zero_grad:
         # Then nothing but zero_grad() would say which losses of an optimizer are added up, and which are not.
-        stepped: set[int] = set()
+        once: set[int] = set()
         kept = []
         for loss in losses:
-            if not stepped.intersection(loss.steps):
+            if not once.intersection(loss.steps):
                 kept.append(replace(loss, every=1))
-                stepped.update(loss.steps)
+                once.update(loss.steps)
         losses = kept
+    # With steps between its losses, a batch that is taken in parts has models of two ages, in plain PyTorch as well.
+    stepped = {each for loss in losses for each in loss.steps}
+    apart = len(losses) == 1 or not any(stepped.intersection(loss.models) - {*loss.steps} for loss in losses)
+    apart = apart and sum(len(loss.steps) for loss in losses) == len(stepped)
     return Walk(
         chosen,
         epochs=draw(st.sampled_from(["all", "all", "all", "first", "later"])),
         leave=draw(st.sampled_from([0, 0, 0, 2, 3])),
-        accumulate=draw(st.sampled_from([1, 1, 1, 2, 3])) if len(chosen) == 1 else 1,
+        accumulate=draw(st.sampled_from([1, 1, 1, 2, 3])) if len(chosen) == 1 and apart else 1,
         losses=tuple(losses),
     )
 
@@ -201,5 +206,5 @@ def ways(draw: st.DrawFn) -> tuple[Way, ...]:
     for stops in [True] * draw(st.integers(0, 2)) + [False]:
         ranks = draw(st.integers(1, 3))
         strategy = draw(st.sampled_from(["auto", "fsdp"]))
-        found.append(Way(ranks, strategy, draw(st.integers(1, 8)) if stops else None))
+        found.append(Way(ranks, strategy, draw(st.integers(1, 8)) if stops else None, draw(st.booleans())))
     return tuple(found)

@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ CLOSE = 1e-7
 # What may be refused: nothing but zero_grad(), a name or a step could say what is meant.
 REFUSED = re.compile(
     r"still hold gradients of a backward pass|cannot be told apart any more|losses of several batches were given as a "
-    r"sum|cannot be told from source|count differently|was left between two steps|are added up over several batches"
+    r"sum|cannot be told from source|count differently|was left between two steps|one ended while gradients waited|are "
+    r"added up over several batches"
 )
 
 
@@ -55,7 +56,7 @@ def trained(program: Program, chain: tuple[Way, ...], pools: dict[int, Pool], fo
     folder.mkdir()
     seen: list[Any] = []
     for way in chain:
-        job = {"program": program.to_dict(), "folder": str(folder), "strategy": way.strategy, "until": way.until}
+        job = {"program": program.to_dict(), "folder": str(folder), **asdict(way)}
         found = pool_of(way.ranks, pools).train(job)
         if "refused" in found:
             assert REFUSED.search(found["refused"]), found["refused"]

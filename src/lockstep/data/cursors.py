@@ -96,6 +96,10 @@ class Cursor:
     # until the loop has been left, and a run that is resumed there finds the pass empty.
     ended: bool = False
     passes: int = 0  # how often the loop over it was left in this epoch of the run
+    # The source whose loop was under way when this one was opened: zip() asks that one first, and asks this one no more
+    # once that one has ended.
+    leader: str | None = None
+    covered: int = 0  # of the passes, those made during the pass of the leader that is under way
     # Of a stream in the midst of a pass, where all shares of it were when the run was saved; None of any other source.
     stream: dict[str, Any] | None = None
     place: Callable[[], Any] | None = field(default=None, repr=False)  # where this rank's share of it is now
@@ -116,13 +120,12 @@ class Cursor:
     def leave(self, finished: bool) -> None:
         """The loop over the source was left, at its end or before."""
         self.is_open = False
-        self.passes += 1
         if finished or self.ended:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
             self.stream = self.place = None
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes")}
+        state = {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes", "leader")}
         look = self.look
         state["look"] = None if look is None else [look.kind, look.count, look.site]
         return state if self.stream is None else {**state, "stream": self.stream}
@@ -151,8 +154,30 @@ class Cursors:
             cursor.to_skip -= 1
             return None
         self._check(cursor, facts)
+        leaders = [each for each in self._cursors if each.is_open and not self._leader_of(each)]
+        cursor.leader, cursor.covered = leaders[0].name if leaders else None, 0
         cursor.facts, cursor.is_open, cursor.opened = dict(facts), True, True
         return cursor
+
+    def leave(self, cursor: Cursor, finished: bool) -> None:
+        """The loop over a source was left, at its end or before.
+
+        With it end the passes of others that were walked together with it (zip) and are done as well: nobody asks for
+        them again. After a resume, such a pass is skipped with that of its leader, and not once more for itself.
+        """
+        if cursor.leader is None or self._leader_of(cursor):
+            cursor.passes += 1
+            cursor.covered += cursor.leader is not None
+        cursor.leave(finished)
+        for each in self._cursors:
+            if each.leader == cursor.name:
+                each.passes, each.covered = each.passes - each.covered, 0
+                if each.ended:
+                    each.leave(finished=True)
+
+    def _leader_of(self, cursor: Cursor) -> Cursor | None:
+        """Where the loop over it is still under way."""
+        return next((each for each in self._cursors if each.is_open and each.name == cursor.leader), None)
 
     @property
     def moved_on(self) -> list[Cursor]:
@@ -161,7 +186,7 @@ class Cursors:
 
     def begin_epoch(self) -> None:
         for cursor in self._cursors:
-            cursor.passes = cursor.to_skip = 0
+            cursor.passes = cursor.to_skip = cursor.covered = 0
 
     def state_dict(self, epoch_is_done: bool = False) -> list[dict[str, Any]]:
         states = [cursor.state_dict() for cursor in self._cursors]

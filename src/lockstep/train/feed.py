@@ -66,7 +66,6 @@ class Feed:
         self.progress = Progress()
         self.cursors = Cursors()
         self.step: Step | None = None  # under way, or just done, until what follows it begins
-        self._before: Step | None = None  # the step before the one under way
         self.busy_since = 0.0
         self._in_epochs = False
         self.was_asked = False  # for an epoch or a batch
@@ -182,7 +181,7 @@ class Feed:
         if cursor is None:
             return
         if cursor.ended:
-            cursor.leave(finished=True)
+            self.cursors.leave(cursor, finished=True)
             return
         self._exchange_places()  # of a pass that was left in its midst and is gone on with
         walk = self._streams.training(
@@ -202,7 +201,7 @@ class Feed:
             return
         name = cursor.name
         if cursor.ended:
-            cursor.leave(finished=True)
+            self.cursors.leave(cursor, finished=True)
             return
         self._exchange_places()
         stateful = is_stateful(batches)
@@ -296,7 +295,7 @@ class Feed:
         try:
             while True:
                 if not self._joins_step(cursor):
-                    self._before, self.step = self.step, None
+                    self.step = None
                     if not self._safe_point():
                         return
                     self._profiler.next_step(self.progress.step + 1)
@@ -332,26 +331,32 @@ class Feed:
         return not step.has_taken(cursor) or not step.completes_batch or step.pending
 
     def _leave(self, cursor: Cursor, finished: bool) -> None:
-        # Of sources that are walked together (zip) the first to end ends them all: nobody asks the others again.
-        together = self._before.cursors if finished and self._before is not None else []
-        over = [each for each in together if each.ended]
-        for each in {id(each): each for each in (cursor, *over)}.values():
-            if each.is_open:
-                each.leave(finished)
-        self._before = None
+        if cursor.is_open:
+            self.cursors.leave(cursor, finished)
         self._strategy.sync_gradients(True)
         if self.step is not None and (self.step.counted or not self.step.pending):
             self.step = None
-        elif self.step is not None and finished and self.step.was_left:
-            self._gradients.carry_over(self.step)
-            self.progress.examples += self.step.whole
-            self.step = None
+        elif self.step is not None and finished:
+            self._carry_over(self.step, cursor)
         if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
             if finished:
                 self.progress.next_epoch()
             self.cursors.begin_epoch()
         self._profiler.enter(None)
         self._activity.enter("what follows an epoch", limit=self._activity.patience)
+
+    def _carry_over(self, step: Step, ended: Cursor) -> None:
+        """A pass has ended with gradients that no optimizer has stepped with: the next batches add to them."""
+        others = [(each, micro) for each, micro in step.at_hand if each is not ended]
+        if not all(micro.completes_epoch for _, micro in others):
+            step.partly_ended = True
+            return
+        for each, _ in others:
+            if each.is_open:
+                self.cursors.leave(each, finished=True)
+        self._gradients.carry_over(step)
+        self.progress.examples += step.whole
+        self.step = None
 
     def _leave_epoch(self) -> None:
         self.progress.next_epoch()
@@ -361,6 +366,12 @@ class Feed:
         """Gradients of a batch that was left half way are not the next one's: it will be handed out again, whole."""
         if self.step is not None and (self.step.was_left or self.step.is_bare):
             if self.step.was_left and self.step.pending:
+                if self.step.partly_ended:
+                    raise ConfigError(
+                        "run.batches: of the sources that were walked together, one ended while gradients waited for a "
+                        "step: its last batches would be lost, those of the others would come again. Call run.step at "
+                        "the end of the loop"
+                    )
                 self._gradients.abandon(self.step)
             self.step = None
 

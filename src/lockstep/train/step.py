@@ -23,6 +23,7 @@ class Step:
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
+        self.partly_ended = False  # whether a source of it has ended, and another has not
         self.taken = 0  # micro-batches so far
         self._examples_before = 0  # of whole batches that others have taken the place of
 
@@ -44,8 +45,9 @@ class Step:
         return cursor.name in self._at_hand
 
     @property
-    def cursors(self) -> list[Cursor]:
-        return [cursor for cursor, _ in self._at_hand.values()]
+    def at_hand(self) -> list[tuple[Cursor, MicroBatch]]:
+        """The sources that it is about, and the last micro-batch of each."""
+        return list(self._at_hand.values())
 
     @property
     def is_bare(self) -> bool:
@@ -54,7 +56,7 @@ class Step:
     @property
     def was_left(self) -> bool:
         """Whether the loops that its micro-batches came from were left before an optimizer stepped."""
-        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor in self.cursors)
+        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor, _ in self.at_hand)
 
     @property
     def completes_batch(self) -> bool:
