@@ -148,9 +148,14 @@ def threads_and_variables(run: lockstep.Run) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), **{name: os.environ.get(name) for name in names}}
 
 
-def seventy_five(run: lockstep.Run) -> int:
-    """A value that is also an exit code."""
-    return 75
+def seventy_five(run: lockstep.Run) -> Any:
+    """A value that is also an exit code, and on other ranks one that no other process can get, or make."""
+    return [75, threading.Lock(), _Unknown()][run.rank]
+
+
+class _Unknown:
+    def __reduce__(self) -> Any:
+        return _fails, ()
 
 
 def random_numbers(run: lockstep.Run) -> dict[str, Any]:

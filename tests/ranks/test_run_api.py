@@ -112,8 +112,17 @@ def test_variables_and_threads_of_each_rank(tmp_path: Path) -> None:
     assert {each["threads"] for each in found} == {1}
 
 
-def test_what_a_rank_returns_is_not_taken_for_an_exit_code(tmp_path: Path) -> None:
-    assert launch(bodies.seventy_five, processes=2, out=tmp_path) == [75, 75]
+def test_what_a_rank_returns_does_not_change_how_the_run_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is not taken for an exit code, and a value that cannot be sent does not train the model again."""
+    again = {"max_restarts": 2}
+    assert launch(bodies.seventy_five, processes=3, folder=tmp_path / "run", launch=again) == [75, None, None]
+    assert summary(tmp_path / "run")["status"] == "completed"
+    told = capfd.readouterr().err
+    assert "restart" not in told
+    assert "rank 1 returned a _thread.lock, which cannot be sent to the launcher (TypeError: cannot pickle" in told
+    assert "rank 2 returned a bodies._Unknown, which cannot be sent to the launcher (ValueError: no such thing)" in told
 
 
 def test_settings_are_checked_like_a_config(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def _supervise(
 
 def _returned(ended: Ended) -> Result:
     """Every rank came to the end of its work, whether or not its process is gone yet."""
-    returned = {rank: outcome.value for rank, outcome in ended.returned.items()}
+    returned = {rank: outcome.received(rank, _warn) for rank, outcome in ended.returned.items()}
     return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
 
 
