@@ -327,6 +327,20 @@ def slow_synchronous_saves(run: lockstep.Run) -> int:
     return run.progress.step
 
 
+def slow_in_user_code(run: lockstep.Run) -> int:
+    """Longer than `watch.stall_after` on all ranks at once, then half as long on one of them."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for inputs, targets in run.batches(dataset(), batch_size=10):
+        if run.progress.step == 1:
+            time.sleep(3.5)
+        if run.progress.step == 3 and run.rank == 1:
+            time.sleep(1.6)
+        run.backward(F.mse_loss(run.model(inputs), targets))
+        run.step()
+    return run.progress.step
+
+
 def restores(run: lockstep.Run) -> dict[str, Any]:
     """As if rank 1 were on a host of its own, with a disk of its own."""
     host = "b" if run.rank == 1 else "a"

@@ -204,6 +204,13 @@ def _supervise(
         if watcher is not None and time.monotonic() > next_look:
             next_look = time.monotonic() + _LOOK_SECONDS
             stall = watcher.look()
+            if stall is None and (slow := watcher.warning()) is not None:
+                if not slow.waited_for and any(_reports(error_files)):
+                    stall = slow  # a rank has failed and cannot leave
+                else:
+                    tell(f"lockstep: {slow.message}")
+                if slow.waited_for and watcher.begun:
+                    ranks.ask_to_save()
             chronicle.show(watcher.everyone)
             if stall is not None:
                 chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
