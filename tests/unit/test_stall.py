@@ -131,7 +131,7 @@ def test_where_no_rank_waits_nobody_is_ended() -> None:
     assert slow is not None and not slow.waited_for
     assert slow.message == (
         "rank 0: in the end of step 118, rollout.py:12, since 310 s; rank 1: in the end of step 118, since 305 s. No "
-        "rank waits for another, so the run continues; run.working(name, limit) sets how long it may take"
+        "rank waits for another, so the run continues; run.working(name, limit) sets the limit"
     )
     assert find_slow([seen(0, "the end", 290), seen(1, "the end", 290)], LIMITS) is None
     assert find_slow([seen(0, "main", 9999, limit=math.inf)], LIMITS) is None
