@@ -64,6 +64,17 @@ def own_loop(run: lockstep.Run, epochs: int = 2) -> dict[str, Any]:
     }
 
 
+def fails_without_restore(run: lockstep.Run) -> None:
+    """Saves, does not call run.restore, and fails in its second epoch."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for epoch in run.epochs(2):
+        train_one_epoch(run)
+        if epoch == 1:
+            raise ValueError("after the checkpoint")
+        run.checkpoint()
+
+
 def loop_with_values(run: lockstep.Run) -> None:
     """Saves with a value in every epoch, the best of them in the first; values of its own in between."""
     model = nn.Linear(4, 1)

@@ -75,6 +75,23 @@ def test_an_own_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_a_loop_that_does_not_restore_is_not_restarted_past_its_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, again = tmp_path / "run", {"max_restarts": 2}
+    with pytest.raises(lockstep.WorkerFailed, match="ValueError: after the checkpoint"):
+        launch(bodies.fails_without_restore, processes=2, folder=run, launch=again)
+    told = "".join(capfd.readouterr())
+    assert "launch.max_restarts is 2, but main does not call run.restore()" in told, "before anything failed"
+    assert "not restarted: main does not call run.restore()" in told and "step-00000005. Call run.restore()" in told
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # by another launcher, which restarts all the same
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(lockstep.ConfigError, match=r"this is restart 1.*set step-00000005 aside\. Call run\.restore"):
+        launch(bodies.fails_without_restore, folder=run)
+    assert steps_saved(run) == [5]
+
+
 def times(end: dict[str, Any]) -> dict[str, Any]:
     return {name: end[name] for name in ("seconds", "samples_per_second")}
 

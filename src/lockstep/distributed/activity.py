@@ -40,6 +40,7 @@ class Activity:
     def __init__(self, patience: float = 0.0) -> None:
         self.patience = patience  # how long may be taken by what is not known to be short
         self.begun = False  # whether there was a step: before the first, nothing can be lost
+        self.restores = False  # whether run.restore was called
         self.exchanges = 0  # exchanges with all other ranks that this one has begun
         self.total_steps: int | None = None  # how many there will be, where that is known
         self.memory: int | None = None  # the most bytes of its device so far, as the training thread last asked
@@ -99,6 +100,7 @@ class Beat:
     still: float  # seconds since that moment began, by the rank's own clock
     where: str  # the line of the user's code that the rank is in, where it has been there for a while
     begun: bool = False  # whether it has made a step
+    restores: bool = False  # whether it has called run.restore
     exchanges: int = 0  # exchanges of gradients or parameters that it has begun
     # For whoever looks at the run, and nobody else:
     host: str = ""
@@ -124,7 +126,7 @@ class Beat:
         sound = (
             all(type(told[name]) is int and told[name] >= 0 for name in whole)
             and all(type(told[name]) in (int, float) and told[name] >= 0 for name in numbers)  # also infinite
-            and all(type(told[name]) is bool for name in ("waits", "first", "begun"))
+            and all(type(told[name]) is bool for name in ("waits", "first", "begun", "restores"))
             and all(type(told[name]) is str and len(told[name]) <= _LONGEST_TEXT for name in ("doing", "where", "host"))
             and all(told[name] is None or (type(told[name]) is int and told[name] >= 0) for name in _COUNTS)
             and (told["busy"] is None or (type(told["busy"]) in (int, float) and told["busy"] >= 0))

@@ -75,7 +75,7 @@ def launch(
     with chronicles.opened(folder, _warn) as chronicle:
         chronicle.note("start", world_size=len(plan.processes))
         try:
-            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle)
+            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle, folder)
         except LockstepError as error:  # no process could be started
             chronicle.note("end", status="failed", note=str(error))
             chronicle.close()
@@ -95,6 +95,7 @@ def _launch(
     fresh: bool,
     watch: Limits | None,
     chronicle: Chronicle,
+    folder: Path | None,
 ) -> Result:
     signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
     with signals.listening(), _store(plan.port, for_scripts=watch is None) as (port, store):
@@ -109,12 +110,32 @@ def _launch(
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
+            saved = _saved_and_not_restored(heartbeats, folder)
+            if saved is not None:
+                _warn(
+                    f"not restarted: main does not call run.restore(), so a restart would begin at step 0 and not use "
+                    f"{saved}. Call run.restore() after run.setup, and start the run again"
+                )
+                return result
             chronicle.failed("restart", failure, len(plan.processes), attempt=attempt + 1)
             tell(
                 f"lockstep: {failure.render(len(plan.processes))}\n"
                 f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})"
             )
     raise AssertionError("an attempt returns or is followed by another")
+
+
+def _saved_and_not_restored(heartbeats: Any, folder: Path | None) -> str | None:
+    """Returns the newest checkpoint where rank 0 trained without run.restore: another attempt would not use it."""
+    from lockstep.checkpoint.storage import CheckpointStorage
+    from lockstep.distributed.activity import Beat, beat_key
+
+    beat = Beat.decode(heartbeats.read(beat_key(0)))
+    if folder is None or beat is None or beat.restores or not beat.begun:
+        return None
+    storage = CheckpointStorage(folder / "checkpoints")
+    steps = storage.steps()
+    return storage.path(steps[-1]).name if steps else None
 
 
 def _warn(text: str) -> None:

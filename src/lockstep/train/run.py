@@ -129,7 +129,7 @@ class Run:
         )
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
-        self._restored = False
+        self._restored = self._may_begin = False
         self.began_at = 0  # the step that this start of the run went on from
         seed_generators(runtime, settings.seed)
 
@@ -441,6 +441,7 @@ class Run:
         With several optimizers each is stepped on its own; together they are one step of the run.
         """
         if not self._requests.begun:
+            self._require_restore()
             self._requests.begun = self._activity.begun = True
         return self._stepper.step(optimizer)
 
@@ -611,7 +612,7 @@ class Run:
         if step is not None and best:
             raise ConfigError(f"run.restore(step={step}, best=True): name one of them")
         state = self.checkpointer.restore(step, best)
-        self._restored = True
+        self._restored = self._activity.restores = True
         if state is None:
             self._pulse.start(0, 0.0)
             self.journal.start_at(0)
@@ -694,6 +695,7 @@ class Run:
 
     def _save_now(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         self._models.require_any()
+        self._require_restore()
         # A row that is due belongs to what was before the checkpoint, not to what is resumed.
         self.journal.write_due_row(self.progress, self.seconds_since_start)
         self.journal.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved
@@ -723,6 +725,28 @@ class Run:
         # Whoever asked waits `launch.grace` for all of it, and the save has had most of that.
         self.journal.close("preempted", self.settings.launch.grace / 4)
         raise Preempted(reason)
+
+    def _require_restore(self) -> None:
+        """Refuse a restart that does not continue from its checkpoint; asked before the first step or save."""
+        if self._restored or self._may_begin:
+            return
+        self._may_begin = True
+        if self.topology.attempt:
+            self.agree(self._require_nothing_saved, "whether a checkpoint is left unused")
+        elif self.settings.launch.max_restarts and self.is_main:
+            logger.warning(
+                "launch.max_restarts is %d, but main does not call run.restore(): a restart cannot continue from a "
+                "checkpoint. Call run.restore() after run.setup", self.settings.launch.max_restarts,
+            )  # fmt: skip
+
+    def _require_nothing_saved(self) -> None:
+        steps = self.checkpointer.storage.steps()
+        if steps:
+            raise ConfigError(
+                f"this is restart {self.topology.attempt}, and main has not called run.restore(): it would begin at "
+                f"step 0 and set {self.checkpointer.storage.path(steps[-1]).name} aside. Call run.restore() after "
+                "run.setup"
+            )
 
     def _safe_point(self) -> bool:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""

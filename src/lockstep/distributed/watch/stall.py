@@ -85,10 +85,8 @@ def find_slow(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
     waiting = _waiting(_there(everyone))
     if not waiting:
         found, silent = _overdue(everyone, limits, [])
-        continues = (
-            "No rank waits for another, so the run continues; run.working(name, limit) sets how long it may take"
-        )
-        message = f"{_message(everyone, set(found), silent)}. {continues}"
+        continues = "No rank waits for another, so the run continues"
+        message = f"{_message(everyone, set(found), silent)}. {continues}; run.working(name, limit) sets the limit"
         return Stall(tuple(found), message, waited_for=False) if found else None
     found, _ = _overdue(everyone, limits, waiting, 0.5)
     held_up = [
