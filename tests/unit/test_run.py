@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,6 +195,58 @@ def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, t
             request.leave = "SIGTERM"
     assert left.value.reason == "SIGTERM on rank 0"
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000001"]
+
+
+def own_data(run: Run, steps: int, request: Requests | None = None, ask_at: int = 0) -> Tensor:
+    """A loop without run.batches: random data, a schedule, and values that are logged after the step."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = run.setup(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    run.restore()
+    for step in range(run.progress.step, steps):
+        batch = torch.randn(4, 3)
+        if request is not None and step == ask_at:
+            request.leave = "SIGTERM"
+        run.backward(model(batch).square().mean())
+        run.step()
+        scheduler.step()
+        run.log(own=float(step))
+    return torch.cat([each.detach().flatten().clone() for each in model.parameters()])
+
+
+def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Runs, tmp_path: Path) -> None:
+    request = Requests()
+    with pytest.raises(Preempted):
+        own_data(new_run(request), 6, request, ask_at=2)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000003"]
+    assert [(each["step"], each["own"]) for each in rows(tmp_path)] == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    resumed = new_run()
+    weights = own_data(resumed, 6)
+    assert resumed.progress.step == 6
+    resumed.finish()
+    assert [(each["step"], each["own"]) for each in rows(tmp_path)] == [(n + 1, float(n)) for n in range(6)]
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert torch.equal(weights, own_data(new_run(), 6)), "the schedule and the random data continue where they were"
+
+
+def test_a_save_is_made_between_the_steps_of_a_loop_with_its_own_data(new_run: Runs, tmp_path: Path) -> None:
+    """With several optimizers after the last of them, and every so often where one of them never steps."""
+    request = Requests()
+    run = new_run(request)
+    one, two = nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    one, first = run.setup(one, torch.optim.SGD(one.parameters(), lr=0.1), name="one")
+    two, second = run.setup(two, torch.optim.SGD(two.parameters(), lr=0.1), name="two")
+    for _ in range(2):
+        run.backward(one(torch.randn(4, 3)).square().mean())
+        request.save = True
+        run.step(first)
+        run.backward(two(torch.randn(4, 3)).square().mean())
+        run.step(second)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000002"]
+    for _ in range(100):
+        run.backward(one(torch.randn(4, 3)).square().mean())
+        run.step(first)
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 2
 
 
 def test_what_a_run_has_no_need_of_is_not_imported() -> None:

@@ -52,9 +52,11 @@ from lockstep.train.feed import Feed
 from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
+from lockstep.train.own_data import OwnDataSteps
 from lockstep.train.phases import Phases
 from lockstep.train.preparing import Preparation, check_model
 from lockstep.train.pretrained import Given
+from lockstep.train.pulse import Asked as Requested
 from lockstep.train.pulse import Pulse
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
@@ -127,6 +129,7 @@ class Run:
             self.checkpointer,
             lambda: requests.leave is not None,
         )
+        self._own_data = OwnDataSteps(runtime, self._act)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._restored = self._may_begin = False
@@ -433,17 +436,24 @@ class Run:
         The loss is a mean over the examples of the batch at hand; or, with a `count` (or as a Mean), a sum over so much
         of it: tokens, pixels. The mean is then taken over all that the ranks counted.
         """
+        step = self._feed.step
+        if step is not None and step.counted and step.is_bare:  # the row of a step has what was logged after it
+            self.journal.write_due_row(self.progress, self.seconds_since_start, wait=False)
         self._stepper.backward(loss, count)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step an optimizer and clear its gradients; False, doing nothing, while micro-batches are missing.
 
-        With several optimizers each is stepped on its own; together they are one step of the run.
+        With several optimizers each is stepped on its own; together they are one step of the run. In a loop that does
+        not use `batches`, this is where a run that was asked to stop saves itself and leaves, on all ranks at once.
         """
         if not self._requests.begun:
             self._require_restore()
             self._requests.begun = self._activity.begun = True
-        return self._stepper.step(optimizer)
+        stepped = self._stepper.step(optimizer)
+        if stepped and self._feed.step is not None and self._feed.step.is_bare:
+            self._after_own_step(optimizer)
+        return stepped
 
     def log(self, **values: Tensor | Mean | float) -> None:
         """Note values of the batch at hand; means over all ranks are written every `log.every`.
@@ -750,25 +760,45 @@ class Run:
 
     def _safe_point(self) -> bool:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
+        self._own_data.act()
+        self._act(self._look_around(rows=True))
+        return self.stopped is None
+
+    def _after_own_step(self, optimizer: Optimizer | None) -> None:
+        """The safe point of a loop that brings its own data."""
+        if not self._own_data.end_here(optimizer, len(self._models.optimizers)):
+            return
+        self._own_data.act()  # where no module was called since: the forward pass is compiled, or there is none
+        asked = self._look_around(rows=False)
+        self.stopped = self.stopped or asked.stop
+        if asked.leave or asked.save:
+            self._own_data.defer(asked)
+
+    def _look_around(self, rows: bool) -> Requested:
+        """What all ranks were asked for by now; with `rows`, what is due is written, too."""
         progress = self.progress
         if self._phases is not None and self._phases.at(progress.step, self._compiles):
             self._phases = None
         asked = self._pulse.beat(progress.step)
         if self._pulse.exchanged:
             self.journal.write_pending_row(wait=self.world_size > 1)
-        self.journal.write_due_row(progress, self.seconds_since_start, wait=False)
+        if rows:
+            self.journal.write_due_row(progress, self.seconds_since_start, wait=False)
         self.checkpointer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
             self.checkpointer.compared({}, f"the fingerprint of step {progress.step}", progress.step)
+        return asked
+
+    def _act(self, asked: Requested) -> None:
+        """Leave, save or end training, as any rank was asked to."""
         if asked.leave:
             self._save_and_leave(asked.leave)
         if asked.save:
             with self.profiler.region("checkpoint"):
                 self._save(None, None, explicit=False)
             self.checkpointer.settle(leaving=False)  # what is said to be saved is on the disk
-            logger.info("saved at step %d: %s", progress.step, asked.save)
+            logger.info("saved at step %d: %s", self.progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
-        return self.stopped is None
 
     @property
     def _compiles(self) -> bool:

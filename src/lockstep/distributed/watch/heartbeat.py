@@ -140,7 +140,8 @@ class Heartbeat:
         where = user_line(frame) if frame is not None else ""
         return Beat(
             self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where,
-            self._activity.begun, self._activity.restores, self._activity.exchanges, self._host, self._activity.total_steps, self._activity.busy,
+            self._activity.begun, self._activity.restores, self._activity.exchanges, self._host,
+            self._activity.total_steps, self._activity.busy,
             resident_memory() if self.tells_resident_memory else self._activity.memory,
         )  # fmt: skip
 
