@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
 from lockstep.checkpoint import reader
@@ -298,6 +299,41 @@ def different_numbers_of_batches(run: lockstep.Run) -> None:
     for _ in range(5 + run.rank):
         run.backward(run.model(torch.ones(2, 4)).mean())
         run.step()
+
+
+def own_data(run: lockstep.Run, kinds: list[str]) -> int:
+    """Loops that bring their own data: all of it on every rank, the same tensors, or different ones."""
+    model = nn.Linear(4, 1)
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for kind in kinds:
+        if run.progress.step:  # as in a run of its own
+            run._checks = type(run._checks)(run.group, run.runtime, run.shares)
+        for inputs, targets in _own_batches(kind):
+            run.backward(F.mse_loss(model(inputs), targets))
+            run.step(optimizer)
+    return run.progress.step
+
+
+def _own_batches(kind: str) -> Iterator[Any]:
+    if kind == "kept":
+        yield from DataLoader(_Augmented(), batch_size=5, shuffle=True)
+    elif kind == "same":
+        yield from ((each, each.sum(1, keepdim=True)) for each in torch.ones(5, 4).cumsum(0)[:, None])
+    else:  # rollouts of each rank's own, in a loader; and an evaluation on the same data everywhere
+        assert len(list(DataLoader(dataset(), batch_size=5))) == 10
+        kept = iter(DataLoader(dataset(), batch_size=5))
+        inputs = torch.randn(25, 4)
+        rollouts = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=5, shuffle=True)
+        yield from rollouts
+        assert next(kept)
+
+
+class _Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 25
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(4), torch.tensor([float(index % 7)])
 
 
 def replicas_that_drift_apart(run: lockstep.Run) -> None:

@@ -81,8 +81,8 @@ def test_a_loop_that_does_not_restore_is_not_restarted_past_its_checkpoint(
     run, again = tmp_path / "run", {"max_restarts": 2}
     with pytest.raises(lockstep.WorkerFailed, match="ValueError: after the checkpoint"):
         launch(bodies.fails_without_restore, processes=2, folder=run, launch=again)
-    told = "".join(capfd.readouterr())
-    assert "launch.max_restarts is 2, but main does not call run.restore()" in told, "before anything failed"
+    log, told = (run / "logs" / "rank-0.log").read_text(), capfd.readouterr().err
+    assert "launch.max_restarts is 2, but main does not call run.restore()" in log, "before anything failed"
     assert "not restarted: main does not call run.restore()" in told and "step-00000005. Call run.restore()" in told
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # by another launcher, which restarts all the same
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
@@ -90,6 +90,19 @@ def test_a_loop_that_does_not_restore_is_not_restarted_past_its_checkpoint(
     with pytest.raises(lockstep.ConfigError, match=r"this is restart 1.*set step-00000005 aside\. Call run\.restore"):
         launch(bodies.fails_without_restore, folder=run)
     assert steps_saved(run) == [5]
+
+
+def test_data_that_every_rank_takes_all_of_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kinds = ["kept", "different", "same"]
+    assert launch(partial(bodies.own_data, kinds=kinds), processes=2, folder=run, log={"every": "2 steps"}) == [15, 15]
+    told = [line for line in (run / "logs" / "rank-0.log").read_text().splitlines() if "every rank" in line]
+    assert len(told) == 2
+    assert (
+        "reads all of the data: a DataLoader over _Augmented (25 examples) is not divided over the 2 ranks" in told[0]
+    )
+    assert "every rank computes the same: the first 3 losses are equal on all 2 ranks" in told[1]
+    assert list(losses(run)) == [2, 4, 6, 8, 10, 12, 14, 15], "rows are written as the loop goes"
 
 
 def times(end: dict[str, Any]) -> dict[str, Any]:

@@ -249,6 +249,55 @@ def test_a_save_is_made_between_the_steps_of_a_loop_with_its_own_data(new_run: R
     assert len(list(tmp_path.glob("checkpoints/*"))) == 2
 
 
+# What is left of a plain loop when it is ported by hand
+
+
+def test_an_optimizer_that_the_loop_steps_itself_is_refused(new_run: Runs) -> None:
+    run = new_run()
+    model = set_up(run)
+    assert run.optimizer is not None
+    for (batch,) in run.batches(DATA, 4):
+        model(batch).square().mean().backward()
+        with pytest.raises(ConfigError, match=r"Replace loss\.backward\(\) and optimizer\.step\(\) by run\.backward"):
+            run.optimizer.step()
+
+
+def no_step(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "and no run.step" in each.getMessage()]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_loop_without_run_step_is_told_so(new_run: Runs, caplog: pytest.LogCaptureFixture, clears: bool) -> None:
+    run = new_run()
+    set_up(run)
+    for epoch in run.epochs(2):
+        for (batch,) in run.batches(DATA, 2):
+            run.backward(run.model(batch).square().mean())
+            if clears and run.optimizer is not None:
+                run.optimizer.zero_grad()
+        assert len(no_step(caplog)) == (1 if clears or epoch else 0)
+    assert "backward passes and no run.step: no weight has changed. Call run.step(optimizer)" in no_step(caplog)[0]
+
+
+def test_loops_that_accumulate_or_have_several_passes_are_not_warned_of(
+    new_run: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run()
+    set_up(run)
+    for _ in run.epochs(2):
+        for number, (batch,) in enumerate(run.batches(DATA, 1)):
+            run.backward(run.model(batch).square().mean())
+            if (number + 1) % 5 == 0:  # by its own counting
+                run.step()
+    for _ in range(2):
+        for reward in range(200):  # a pass of its own for each
+            run.backward(run.model(torch.randn(1, 3)).mean() * reward)
+        run.step()
+    run.finish()
+    assert run.progress.step == 6
+    assert not no_step(caplog)
+
+
 def test_what_a_run_has_no_need_of_is_not_imported() -> None:
     heavy = ("torch.distributed.tensor", "torch._dynamo", "sympy", "transformers", "torchmetrics", "datasets", "wandb")
     code = f"import sys, lockstep.worker, lockstep.train.trainer; print([m for m in {heavy} if m in sys.modules])"

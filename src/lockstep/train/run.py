@@ -49,6 +49,7 @@ from lockstep.train.ema import PREFIX, Average, ema_settings, in_place, measured
 from lockstep.train.evaluation import Measure
 from lockstep.train.evaluator import Evaluator
 from lockstep.train.feed import Feed
+from lockstep.train.loop_checks import LoopChecks
 from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
@@ -130,6 +131,7 @@ class Run:
             lambda: requests.leave is not None,
         )
         self._own_data = OwnDataSteps(runtime, self._act)
+        self._checks = LoopChecks(group, runtime, self._strategy.shares)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._restored = self._may_begin = False
@@ -341,6 +343,7 @@ class Run:
         self._models.add(
             Entry(chosen, model, placed.model, optimizer, precision, clip_norm, skips, average, placed.frozen)
         )
+        self._checks.watch(model, optimizer)
         if scheduler is not None:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
@@ -399,6 +402,7 @@ class Run:
         {"type": "weighted", "weights": [...]}, {"type": "buckets", "lengths": [...]}, or a function of
         (epoch, seed, count).
         """
+        self._checks.walks(dataset)
         return self._feed.batches(
             dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate, order=order
         )
@@ -439,7 +443,8 @@ class Run:
         step = self._feed.step
         if step is not None and step.counted and step.is_bare:  # the row of a step has what was logged after it
             self.journal.write_due_row(self.progress, self.seconds_since_start, wait=False)
-        self._stepper.backward(loss, count)
+        with self._checks.computing(loss, step is None or step.is_bare, step is None or step.completes_batch):
+            self._stepper.backward(loss, count)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step an optimizer and clear its gradients; False, doing nothing, while micro-batches are missing.
@@ -450,7 +455,8 @@ class Run:
         if not self._requests.begun:
             self._require_restore()
             self._requests.begun = self._activity.begun = True
-        stepped = self._stepper.step(optimizer)
+        with self._checks.stepping(optimizer):
+            stepped = self._stepper.step(optimizer)
         if stepped and self._feed.step is not None and self._feed.step.is_bare:
             self._after_own_step(optimizer)
         return stepped
@@ -666,6 +672,7 @@ class Run:
     def finish(self, status: str = "completed") -> None:
         """Write what is still unwritten: the last row, the save under way, what loggers have yet to be sent."""
         self.require_folder()
+        self._checks.finish()
         self.journal.write_last_row(self.progress)
         self.journal.write_rest()
         self.checkpointer.finish()
