@@ -143,6 +143,21 @@ def _fails() -> int:
     raise ValueError("no such thing")
 
 
+def slow_on_rank_0(run: lockstep.Run) -> list[Any]:
+    """Both take longer than `launch.timeout`; rank 1 comes late to the first, which is over by then."""
+    run.setup(nn.Linear(4, 1))
+    if run.rank == 1:
+        time.sleep(1.5)
+    found: list[Any] = [run.agree(lambda: time.sleep(1) or 7, "a short decision")]
+    found.append(run.agree(lambda: time.sleep(5) or "x" * 2000, "a long decision"))
+
+    def measure(batch: Any) -> dict[str, torch.Tensor]:
+        time.sleep(1)
+        return {"one": torch.ones(len(batch[0]))}
+
+    return [*found, run.evaluate(measure, dataset(), 10, on="rank0")]
+
+
 def one_rank_is_missing(run: lockstep.Run) -> None:
     if run.rank == 1:
         signal.pause()

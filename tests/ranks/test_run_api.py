@@ -46,6 +46,11 @@ def test_a_time_out_names_the_wait_and_who_did_not_arrive(tmp_path: Path) -> Non
     assert "Did not arrive: rank 1" in text
 
 
+def test_rank_0_may_work_for_longer_than_others_wait(tmp_path: Path) -> None:
+    found = launch(bodies.slow_on_rank_0, processes=2, out=tmp_path, launch={"timeout": 3})
+    assert found == [[7, "x" * 2000, {"one": 1.0}]] * 2
+
+
 def test_a_failure_on_one_rank_is_raised_with_its_rank(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
         launch(bodies.one_rank_fails, processes=2, out=tmp_path)
