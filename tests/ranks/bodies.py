@@ -393,11 +393,11 @@ def slow_in_user_code(run: lockstep.Run) -> int:
     """Longer than `watch.stall_after` on all ranks at once, then half as long on one of them."""
     model = nn.Linear(4, 1)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    for inputs, targets in run.batches(dataset(), batch_size=10):
+    for inputs, targets in run.batches(dataset(), batch_size=2):
         if run.progress.step == 1:
-            time.sleep(3.5)
+            time.sleep(5.5)
         if run.progress.step == 3 and run.rank == 1:
-            time.sleep(1.6)
+            time.sleep(3)
         run.backward(F.mse_loss(run.model(inputs), targets))
         run.step()
     return run.progress.step
