@@ -374,6 +374,7 @@ def _opened(
         run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard, chronicle)
         if run.summons is not None:
             present.heartbeat.errand = run.summons.look
+        present.heartbeat.ask_to_save = requests.ask_to_save
         try:
             yield run
         except (Exception, KeyboardInterrupt) as error:  # the latter in a notebook, which lives on

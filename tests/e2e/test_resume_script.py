@@ -23,12 +23,11 @@ def main(run):
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     restored = run.restore()
     began = run.progress.step
-    for epoch in run.epochs(int(sys.argv[1])):
-        for (inputs,) in run.batches(torch.utils.data.TensorDataset(torch.ones(24, 4)), 12):
-            run.backward(model(inputs).square().mean())
-            run.step()
-            if not restored:
-                time.sleep(0.1)
+    for step in range(began, 2 * int(sys.argv[1])):  # its own data, so that it is stopped at run.step
+        run.backward(model(torch.randn(6, 4)).square().mean())
+        run.step()
+        if not restored:
+            time.sleep(0.1)
     if run.is_main:
         found = {"restored": restored, "began": began, "world_size": run.world_size, "argv": sys.argv[1:]}
         pathlib.Path("found.json").write_text(json.dumps(found))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep
 from lockstep.checkpoint import reader
@@ -62,6 +63,17 @@ def own_loop(run: lockstep.Run, epochs: int = 2) -> dict[str, Any]:
         "weights": weights,
         "measured": measured,
     }
+
+
+def fails_without_restore(run: lockstep.Run) -> None:
+    """Saves, does not call run.restore, and fails in its second epoch."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for epoch in run.epochs(2):
+        train_one_epoch(run)
+        if epoch == 1:
+            raise ValueError("after the checkpoint")
+        run.checkpoint()
 
 
 def loop_with_values(run: lockstep.Run) -> None:
@@ -131,6 +143,21 @@ def _fails() -> int:
     raise ValueError("no such thing")
 
 
+def slow_on_rank_0(run: lockstep.Run) -> list[Any]:
+    """Both take longer than `launch.timeout`; rank 1 comes late to the first, which is over by then."""
+    run.setup(nn.Linear(4, 1))
+    if run.rank == 1:
+        time.sleep(1.5)
+    found: list[Any] = [run.agree(lambda: time.sleep(1) or 7, "a short decision")]
+    found.append(run.agree(lambda: time.sleep(5) or "x" * 2000, "a long decision"))
+
+    def measure(batch: Any) -> dict[str, torch.Tensor]:
+        time.sleep(1)
+        return {"one": torch.ones(len(batch[0]))}
+
+    return [*found, run.evaluate(measure, dataset(), 10, on="rank0")]
+
+
 def one_rank_is_missing(run: lockstep.Run) -> None:
     if run.rank == 1:
         signal.pause()
@@ -148,9 +175,14 @@ def threads_and_variables(run: lockstep.Run) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), **{name: os.environ.get(name) for name in names}}
 
 
-def seventy_five(run: lockstep.Run) -> int:
-    """A value that is also an exit code."""
-    return 75
+def seventy_five(run: lockstep.Run) -> Any:
+    """A value that is also an exit code, and on other ranks one that no other process can get, or make."""
+    return [75, threading.Lock(), _Unknown()][run.rank]
+
+
+class _Unknown:
+    def __reduce__(self) -> Any:
+        return _fails, ()
 
 
 def random_numbers(run: lockstep.Run) -> dict[str, Any]:
@@ -284,6 +316,41 @@ def different_numbers_of_batches(run: lockstep.Run) -> None:
         run.step()
 
 
+def own_data(run: lockstep.Run, kinds: list[str]) -> int:
+    """Loops that bring their own data: all of it on every rank, the same tensors, or different ones."""
+    model = nn.Linear(4, 1)
+    model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for kind in kinds:
+        if run.progress.step:  # as in a run of its own
+            run._checks = type(run._checks)(run.group, run.runtime, run.shares)
+        for inputs, targets in _own_batches(kind):
+            run.backward(F.mse_loss(model(inputs), targets))
+            run.step(optimizer)
+    return run.progress.step
+
+
+def _own_batches(kind: str) -> Iterator[Any]:
+    if kind == "kept":
+        yield from DataLoader(_Augmented(), batch_size=5, shuffle=True)
+    elif kind == "same":
+        yield from ((each, each.sum(1, keepdim=True)) for each in torch.ones(5, 4).cumsum(0)[:, None])
+    else:  # rollouts of each rank's own, in a loader; and an evaluation on the same data everywhere
+        assert len(list(DataLoader(dataset(), batch_size=5))) == 10
+        kept = iter(DataLoader(dataset(), batch_size=5))
+        inputs = torch.randn(25, 4)
+        rollouts = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=5, shuffle=True)
+        yield from rollouts
+        assert next(kept)
+
+
+class _Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 25
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(4), torch.tensor([float(index % 7)])
+
+
 def replicas_that_drift_apart(run: lockstep.Run) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
@@ -319,6 +386,20 @@ def slow_synchronous_saves(run: lockstep.Run) -> int:
         train_one_epoch(run)
         run.checkpoint()
         run.evaluate(lambda batch: {"x": run.module(batch[0])[:, 0]}, dataset(), 10)
+    return run.progress.step
+
+
+def slow_in_user_code(run: lockstep.Run) -> int:
+    """Longer than `watch.stall_after` on all ranks at once, then half as long on one of them."""
+    model = nn.Linear(4, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for inputs, targets in run.batches(dataset(), batch_size=2):
+        if run.progress.step == 1:
+            time.sleep(5.5)
+        if run.progress.step == 3 and run.rank == 1:
+            time.sleep(3)
+        run.backward(F.mse_loss(run.model(inputs), targets))
+        run.step()
     return run.progress.step
 
 

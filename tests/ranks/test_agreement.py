@@ -14,7 +14,7 @@ import bodies
 import pytest
 
 import lockstep
-from conftest import ROOT, rows
+from conftest import ROOT, rows, steps_saved
 
 launch = partial(lockstep.launch, runtime="cpu")
 
@@ -157,6 +157,18 @@ def test_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
 def test_saves_that_take_long_are_not_a_stall(tmp_path: Path) -> None:
     slow = {"checkpoint": {"async": False, "timeout": 60}, "watch": {"stall_after": 2, "first_time": 2}}
     assert launch(bodies.slow_synchronous_saves, processes=2, out=tmp_path, **slow) == [10, 10]
+
+
+def test_user_code_that_takes_long_is_ended_only_where_a_rank_waits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, watch = tmp_path / "run", {"stall_after": 4, "first_time": 4}
+    assert launch(bodies.slow_in_user_code, processes=2, folder=run, watch=watch) == [25, 25]
+    told = capfd.readouterr().err
+    assert "No rank waits for another, so the run continues" in told
+    assert "rank 0: in loss of step 2, bodies.py:" in told and "rank 1: in loss of step 2, bodies.py:" in told
+    assert " s for rank 1 (in loss of step 4, bodies.py:" in told
+    assert len(steps_saved(run)) == 1, "a save was requested while rank 0 waited"
 
 
 def test_an_error_is_told_also_where_its_rank_cannot_leave(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_a_time_out_names_the_wait_and_who_did_not_arrive(tmp_path: Path) -> Non
     assert "Did not arrive: rank 1" in text
 
 
+def test_rank_0_may_work_for_longer_than_others_wait(tmp_path: Path) -> None:
+    found = launch(bodies.slow_on_rank_0, processes=2, out=tmp_path, launch={"timeout": 3})
+    assert found == [[7, "x" * 2000, {"one": 1.0}]] * 2
+
+
 def test_a_failure_on_one_rank_is_raised_with_its_rank(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
         launch(bodies.one_rank_fails, processes=2, out=tmp_path)
@@ -90,6 +95,36 @@ def test_state_that_differs_by_rank_is_every_ranks_own_again(tmp_path: Path) -> 
     )
 
 
+def test_a_loop_that_does_not_restore_is_not_restarted_past_its_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, again = tmp_path / "run", {"max_restarts": 2}
+    with pytest.raises(lockstep.WorkerFailed, match="ValueError: after the checkpoint"):
+        launch(bodies.fails_without_restore, processes=2, folder=run, launch=again)
+    log, told = (run / "logs" / "rank-0.log").read_text(), capfd.readouterr().err
+    assert "launch.max_restarts is 2, but main does not call run.restore()" in log, "before anything failed"
+    assert "not restarted: main does not call run.restore()" in told and "step-00000005. Call run.restore()" in told
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # by another launcher, which restarts all the same
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(lockstep.ConfigError, match=r"this is restart 1.*set step-00000005 aside\. Call run\.restore"):
+        launch(bodies.fails_without_restore, folder=run)
+    assert steps_saved(run) == [5]
+
+
+def test_data_that_every_rank_takes_all_of_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kinds = ["kept", "different", "same"]
+    assert launch(partial(bodies.own_data, kinds=kinds), processes=2, folder=run, log={"every": "2 steps"}) == [15, 15]
+    told = [line for line in (run / "logs" / "rank-0.log").read_text().splitlines() if "every rank" in line]
+    assert len(told) == 2
+    assert (
+        "reads all of the data: a DataLoader over _Augmented (25 examples) is not divided over the 2 ranks" in told[0]
+    )
+    assert "every rank computes the same: the first 3 losses are equal on all 2 ranks" in told[1]
+    assert list(losses(run)) == [2, 4, 6, 8, 10, 12, 14, 15], "rows are written as the loop goes"
+
+
 def times(end: dict[str, Any]) -> dict[str, Any]:
     return {name: end[name] for name in ("seconds", "samples_per_second")}
 
@@ -127,8 +162,17 @@ def test_variables_and_threads_of_each_rank(tmp_path: Path) -> None:
     assert {each["threads"] for each in found} == {1}
 
 
-def test_what_a_rank_returns_is_not_taken_for_an_exit_code(tmp_path: Path) -> None:
-    assert launch(bodies.seventy_five, processes=2, out=tmp_path) == [75, 75]
+def test_what_a_rank_returns_does_not_change_how_the_run_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is not taken for an exit code, and a value that cannot be sent does not train the model again."""
+    again = {"max_restarts": 2}
+    assert launch(bodies.seventy_five, processes=3, folder=tmp_path / "run", launch=again) == [75, None, None]
+    assert summary(tmp_path / "run")["status"] == "completed"
+    told = capfd.readouterr().err
+    assert "restart" not in told
+    assert "rank 1 returned a _thread.lock, which cannot be sent to the launcher (TypeError: cannot pickle" in told
+    assert "rank 2 returned a bodies._Unknown, which cannot be sent to the launcher (ValueError: no such thing)" in told
 
 
 def test_settings_are_checked_like_a_config(tmp_path: Path) -> None:

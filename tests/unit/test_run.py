@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,6 +195,107 @@ def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, t
             request.leave = "SIGTERM"
     assert left.value.reason == "SIGTERM on rank 0"
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000001"]
+
+
+def own_data(run: Run, steps: int, request: Requests | None = None, ask_at: int = 0) -> Tensor:
+    """A loop without run.batches: random data, a schedule, and values that are logged after the step."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = run.setup(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    run.restore()
+    for step in range(run.progress.step, steps):
+        batch = torch.randn(4, 3)
+        if request is not None and step == ask_at:
+            request.leave = "SIGTERM"
+        run.backward(model(batch).square().mean())
+        run.step()
+        scheduler.step()
+        run.log(own=float(step))
+    return torch.cat([each.detach().flatten().clone() for each in model.parameters()])
+
+
+def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Runs, tmp_path: Path) -> None:
+    request = Requests()
+    with pytest.raises(Preempted):
+        own_data(new_run(request), 6, request, ask_at=2)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000003"]
+    assert [(each["step"], each["own"]) for each in rows(tmp_path)] == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    resumed = new_run()
+    weights = own_data(resumed, 6)
+    assert resumed.progress.step == 6
+    resumed.finish()
+    assert [(each["step"], each["own"]) for each in rows(tmp_path)] == [(n + 1, float(n)) for n in range(6)]
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert torch.equal(weights, own_data(new_run(), 6)), "the schedule and the random data continue where they were"
+
+
+def test_a_save_is_made_between_the_steps_of_a_loop_with_its_own_data(new_run: Runs, tmp_path: Path) -> None:
+    """With several optimizers after the last of them, and every so often where one of them never steps."""
+    request = Requests()
+    run = new_run(request)
+    one, two = nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    one, first = run.setup(one, torch.optim.SGD(one.parameters(), lr=0.1), name="one")
+    two, second = run.setup(two, torch.optim.SGD(two.parameters(), lr=0.1), name="two")
+    for _ in range(2):
+        run.backward(one(torch.randn(4, 3)).square().mean())
+        request.save = True
+        run.step(first)
+        run.backward(two(torch.randn(4, 3)).square().mean())
+        run.step(second)
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000002"]
+    for _ in range(100):
+        run.backward(one(torch.randn(4, 3)).square().mean())
+        run.step(first)
+    assert len(list(tmp_path.glob("checkpoints/*"))) == 2
+
+
+# What is left of a plain loop when it is ported by hand
+
+
+def test_an_optimizer_that_the_loop_steps_itself_is_refused(new_run: Runs) -> None:
+    run = new_run()
+    model = set_up(run)
+    assert run.optimizer is not None
+    for (batch,) in run.batches(DATA, 4):
+        model(batch).square().mean().backward()
+        with pytest.raises(ConfigError, match=r"Replace loss\.backward\(\) and optimizer\.step\(\) by run\.backward"):
+            run.optimizer.step()
+
+
+def no_step(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "and no run.step" in each.getMessage()]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_loop_without_run_step_is_told_so(new_run: Runs, caplog: pytest.LogCaptureFixture, clears: bool) -> None:
+    run = new_run()
+    set_up(run)
+    for epoch in run.epochs(2):
+        for (batch,) in run.batches(DATA, 2):
+            run.backward(run.model(batch).square().mean())
+            if clears and run.optimizer is not None:
+                run.optimizer.zero_grad()
+        assert len(no_step(caplog)) == (1 if clears or epoch else 0)
+    assert "backward passes and no run.step: no weight has changed. Call run.step(optimizer)" in no_step(caplog)[0]
+
+
+def test_loops_that_accumulate_or_have_several_passes_are_not_warned_of(
+    new_run: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run()
+    set_up(run)
+    for _ in run.epochs(2):
+        for number, (batch,) in enumerate(run.batches(DATA, 1)):
+            run.backward(run.model(batch).square().mean())
+            if (number + 1) % 5 == 0:  # by its own counting
+                run.step()
+    for _ in range(2):
+        for reward in range(200):  # a pass of its own for each
+            run.backward(run.model(torch.randn(1, 3)).mean() * reward)
+        run.step()
+    run.finish()
+    assert run.progress.step == 6
+    assert not no_step(caplog)
 
 
 def test_what_a_run_has_no_need_of_is_not_imported() -> None:

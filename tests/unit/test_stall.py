@@ -14,7 +14,8 @@ from lockstep.config.schema import Watch
 from lockstep.distributed.activity import LEFT, Activity, Beat
 from lockstep.distributed.watch.clock import RunningClock
 from lockstep.distributed.watch.heartbeat import interval, user_line
-from lockstep.distributed.watch.stall import APART_SECONDS, Limits, Seen, find_stall
+from lockstep.distributed.watch.stall import APART_SECONDS, Limits, Seen, find_slow, find_stall
+from lockstep.distributed.watch.watcher import Watcher
 
 LIMITS = Limits(stall_after=300.0, first_time=1800.0, apart=APART_SECONDS)
 
@@ -114,7 +115,51 @@ def test_a_rank_may_be_held_up_for_as_long_as_another_may_take() -> None:
     """On a GPU the host of one rank waits for the device, at any line, while another writes a checkpoint."""
     writing = seen(0, "writing a checkpoint", 900, limit=1830.0)
     assert find_stall([writing, seen(1, "loss", 900)], LIMITS) is None
-    assert find_stall([seen(0, "data", 3), seen(1, "loss", 900)], LIMITS) is not None
+    ahead = seen(0, "data", 890, exchanges=8)
+    stall = find_stall([ahead, seen(1, "loss", 900, exchanges=7)], LIMITS)
+    assert stall is not None and stall.ranks == (1,), "rank 0 has begun an exchange that rank 1 has not"
+
+
+def test_where_no_rank_waits_nobody_is_ended() -> None:
+    """Rollouts, sampling, an upload: all ranks are in user code, and no rank holds up another."""
+    everyone = [seen(0, "the end", 310, where="rollout.py:12"), seen(1, "the end", 305)]
+    assert find_stall(everyone, LIMITS) is None
+    first_to_be_done = waiting(0, still=2)
+    assert find_stall([first_to_be_done, seen(1, "the end", 310)], LIMITS) is None, "it waits only since 2 s"
+    assert find_stall([seen(0, "loss", 4000, quiet=3000)], LIMITS) is None, "native code that holds Python's lock"
+    slow = find_slow(everyone, LIMITS)
+    assert slow is not None and not slow.waited_for
+    assert slow.message == (
+        "rank 0: in the end of step 118, rollout.py:12, since 310 s; rank 1: in the end of step 118, since 305 s. No "
+        "rank waits for another, so the run continues; run.working(name, limit) sets the limit"
+    )
+    assert find_slow([seen(0, "the end", 290), seen(1, "the end", 290)], LIMITS) is None
+    assert find_slow([seen(0, "main", 9999, limit=math.inf)], LIMITS) is None
+
+
+def test_a_save_is_requested_before_a_rank_that_others_wait_for_is_ended() -> None:
+    everyone = [waiting(0, still=155), seen(1, "loss", 160, where="train.py:42")]
+    assert find_stall(everyone, LIMITS) is None
+    slow = find_slow(everyone, LIMITS)
+    assert slow is not None and slow.waited_for and slow.ranks == (1,)
+    assert slow.message.startswith("rank 0 waited 155 s for rank 1 (in loss of step 118, train.py:42). The run ends at")
+    assert find_slow([waiting(0, still=140), seen(1, "loss", 160)], LIMITS) is None
+
+
+def test_warnings_are_rare() -> None:
+    class Store:
+        beat: Beat
+
+        def read_all(self, keys: list[str]) -> list[bytes]:
+            return [self.beat.encode()]
+
+    store = Store()
+    watcher, told = Watcher(store, [0], LIMITS), []
+    for number, still in enumerate([10, 290, 301, 310, 590, 700, 20, 310, 1399, 1401]):
+        store.beat = Beat(number + 1, number, 3, "the end", False, False, 0.0, float(still), "")
+        assert watcher.look() is None
+        told += [still] if watcher.warning() is not None else []
+    assert told == [301, 700, 1401], "once, and again when it takes twice as long"
 
 
 def test_a_process_that_was_paused_did_not_stall(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ class Launch(Section):
 
 class Watch(Section):
     stall_after: Seconds | None = Field(
-        300.0, description="how long a rank may go without progress; null: for as long as it likes"
+        300.0, description="how long a rank may hold up others without progress; null: for as long as it likes"
     )
     first_time: Seconds = Field(1800.0, description="the same, for what a process does for the first time (compiling)")
     fingerprint_every: Annotated[Interval | None, BeforeValidator(_in_steps)] = Field(

@@ -40,6 +40,8 @@ class Activity:
     def __init__(self, patience: float = 0.0) -> None:
         self.patience = patience  # how long may be taken by what is not known to be short
         self.begun = False  # whether there was a step: before the first, nothing can be lost
+        self.restores = False  # whether run.restore was called
+        self.exchanges = 0  # exchanges with all other ranks that this one has begun
         self.total_steps: int | None = None  # how many there will be, where that is known
         self.memory: int | None = None  # the most bytes of its device so far, as the training thread last asked
         self.busy: float | None = None  # seconds of a step before this rank was ready to exchange gradients, of late
@@ -56,6 +58,8 @@ class Activity:
         first = doing not in self._known
         if first:
             self._known.add(doing)
+        if waits:
+            self.exchanges += 1
         self._now = (before[0] + 1, before[1] if step is None else step, doing, waits, first, monotonic(), limit)
 
     def progress(self) -> None:
@@ -96,6 +100,8 @@ class Beat:
     still: float  # seconds since that moment began, by the rank's own clock
     where: str  # the line of the user's code that the rank is in, where it has been there for a while
     begun: bool = False  # whether it has made a step
+    restores: bool = False  # whether it has called run.restore
+    exchanges: int = 0  # exchanges of gradients or parameters that it has begun
     # For whoever looks at the run, and nobody else:
     host: str = ""
     total_steps: int | None = None
@@ -116,11 +122,11 @@ class Beat:
             return None
         if not isinstance(told, dict) or set(told) != {each.name for each in fields(cls)}:
             return None
-        whole, numbers = ("count", "number", "step"), ("limit", "still")
+        whole, numbers = ("count", "number", "step", "exchanges"), ("limit", "still")
         sound = (
             all(type(told[name]) is int and told[name] >= 0 for name in whole)
             and all(type(told[name]) in (int, float) and told[name] >= 0 for name in numbers)  # also infinite
-            and all(type(told[name]) is bool for name in ("waits", "first", "begun"))
+            and all(type(told[name]) is bool for name in ("waits", "first", "begun", "restores"))
             and all(type(told[name]) is str and len(told[name]) <= _LONGEST_TEXT for name in ("doing", "where", "host"))
             and all(told[name] is None or (type(told[name]) is int and told[name] >= 0) for name in _COUNTS)
             and (told["busy"] is None or (type(told["busy"]) in (int, float) and told["busy"] >= 0))

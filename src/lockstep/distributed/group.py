@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ INLINE_BYTES = 1000
 _SIZE_BYTES, _NAME_BYTES = 8, 8
 _HEADER = _SIZE_BYTES + _NAME_BYTES
 _LONGEST_NAME = 200
+_AT_WORK = b"at work"  # from rank 0, in place of what it is asked for: wait on
 _LONGEST_MESSAGE = 2**30
 # How long the threads of a group get to let go of the last message before the group is taken apart.
 _SETTLE_SECONDS = 0.05
@@ -74,13 +76,18 @@ class Group:
         """Rank 0's value on every rank. A callable runs on rank 0 only; if it raises there, every rank raises."""
         if self.rank != 0:
             return _unwrap(self._from_rank_0(name, b""), name)
+        lost: list[Exception] = []
         try:
-            with self.activity.within(repr(name), limit=self.activity.patience):
+            with self._at_work_for_all(name, lost) if callable(value) else contextlib.nullcontext():
                 message = _encode({"value": value() if callable(value) else value}, name)
         except Exception as error:
+            if lost:
+                raise  # the others are gone
             failure = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             self._from_rank_0(name, _encode({"failed": failure, "name": name}, name))
             raise
+        if lost:
+            raise lost[0]
         self._from_rank_0(name, message)
         return _unwrap(message, name)  # decoded, so that rank 0 sees just what the others see
 
@@ -205,14 +212,50 @@ class Group:
     def _from_rank_0(self, name: str, message: bytes) -> bytes:
         if self.world_size == 1:
             return message
-        with self._waiting(name):
-            first = self._meet(name, message)[0]
-            size = _size(first, name)
-            if size <= INLINE_BYTES:
-                return first[_HEADER : _HEADER + size]
-            whole = _tensor(message.ljust(size, b"\0"))
-            dist.broadcast(whole, src=0, group=self._control)
-            return whole.numpy().tobytes()
+        with self.activity.within(repr(name), waits=True):
+            while True:
+                with self._explaining(name):
+                    first = self._meet(name, message)[0]
+                    size = _size(first, name)
+                    if size > INLINE_BYTES:
+                        whole = _tensor(message.ljust(size, b"\0"))
+                        dist.broadcast(whole, src=0, group=self._control)
+                        return whole.numpy().tobytes()
+                found = first[_HEADER : _HEADER + size]
+                if found != _AT_WORK:
+                    return found
+
+    @contextlib.contextmanager
+    def _at_work_for_all(self, name: str, lost: list[Exception]) -> Iterator[None]:
+        """On rank 0: while it computes what the others wait for, a thread lets them wait on as long as it progresses.
+
+        Progress is a new activity within `timeout`, or within the longer time that the activity may take. `lost` gets
+        the error where the others cannot be reached.
+        """
+        over = threading.Event()
+
+        def let_others_wait() -> None:
+            try:
+                while not over.wait(self.timeout / 3):
+                    now = self.activity.now
+                    if time.monotonic() - now.since > max(now.limit, self.timeout):
+                        return
+                    with self._explaining(name):
+                        self._meet(name, _AT_WORK)
+            except Exception as error:
+                lost.append(error)
+
+        thread = threading.Thread(target=let_others_wait, name="lockstep-at-work", daemon=True)
+        with self.activity.within(repr(name), limit=self.activity.patience):
+            if self.world_size > 1:
+                thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                if self.world_size > 1:
+                    with self.activity.within(repr(name), waits=True):  # others may be on their way
+                        thread.join()
 
     def _meet(self, name: str, payload: bytes) -> list[bytes]:
         """Every rank's block, after making sure that all of them came for the same thing."""
@@ -231,19 +274,23 @@ class Group:
     @contextlib.contextmanager
     def _waiting(self, name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Turn a failed wait into an error that names the absent."""
+        with self.activity.within(repr(name), waits=True), self._explaining(name, ranks):
+            yield
+
+    @contextlib.contextmanager
+    def _explaining(self, name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
         began = time.monotonic()
-        with self.activity.within(repr(name), waits=True):
-            try:
-                yield
-            except RuntimeError as error:
-                if trouble.of(error) is not None:
-                    raise  # of this rank itself, which found out while it waited
-                waited = time.monotonic() - began
-                if waited >= self.timeout * 0.95:
-                    raise RankMissing(self._who_is_missing(name, waited, ranks)) from None
-                raise PeerLost(
-                    f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
-                ) from None
+        try:
+            yield
+        except RuntimeError as error:
+            if trouble.of(error) is not None:
+                raise  # of this rank itself, which found out while it waited
+            waited = time.monotonic() - began
+            if waited >= self.timeout * 0.95:
+                raise RankMissing(self._who_is_missing(name, waited, ranks)) from None
+            raise PeerLost(
+                f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
+            ) from None
 
     def _who_is_missing(self, name: str, waited: float, ranks: Sequence[int] | None = None) -> str:
         here, missing = [self.rank], []

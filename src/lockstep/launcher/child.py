@@ -93,7 +93,7 @@ def call_function(pickled: bytes) -> Any:
 
 def _outcome(entry: Callable[[Any], Any], argument: Any) -> Outcome:
     try:
-        return Outcome(value=entry(argument))
+        return Outcome.of(entry(argument))
     except SystemExit as leaving:
         if leaving.code in _GRACEFUL:
             return Outcome(exit_code=int(leaving.code or 0))

@@ -75,7 +75,7 @@ def launch(
     with chronicles.opened(folder, _warn) as chronicle:
         chronicle.note("start", world_size=len(plan.processes))
         try:
-            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle)
+            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle, folder)
         except LockstepError as error:  # no process could be started
             chronicle.note("end", status="failed", note=str(error))
             chronicle.close()
@@ -95,6 +95,7 @@ def _launch(
     fresh: bool,
     watch: Limits | None,
     chronicle: Chronicle,
+    folder: Path | None,
 ) -> Result:
     signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
     with signals.listening(), _store(plan.port, for_scripts=watch is None) as (port, store):
@@ -109,12 +110,32 @@ def _launch(
             failure = result.failure
             if failure is None or signals.count or attempt == max_restarts or not worth_retrying(failure):
                 return result
+            saved = _saved_and_not_restored(heartbeats, folder)
+            if saved is not None:
+                _warn(
+                    f"not restarted: main does not call run.restore(), so a restart would begin at step 0 and not use "
+                    f"{saved}. Call run.restore() after run.setup, and start the run again"
+                )
+                return result
             chronicle.failed("restart", failure, len(plan.processes), attempt=attempt + 1)
             tell(
                 f"lockstep: {failure.render(len(plan.processes))}\n"
                 f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})"
             )
     raise AssertionError("an attempt returns or is followed by another")
+
+
+def _saved_and_not_restored(heartbeats: Any, folder: Path | None) -> str | None:
+    """Returns the newest checkpoint where rank 0 trained without run.restore: another attempt would not use it."""
+    from lockstep.checkpoint.storage import CheckpointStorage
+    from lockstep.distributed.activity import Beat, beat_key
+
+    beat = Beat.decode(heartbeats.read(beat_key(0)))
+    if folder is None or beat is None or beat.restores or not beat.begun:
+        return None
+    storage = CheckpointStorage(folder / "checkpoints")
+    steps = storage.steps()
+    return storage.path(steps[-1]).name if steps else None
 
 
 def _warn(text: str) -> None:
@@ -204,6 +225,13 @@ def _supervise(
         if watcher is not None and time.monotonic() > next_look:
             next_look = time.monotonic() + _LOOK_SECONDS
             stall = watcher.look()
+            if stall is None and (slow := watcher.warning()) is not None:
+                if not slow.waited_for and any(_reports(error_files)):
+                    stall = slow  # a rank has failed and cannot leave
+                else:
+                    tell(f"lockstep: {slow.message}")
+                if slow.waited_for and watcher.begun:
+                    ranks.ask_to_save()
             chronicle.show(watcher.everyone)
             if stall is not None:
                 chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
@@ -221,7 +249,7 @@ def _supervise(
 
 def _returned(ended: Ended) -> Result:
     """Every rank came to the end of its work, whether or not its process is gone yet."""
-    returned = {rank: outcome.value for rank, outcome in ended.returned.items()}
+    returned = {rank: outcome.received(rank, _warn) for rank, outcome in ended.returned.items()}
     return Result(max(outcome.exit_code for outcome in ended.returned.values()), returned)
 
 

@@ -166,6 +166,10 @@ class Head:
                 if stall is not None and failed_at is None:
                     self._chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
                     return self._stalled(stall.ranks[0], stall.message)
+                if (slow := watcher.warning()) is not None:
+                    tell(f"lockstep: {slow.message}")
+                    if slow.waited_for and watcher.begun:
+                        self._say(save=self._word.get("save", 0) + 1)
             if stopped is not None and not watcher.begun and now > stopped + _EARLY_SECONDS:
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
             if stopped is not None and now > stopped + self._grace:

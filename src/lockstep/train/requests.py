@@ -50,6 +50,9 @@ class Requests:
     def any(self) -> bool:
         return self.save or self.leave is not None or self.stop is not None
 
+    def ask_to_save(self) -> None:
+        self.save = True
+
     def listening(self, launched: bool, alone: bool = False) -> AbstractContextManager[None]:
         """Listen to what asks for something. Under our launcher the terminal is left to it, also when it hangs up: it
         sends SIGTERM, and it ends those that do not follow. A process that is `alone` leaves nobody waiting."""

@@ -51,12 +51,15 @@ from lockstep.train.ema import PREFIX, Average, ema_settings, in_place, measured
 from lockstep.train.evaluation import Measure
 from lockstep.train.evaluator import Evaluator
 from lockstep.train.feed import Feed
+from lockstep.train.loop_checks import LoopChecks
 from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
 from lockstep.train.models import Entry, Models
+from lockstep.train.own_data import OwnDataSteps
 from lockstep.train.phases import Phases
 from lockstep.train.preparing import Preparation, check_model
 from lockstep.train.pretrained import Given
+from lockstep.train.pulse import Asked as Requested
 from lockstep.train.pulse import Pulse
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
@@ -129,9 +132,11 @@ class Run:
             self.checkpointer,
             lambda: requests.leave is not None,
         )
+        self._own_data = OwnDataSteps(runtime, self._act)
+        self._checks = LoopChecks(group, runtime, self._strategy.shares)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
-        self._restored = False
+        self._restored = self._may_begin = False
         self.began_at = 0  # the step that this start of the run went on from
         seed_generators(runtime, settings.seed)
 
@@ -340,6 +345,7 @@ class Run:
         self._models.add(
             Entry(chosen, model, placed.model, optimizer, precision, clip_norm, skips, average, placed.frozen)
         )
+        self._checks.watch(model, optimizer)
         if scheduler is not None:
             self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
@@ -398,6 +404,7 @@ class Run:
         {"type": "weighted", "weights": [...]}, {"type": "buckets", "lengths": [...]}, or a function of
         (epoch, seed, count).
         """
+        self._checks.walks(dataset)
         return self._feed.batches(
             dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate,
             order=order, site=call_site(sys._getframe(1)),
@@ -436,16 +443,26 @@ class Run:
         The loss is a mean over the examples of the batch at hand; or, with a `count` (or as a Mean), a sum over so much
         of it: tokens, pixels. The mean is then taken over all that the ranks counted.
         """
-        self._stepper.backward(loss, count)
+        step = self._feed.step
+        if step is not None and step.counted and step.is_bare:  # the row of a step has what was logged after it
+            self.journal.write_due_row(self.progress, self.seconds_since_start, wait=False)
+        with self._checks.computing(loss, step is None or step.is_bare, step is None or step.completes_batch):
+            self._stepper.backward(loss, count)
 
     def step(self, optimizer: Optimizer | None = None) -> bool:
         """Step an optimizer and clear its gradients; False, doing nothing, while micro-batches are missing.
 
-        With several optimizers each is stepped on its own; together they are one step of the run.
+        With several optimizers each is stepped on its own; together they are one step of the run. In a loop that does
+        not use `batches`, this is where a run that was asked to stop saves itself and leaves, on all ranks at once.
         """
         if not self._requests.begun:
+            self._require_restore()
             self._requests.begun = self._activity.begun = True
-        return self._stepper.step(optimizer)
+        with self._checks.stepping(optimizer):
+            stepped = self._stepper.step(optimizer)
+        if stepped and self._feed.step is not None and self._feed.step.is_bare:
+            self._after_own_step(optimizer)
+        return stepped
 
     def log(self, **values: Tensor | Mean | float) -> None:
         """Note values of the batch at hand; means over all ranks are written every `log.every`.
@@ -618,7 +635,7 @@ class Run:
         if step is not None and best:
             raise ConfigError(f"run.restore(step={step}, best=True): name one of them")
         state = self.checkpointer.restore(step, best)
-        self._restored = True
+        self._restored = self._activity.restores = True
         if state is None:
             self._pulse.start(0, 0.0)
             self.journal.start_at(0)
@@ -662,6 +679,7 @@ class Run:
     def finish(self, status: str = "completed") -> None:
         """Write what is still unwritten: the last row, the save under way, what loggers have yet to be sent."""
         self.require_folder()
+        self._checks.finish()
         self.journal.write_last_row(self.progress)
         self.journal.write_rest()
         self.checkpointer.finish()
@@ -701,6 +719,7 @@ class Run:
 
     def _save_now(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         self._models.require_any()
+        self._require_restore()
         # A row that is due belongs to what was before the checkpoint, not to what is resumed.
         self.journal.write_due_row(self.progress, self.seconds_since_start)
         self.journal.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved
@@ -731,27 +750,69 @@ class Run:
         self.journal.close("preempted", self.settings.launch.grace / 4)
         raise Preempted(reason)
 
+    def _require_restore(self) -> None:
+        """Refuse a restart that does not continue from its checkpoint; asked before the first step or save."""
+        if self._restored or self._may_begin:
+            return
+        self._may_begin = True
+        if self.topology.attempt:
+            self.agree(self._require_nothing_saved, "whether a checkpoint is left unused")
+        elif self.settings.launch.max_restarts and self.is_main:
+            logger.warning(
+                "launch.max_restarts is %d, but main does not call run.restore(): a restart cannot continue from a "
+                "checkpoint. Call run.restore() after run.setup", self.settings.launch.max_restarts,
+            )  # fmt: skip
+
+    def _require_nothing_saved(self) -> None:
+        steps = self.checkpointer.storage.steps()
+        if steps:
+            raise ConfigError(
+                f"this is restart {self.topology.attempt}, and main has not called run.restore(): it would begin at "
+                f"step 0 and set {self.checkpointer.storage.path(steps[-1]).name} aside. Call run.restore() after "
+                "run.setup"
+            )
+
     def _safe_point(self) -> bool:
         """Between two steps, where nothing is half done: log, notice a failed save, stop if any rank was asked to."""
+        self._own_data.act()
+        self._act(self._look_around(rows=True))
+        return self.stopped is None
+
+    def _after_own_step(self, optimizer: Optimizer | None) -> None:
+        """The safe point of a loop that brings its own data."""
+        if not self._own_data.end_here(optimizer, len(self._models.optimizers)):
+            return
+        self._own_data.act()  # where no module was called since: the forward pass is compiled, or there is none
+        asked = self._look_around(rows=False)
+        self.stopped = self.stopped or asked.stop
+        if asked.leave or asked.save:
+            self._own_data.defer(asked)
+
+    def _look_around(self, rows: bool) -> Requested:
+        """What all ranks were asked for by now; with `rows`, what is due is written, too."""
         progress = self.progress
         if self._phases is not None and self._phases.at(progress.step, self._compiles):
             self._phases = None
         asked = self._pulse.beat(progress.step)
         if self._pulse.exchanged:
             self.journal.write_pending_row(wait=self.world_size > 1)
-        self.journal.write_due_row(progress, self.seconds_since_start, wait=False)
+        if rows:
+            self.journal.write_due_row(progress, self.seconds_since_start, wait=False)
         self.checkpointer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
             self.checkpointer.compared({}, f"the fingerprint of step {progress.step}", progress.step)
+        return asked
+
+    def _act(self, asked: Requested) -> None:
+        """Leave, save or end training, as any rank was asked to."""
         if asked.leave:
             self._save_and_leave(asked.leave)
         if asked.save:
             with self.profiler.region("checkpoint"):
                 self._save(None, None, explicit=False)
             self.checkpointer.settle(leaving=False)  # what is said to be saved is on the disk
-            logger.info("saved at step %d: %s", progress.step, asked.save)
+            logger.info("saved at step %d: %s", self.progress.step, asked.save)
         self.stopped = self.stopped or asked.stop
-        return self.stopped is None
 
     @property
     def _compiles(self) -> bool:

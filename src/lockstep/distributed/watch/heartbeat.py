@@ -59,6 +59,7 @@ class Heartbeat:
         self.errand: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
         self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
         self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: whoever shows where all ranks are
+        self.ask_to_save: Callable[[], None] = lambda: None  # on rank 0, before ranks that others wait for are ended
         self.tells_resident_memory = False  # of the process, where its device has no memory of its own
         self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
         beat = self._beat if store is not None else self._beat_alone
@@ -92,6 +93,8 @@ class Heartbeat:
                     self.errand(self._store)
                 if watcher is not None and (stall := watcher.look()) is not None:
                     self._store.set(VERDICT, stall.message)
+                elif watcher is not None and self._rank == 0:
+                    self._warn(watcher)
                 if watcher is not None and self.show is not None:
                     self.show(watcher.everyone)
                 if not self._watched and (verdict := self._store.read(VERDICT)) is not None:
@@ -103,9 +106,22 @@ class Heartbeat:
                 self._end_without_a_store(error)
 
     def _beat_alone(self) -> None:
-        while not self._stopping.wait(_INTERVAL):
+        watcher = Watcher(None, [0], self._limits)
+        while not self._stopping.wait(interval(self._limits)):
+            watcher.everyone = [Seen(0, self._now(), 0.0)]
+            self._warn(watcher)
             if self.show is not None:
-                self.show([Seen(0, self._now(), 0.0)])
+                self.show(watcher.everyone)
+
+    def _warn(self, watcher: Watcher) -> None:
+        """Write a warning past the log, whose lock the training thread may hold; ask for a save where one may help."""
+        slow = watcher.warning()
+        if slow is None:
+            return
+        with suppress(OSError, ValueError):
+            os.write(self._terminal, f"lockstep: {shown(slow.message)}\n".encode())
+        if slow.waited_for and watcher.begun:
+            self.ask_to_save()
 
     def _send(self) -> None:
         self._store.set(beat_key(self._rank), self._now().encode())
@@ -124,7 +140,8 @@ class Heartbeat:
         where = user_line(frame) if frame is not None else ""
         return Beat(
             self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where,
-            self._activity.begun, self._host, self._activity.total_steps, self._activity.busy,
+            self._activity.begun, self._activity.restores, self._activity.exchanges, self._host,
+            self._activity.total_steps, self._activity.busy,
             resident_memory() if self.tells_resident_memory else self._activity.memory,
         )  # fmt: skip
 

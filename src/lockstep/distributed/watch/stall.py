@@ -1,4 +1,4 @@
-"""When ranks that do not get on are stuck, and which of them: one pure function, and the message."""
+"""When ranks that make no progress are stuck, and which of them: pure functions, and the messages."""
 
 from __future__ import annotations
 
@@ -61,23 +61,76 @@ class Stall:
 
     ranks: tuple[int, ...]
     message: str
+    waited_for: bool = True
 
 
 def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
-    """A rank that waits for others is not stuck as long as one of them still gets on."""
-    there = [each for each in everyone if each.beat is None or not each.beat.left]
-    silent = [each for each in there if each.quiet > _longest_silence(each, limits)]
+    """Finds ranks that hold up others for longer than the limits allow, and ranks that all wait for each other.
+
+    Where no rank waits for another, nobody is stuck: user code may take as long as it takes.
+    """
+    there = _there(everyone)
+    waiting = _waiting(there)
+    if waiting:
+        found, silent = _overdue(everyone, limits, waiting)
+        if found:
+            return Stall(tuple(found), _message(everyone, set(found), silent))
+    if not there or any(_works(each) for each in there):
+        return None
+    return _all_wait(everyone, limits)
+
+
+def find_slow(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
+    """Finds ranks to warn of: past half of their limit where others wait for them, past the limit where none does."""
+    waiting = _waiting(_there(everyone))
+    if not waiting:
+        found, silent = _overdue(everyone, limits, [])
+        continues = "No rank waits for another, so the run continues"
+        message = f"{_message(everyone, set(found), silent)}. {continues}; run.working(name, limit) sets the limit"
+        return Stall(tuple(found), message, waited_for=False) if found else None
+    found, _ = _overdue(everyone, limits, waiting, 0.5)
+    held_up = [
+        f"rank {each.rank} ({each.beat.describe() if each.beat else 'never seen'})"
+        for each in everyone
+        if each.rank in found
+    ]
+    waited = f"{ranks_text([each.rank for each in waiting])} waited {max(each.still for each in waiting):.0f} s for"
+    ends = "The run ends at the limit, which run.working(name, limit) or watch.stall_after sets; a save is requested"
+    return Stall(tuple(found), f"{waited} {', '.join(held_up)}. {ends}") if found else None
+
+
+def _there(everyone: Sequence[Seen]) -> list[Seen]:
+    return [each for each in everyone if each.beat is None or not each.beat.left]
+
+
+def _overdue(
+    everyone: Sequence[Seen], limits: Limits, waiting: Sequence[Seen], part: float = 1.0
+) -> tuple[list[int], set[int]]:
+    """Returns the ranks that exceed this part of their limits, and those of them that send no heartbeat.
+
+    Those that are `waiting` must have waited for as long: all may have been in user code before, and the first to be
+    done waits for a moment.
+    """
+    there, waited = _there(everyone), max((each.still for each in waiting), default=math.inf)
+    silent = {each.rank for each in there if each.quiet > part * _longest_silence(each, limits)}
+    if waited <= part * limits.stall_after:
+        silent = set()
     # A device with a queue of its own holds up its host at any line while another rank takes the time that it may.
     allowed = max((limits.without_progress(each.beat) for each in everyone if _works(each)), default=0.0)
     if allowed == math.inf and any(each.beat and each.beat.waits for each in there):
         allowed = max(limits.stall_after, limits.first_time)  # somebody waits for a rank of which nothing is known
-    stuck = [each for each in everyone if _works(each) and each.still > allowed]
-    if silent or stuck:
-        found = sorted({each.rank for each in (*silent, *stuck)})
-        return Stall(tuple(found), _message(everyone, set(found), {each.rank for each in silent}))
-    if not there or any(_works(each) for each in there):
-        return None
-    return _all_wait(everyone, limits)
+    stuck = {each.rank for each in everyone if _works(each) and min(each.still, waited) > part * allowed}
+    stuck -= {each.rank for each in waiting}
+    return sorted(silent | stuck), silent
+
+
+def _waiting(there: Sequence[Seen]) -> list[Seen]:
+    """Returns the ranks that wait for another: those that say so, or have begun an exchange that another has not.
+
+    The latter is how a rank waits whose device works through a queue: its host may be at any line meanwhile.
+    """
+    begun = [each.beat.exchanges for each in there if each.beat is not None]
+    return [each for each in there if each.beat and (each.beat.waits or each.beat.exchanges > min(begun))]
 
 
 def _longest_silence(seen: Seen, limits: Limits) -> float:

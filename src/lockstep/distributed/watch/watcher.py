@@ -7,7 +7,10 @@ from typing import Any
 
 from lockstep.distributed.activity import Beat, beat_key
 from lockstep.distributed.watch.clock import RunningClock
-from lockstep.distributed.watch.stall import Limits, Seen, Stall, find_stall
+from lockstep.distributed.watch.stall import Limits, Seen, Stall, find_slow, find_stall
+
+# Early warnings, each with a request to save, are this many times `stall_after` apart.
+_EARLY_WARNINGS = 10
 
 
 class Watcher:
@@ -22,6 +25,8 @@ class Watcher:
         began = self._clock.now()
         self._newest: dict[int, tuple[Beat | None, float]] = dict.fromkeys(self._ranks, (None, began))
         self.everyone: list[Seen] = []  # as of the last look
+        self._warned = 0.0  # the longest time without progress that was warned of while no rank waited
+        self._next_early_warning = began  # of ranks that others wait for
 
     def look(self) -> Stall | None:
         now = self._clock.now()
@@ -32,6 +37,22 @@ class Watcher:
                 self._newest[rank] = (beat, now)
         self.everyone = [self._seen(rank, now) for rank in self._ranks]
         return find_stall(self.everyone, self._limits)
+
+    def warning(self) -> Stall | None:
+        """Returns what to warn of since the last look: rarely, as user code that takes long usually does so again."""
+        slow = find_slow(self.everyone, self._limits)
+        if slow is None:
+            return None
+        now, still = self._clock.now(), max(each.still for each in self.everyone if each.rank in slow.ranks)
+        if slow.waited_for:
+            if now < self._next_early_warning:
+                return None
+            self._next_early_warning = now + _EARLY_WARNINGS * self._limits.stall_after
+        elif still < 2 * self._warned:
+            return None
+        else:
+            self._warned = still
+        return slow
 
     @property
     def begun(self) -> bool:

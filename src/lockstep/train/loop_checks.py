@@ -1,0 +1,197 @@
+"""Names the mistakes of loops that were ported by hand, in their first steps: each would train something else."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.distributed.group import Group
+from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.generators import generator_states, set_generator_states
+
+logger = logging.getLogger(__name__)
+
+# Backward passes without a step that may still be accumulation: in run.batches, and with data of the loop's own, where
+# a reward or a sample often has a pass of its own.
+_MOST_PASSES, _MOST_OWN_PASSES = 256, 2048
+_CLEARED = 3  # so often gradients were cleared that no optimizer has used
+_LOOKED_AT = 3  # backward passes on the loop's own data
+_EXAMPLES = 16
+
+
+class LoopChecks:
+    """Looks on until the loop has stepped an optimizer, and at the data of its first steps."""
+
+    def __init__(self, group: Group, runtime: Runtime, shares: int) -> None:
+        self._group, self._runtime = group, runtime
+        self._inside = False  # of run.backward or run.step
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._stepped = self._told = False
+        self._passes = self._own_passes = self._cleared = 0
+        self._walked: set[int] = set()
+        self._compares_data = group.world_size > 1 and shares > 1
+        self._yielded: dict[int, int] = {}
+        self._losses: list[Tensor] = []
+
+    # optimizer.step() in place of run.step(optimizer)
+
+    def watch(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Refuse optimizer.step() outside of run.step, until run.step was called for this optimizer."""
+        self._parameters = self._parameters or [each for each in model.parameters() if each.requires_grad]
+        if isinstance(optimizer, Optimizer):
+            self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._inside:
+            raise ConfigError(
+                "optimizer.step() was called: such a step is not counted, logged or saved, and is not that of the "
+                "global batch. Replace loss.backward() and optimizer.step() by run.backward(loss) and "
+                "run.step(optimizer)"
+            )
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer | None) -> Iterator[None]:
+        """While run.step works."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+        self._stepped = True
+        if self._hooks:
+            for key in [id(optimizer)] if optimizer is not None else list(self._hooks):
+                if key in self._hooks:
+                    self._hooks.pop(key).remove()
+
+    # run.step left out
+
+    @contextlib.contextmanager
+    def computing(self, loss: Any, own_data: bool, completes_batch: bool) -> Iterator[None]:
+        """While run.backward works."""
+        if not self._stepped and completes_batch:
+            self._count_pass(own_data)
+        if own_data and self._compares_data:
+            self._look_at_data(loss)
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def walks(self, dataset: Any) -> None:
+        """The loop begins a pass over a dataset."""
+        if not self._stepped and self._passes and id(dataset) in self._walked:
+            self._tell_no_step()
+        self._walked.add(id(dataset))
+
+    def finish(self) -> None:
+        if not self._stepped and self._passes:
+            self._tell_no_step()
+
+    def _count_pass(self, own_data: bool) -> None:
+        if self._passes and all(each.grad is None for each in self._parameters):
+            self._cleared += 1
+        self._passes += 1
+        if self._cleared >= _CLEARED or self._passes > (_MOST_OWN_PASSES if own_data else _MOST_PASSES):
+            self._tell_no_step()
+
+    def _tell_no_step(self) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%d backward passes and no run.step: no weight has changed. Call run.step(optimizer) after "
+                "run.backward(loss), in place of optimizer.step()", self._passes,
+            )  # fmt: skip
+
+    # A DataLoader of the loop's own that gives every rank all of the data
+
+    def _look_at_data(self, loss: Any) -> None:
+        self._own_passes += 1
+        total = getattr(loss, "total", loss)
+        if isinstance(total, Tensor) and total.numel() == 1:
+            self._losses.append(total.detach())
+        if self._own_passes == 1:
+            self._yielded = {id(each): each._num_yielded for each in _iterators()}
+        if self._own_passes < _LOOKED_AT:
+            return
+        self._compares_data = False
+        losses = [] if self._runtime.compiles_everything else [each.item() for each in self._losses]
+        self._losses = []
+        mine = {"losses": losses, "data": self._facts()}
+        self._tell_same_data(self._group.gather(mine, "the data of the first steps"))
+
+    def _facts(self) -> list[list[Any]]:
+        """What the datasets are made of that the loop's loaders read at each of these steps, as far as it is known."""
+        states = generator_states(self._runtime)  # a dataset may draw random numbers
+        try:
+            moved = [each for each in _iterators() if each._num_yielded > self._yielded.get(id(each), 0)]
+            return [fact for each in moved for fact in _facts_of(each)]
+        finally:
+            set_generator_states(self._runtime, states)
+
+    def _tell_same_data(self, found: Sequence[dict[str, Any]]) -> None:
+        ranks = self._group.world_size
+        everywhere = [each for each in found[0]["data"] if all(each in other["data"] for other in found)]
+        losses = found[0]["losses"]
+        if everywhere:
+            logger.warning(
+                "every rank reads all of the data: a DataLoader over %s (%d examples) is not divided over the %d "
+                "ranks. Iterate run.batches(dataset, batch_size) instead, with the batch size of all ranks together",
+                everywhere[0][0], everywhere[0][1], ranks,
+            )  # fmt: skip
+        elif len(set(losses)) > 1 and all(each["losses"] == losses for each in found):
+            logger.warning(
+                "every rank computes the same: the first %d losses are equal on all %d ranks. Iterate "
+                "run.batches(dataset, batch_size) instead, or give each rank its own data by run.rank",
+                len(losses), ranks,
+            )  # fmt: skip
+
+
+def _iterators() -> list[Any]:
+    """Returns the iterators over DataLoaders that are in use. A loop need not tell which it has."""
+    return [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+
+
+def _facts_of(iterator: Any) -> list[list[Any]]:
+    """Returns a digest for each part of a dataset's examples that differs between examples.
+
+    An augmented image is another one on every rank, and its label is not; actions of an agent differ between ranks.
+    """
+    sampler, dataset = iterator._index_sampler, iterator._dataset
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if iterator._dataset_kind != _DatasetKind.Map or type(sampler) not in (SequentialSampler, RandomSampler):
+        return []
+    try:
+        count = len(dataset)
+        looked_at = sorted({index * (count - 1) // (_EXAMPLES - 1) for index in range(_EXAMPLES)})
+        examples = [[_digest(leaf) for leaf in tree_leaves(dataset[index])] for index in looked_at]
+    except Exception:
+        return []  # for the loop to find out
+    parts = list(zip(*examples, strict=False))
+    name = type(dataset).__name__
+    return [[name, count, at, *part] for at, part in enumerate(parts) if len(set(part)) > 1]
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().flatten()
+        data = str([flat.double().sum().item(), flat[:64].tolist()])
+    elif hasattr(value, "tobytes"):  # of numpy and PIL
+        data = hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
+    else:
+        data = repr(value)
+    return hashlib.blake2b(data.encode(), digest_size=8).hexdigest()
