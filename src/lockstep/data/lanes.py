@@ -96,12 +96,12 @@ class Reader:
 
     def place(self) -> tuple[int, Mark | None]:
         """Which piece it is in, and where in it; to be given to `Lane.rest`."""
-        if self._opened is None:
-            pieces = self._lane.pieces
-            return self._at, self._lane.marks.get(pieces[self._at]) if self._at < len(pieces) else None
-        if self._offset == len(self._chunk):
-            if self._ended:
-                return self._at + 1, None
+        used_up = self._offset == len(self._chunk)
+        if self._opened is None or (used_up and self._ended):
+            # Nothing of the next piece is read here, but another reader may have begun it before the run was resumed.
+            at, pieces = self._at + (self._opened is not None), self._lane.pieces
+            return at, self._lane.marks.get(pieces[at]) if at < len(pieces) else None
+        if used_up:
             self._begin_chunk()
         return self._at, {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
 
