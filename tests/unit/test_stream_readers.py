@@ -185,6 +185,35 @@ def test_set_epoch_is_called_where_there_is_one() -> None:
     assert [read(passes(ByEpoch(1), 1, epoch=epoch)[0]) for epoch in (0, 3)] == [[0.0], [3.0]]
 
 
+class NoisyShards(Sharded):
+    """Every example with a random number, drawn when it is read."""
+
+    def shard(self, num_shards: int, index: int) -> NoisyShards:
+        return NoisyShards(self.sizes, self.stateful, super().shard(num_shards, index).shards)
+
+    def __iter__(self) -> Iterator[float]:
+        for number in super().__iter__():
+            yield number + random.random() / 2
+
+
+@pytest.mark.parametrize("buffer", [None, 3])
+@pytest.mark.parametrize("kind", ["shards", "whole"])
+def test_augmentation_of_a_stream_is_the_same_on_any_number_of_ranks_and_workers(kind: str, buffer: int | None) -> None:
+    def found(shares: int, workers: int = 0, **how: Any) -> list[float]:
+        data = NoisyShards(UNEVEN) if kind == "shards" else Numbers(26, draws=True)
+        walks = passes(data, shares, workers=workers, buffer=buffer, **how)
+        # A part without an example computes one of another that counts for nothing.
+        return sorted(
+            float(value) for walk in walks for each in walk._portions() for value in each.batches[0][: each.count]
+        )
+
+    one = found(1)
+    assert len(one) == 26 and len({value % 1 for value in one}) == 26
+    for shares, workers in [(2, 0), (3, 0), (2, 2)]:
+        assert found(shares, workers) == one, (shares, workers)
+    assert not set(found(1, name="other")) & set(one), "two passes have random numbers of their own"
+
+
 # Where a reader is
 
 

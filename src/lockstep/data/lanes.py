@@ -2,32 +2,26 @@
 
 A piece is read in chunks. At the beginning of each the state of the stream is noted and the generators are seeded by
 the place in the data, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by
-the same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used.
+the same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used. Where the
+size of chunks depends on the number of ranks, the generators are seeded for every example instead.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.random import mtrand
 
+from lockstep.data.seeding import COLLATING, READING, SHARDS, SHUFFLING, seed_by
 from lockstep.data.sources import Opened, Source
 from lockstep.errors import ConfigError
 
 # {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream, at its
 # beginning}. Plain data: it is saved.
 Mark = dict[str, Any]
-
-_FOR_READING = np.random.MT19937(0)
-_READING, _SHUFFLING, _PIECES, _COLLATING = 4, 5, 6, 7  # the order of examples, the split and the loader have 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,8 @@ class Reading:
     epoch: int = 0
     set_epoch: bool = True
     own: tuple[int, ...] = ()  # which share and worker, where each of them has another stream
+    seeds_each: bool = False  # example by its position in the piece, where chunks depend on the number of ranks
+    walk: str = ""  # tells the random numbers of two passes over one stream apart
 
 
 @dataclass
@@ -148,7 +144,7 @@ class Reader:
         mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None})
         self._chunk, self._offset = [], 0
         self._read, self._size, self._state = mark["read"], mark["size"], mark["state"]
-        self._seed(_READING, 0)
+        self._seed(READING, 0)
         self._opened = how.source.open(piece, how.pieces, how.epoch if how.set_epoch else None, self._state)
         if self._state is None and self._read:
             self._discard(self._read)
@@ -161,8 +157,7 @@ class Reader:
         """Read what was done already: in the same chunks, so that a stream that draws random numbers draws the same."""
         assert self._opened is not None
         for first in range(0, count, self._size):
-            self._seed(_READING, first)
-            found = sum(1 for _ in islice(self._opened.examples, self._size))
+            found = sum(1 for _ in self._examples(first))
             if found < self._size:
                 raise self._shorter(count, first + found)
 
@@ -181,52 +176,38 @@ class Reader:
 
     def _read_chunk(self) -> None:
         assert self._opened is not None
-        self._seed(_READING, self._read)
-        self._chunk = list(islice(self._opened.examples, self._size))
+        self._chunk = list(self._examples(self._read))
         self._opened.ended = len(self._chunk) < self._size
         if self._reading.shuffle:
-            key = [_SHUFFLING, *self._key(self._read)]
+            key = [SHUFFLING, *self._key(self._read)]
             self._chunk = [self._chunk[index] for index in _permutation(len(self._chunk), key)]
+
+    def _examples(self, first: int) -> Iterator[Any]:
+        """The examples of the chunk that begins at a position, read with random numbers of their own."""
+        assert self._opened is not None
+        self._seed(READING, first)
+        for position, example in enumerate(islice(self._opened.examples, self._size), first + 1):
+            yield example
+            if self._reading.seeds_each:
+                self._seed(READING, position)
 
     def _key(self, position: int) -> list[int]:
         how = self._reading
         return [how.seed, how.epoch, self.piece, position, *how.own]
 
-    def _seed(self, purpose: int, position: int) -> None:
-        seed_by([purpose, *self._key(position)])
+    def _seed(self, purpose: int, position: int, *share: int) -> None:
+        seed_by((purpose, self._reading.walk, *self._key(position), *share))
 
     def seed_for_collating(self, share: int) -> None:
         """A batch is put together with random numbers of its own: those of its last example's place."""
-        seed_by([_COLLATING, *self._key(self.position), share])
+        self._seed(COLLATING, self.position, share)
 
 
 def piece_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    return _permutation(count, [_PIECES, seed, epoch]) if shuffle else list(range(count))
+    return _permutation(count, [SHARDS, seed, epoch]) if shuffle else list(range(count))
 
 
 def _permutation(count: int, key: Sequence[int]) -> list[int]:
     # As in order.py: words of a bit generator never change, what is made of them may.
     words = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return [int(index) for index in np.argsort(words, kind="stable")]
-
-
-def seed_by(key: Sequence[int]) -> None:
-    """Seed what data code draws from: all of it on the host. Generators of devices are none of its business."""
-    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=20).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    random.seed(int.from_bytes(digest[8:16], "big"))
-    np.random.seed(int.from_bytes(digest[16:], "big"))
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """What is read here draws from generators that were seeded for it; training goes on with its own."""
-    states = torch.get_rng_state(), random.getstate()
-    ours = mtrand.get_bit_generator()  # another takes its place: reading its state would take longer than a batch
-    mtrand.set_bit_generator(_FOR_READING)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        mtrand.set_bit_generator(ours)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.lanes import generators_kept, seed_by
 from lockstep.data.order import MicroBatch
+from lockstep.data.seeding import Key, generators_kept, seed_by
 from lockstep.data.streams import shared_counts
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
@@ -109,11 +109,11 @@ class _Ahead:
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         if self._key is None:
             return contextlib.nullcontext()
-        return _seeded([_BATCHES, *self._key, self._share, self._number])
+        return _seeded((_BATCHES, *self._key, self._share, self._number))
 
 
 @contextlib.contextmanager
-def _seeded(key: Sequence[int]) -> Iterator[None]:
+def _seeded(key: Key) -> Iterator[None]:
     with generators_kept():
         seed_by(key)
         yield

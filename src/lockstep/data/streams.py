@@ -21,10 +21,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data import workers
 from lockstep.data.division import Division
-from lockstep.data.lanes import Lane, Reader, Reading, generators_kept, piece_order
+from lockstep.data.lanes import Lane, Reader, Reading, piece_order
 from lockstep.data.loader import Collate, Loading
 from lockstep.data.order import MicroBatch
 from lockstep.data.portions import Cut, Portion
+from lockstep.data.seeding import generators_kept
 from lockstep.data.sources import OWN, PIECES, WHOLE, Source
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
@@ -83,9 +84,11 @@ class Pass:
         buffer: int | None = None,
         saved: dict[str, Any] | None = None,
         evaluates: bool = False,
+        name: str = "",
     ) -> None:
         """`start` is the global batch to begin with, and `saved` where all ranks were then. `shuffle` is for the order
-        of pieces; a `buffer` shuffles the examples of each in blocks of so many."""
+        of pieces; a `buffer` shuffles the examples of each in blocks of so many. Passes of another `name` draw other
+        random numbers."""
         self._source, self._cut, self._loading, self._start, self._epoch = source, cut, loading, start, epoch
         self.kind = saved["kind"] if saved else source.kind(cut.shares)
         pieces = (source.pieces or 1) if self.kind == PIECES else 1
@@ -95,7 +98,10 @@ class Pass:
             division.check(resumes=saved is not None)
         lanes = division.resume(saved) if saved else division.begin()
         chunk = buffer or (cut.batch_size if self.kind == WHOLE else max(cut.size, 1))
-        reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates)
+        reading = Reading(
+            source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates,
+            seeds_each=self.kind == PIECES and buffer is None, walk=name,
+        )  # fmt: skip
         self._readers = Readers(self.kind, reading, lanes, cut, start)
         self._places = [(0, lane.marks.get(lane.pieces[0]) if lane.pieces else None) for lane in lanes]
         self._loader: DataLoader[Any] | None = None
