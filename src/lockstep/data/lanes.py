@@ -1,26 +1,36 @@
 """One reader of a stream: it takes examples of its pieces, one piece after the other, and can tell where it is.
 
-A piece is read in chunks. At the beginning of each the state of the stream is noted and the generators are seeded by
-the place in the data, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by
-the same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used. Where the
-size of chunks depends on the number of ranks, the generators are seeded for every example instead.
+A piece is read in chunks. At the beginning of each the states of the stream and of its random number generators are
+noted, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by the same random
+numbers. A place is therefore the beginning of a chunk, and how many of its examples are used. Every piece draws from
+generators of its own, seeded when it is opened: which rank reads it, and in chunks of what size, changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from lockstep.data.seeding import COLLATING, READING, SHARDS, SHUFFLING, seed_by
+from lockstep.data.seeding import (
+    COLLATING,
+    READING,
+    SHARDS,
+    SHUFFLING,
+    States,
+    generators_kept,
+    load_generators,
+    saved_generators,
+    seed_by,
+)
 from lockstep.data.sources import Opened, Source
 from lockstep.errors import ConfigError
 
-# {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream, at its
-# beginning}. Plain data: it is saved.
+# {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream at its
+# beginning, "random": of the generators, where anything was drawn from them}. Plain data: it is saved.
 Mark = dict[str, Any]
 
 
@@ -36,7 +46,6 @@ class Reading:
     epoch: int = 0
     set_epoch: bool = True
     own: tuple[int, ...] = ()  # which share and worker, where each of them has another stream
-    seeds_each: bool = False  # example by its position in the piece, where chunks depend on the number of ranks
     walk: str = ""  # tells the random numbers of two passes over one stream apart
 
 
@@ -80,6 +89,9 @@ class Reader:
         self._offset = self._read = 0
         self._size = reading.chunk
         self._state: Any = None  # at the beginning of the chunk
+        self._random: Any = None  # of the generators, at the beginning of the chunk
+        self._seeded = self._generators = States.now()  # of the piece: when it was opened, and now
+        self._drawn: Any = None  # their state now, as plain data, where they are not as they were seeded
 
     def take(self, count: int) -> list[Any]:
         """The next examples; fewer at the end."""
@@ -99,7 +111,8 @@ class Reader:
             return at, self._lane.marks.get(pieces[at]) if at < len(pieces) else None
         if used_up:
             self._begin_chunk()
-        return self._at, {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
+        mark = {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
+        return self._at, {**mark, "random": self._random}
 
     @property
     def position(self) -> int:
@@ -141,25 +154,26 @@ class Reader:
     def _open(self) -> None:
         """Open the piece at hand, and come to where it was left."""
         how, piece = self._reading, self._lane.pieces[self._at]
-        mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None})
-        self._chunk, self._offset = [], 0
-        self._read, self._size, self._state = mark["read"], mark["size"], mark["state"]
-        self._seed(READING, 0)
-        self._opened = how.source.open(piece, how.pieces, how.epoch if how.set_epoch else None, self._state)
+        mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None, "random": None})
+        self._chunk, self._offset, self._drawn = [], 0, mark["random"]
+        self._read, self._size, self._state, self._random = mark["read"], mark["size"], mark["state"], mark["random"]
+        with generators_kept():
+            self._seed(READING, 0)
+            self._seeded = States.now()
+            self._opened = how.source.open(piece, how.pieces, how.epoch if how.set_epoch else None, self._state)
+            if self._state is not None:
+                self._seeded.restore()
+                if self._random is not None:
+                    load_generators(self._random)
+            self._generators = States.now()
         if self._state is None and self._read:
-            self._discard(self._read)
+            found = len(self._examples(self._read))
+            if found < self._read:
+                raise self._shorter(self._read, found)
         self._read_chunk()
         self._offset = mark["offset"]
         if self._offset > len(self._chunk):
             raise self._shorter(self._read + self._offset, self._read + len(self._chunk))
-
-    def _discard(self, count: int) -> None:
-        """Read what was done already: in the same chunks, so that a stream that draws random numbers draws the same."""
-        assert self._opened is not None
-        for first in range(0, count, self._size):
-            found = sum(1 for _ in self._examples(first))
-            if found < self._size:
-                raise self._shorter(count, first + found)
 
     def _shorter(self, done: int, found: int) -> ConfigError:
         return ConfigError(
@@ -172,24 +186,25 @@ class Reader:
         """All of the chunk is used: the next begins here."""
         assert self._opened is not None
         self._read, self._offset, self._chunk = self._read + len(self._chunk), 0, []
-        self._state = self._opened.state()
+        self._state, self._random = self._opened.state(), self._drawn
 
     def _read_chunk(self) -> None:
         assert self._opened is not None
-        self._chunk = list(self._examples(self._read))
+        self._chunk = self._examples(self._size)
         self._opened.ended = len(self._chunk) < self._size
         if self._reading.shuffle:
             key = [SHUFFLING, *self._key(self._read)]
             self._chunk = [self._chunk[index] for index in _permutation(len(self._chunk), key)]
 
-    def _examples(self, first: int) -> Iterator[Any]:
-        """The examples of the chunk that begins at a position, read with random numbers of their own."""
+    def _examples(self, count: int) -> list[Any]:
+        """The next examples of the piece; its code draws from the generators of the piece."""
         assert self._opened is not None
-        self._seed(READING, first)
-        for position, example in enumerate(islice(self._opened.examples, self._size), first + 1):
-            yield example
-            if self._reading.seeds_each:
-                self._seed(READING, position)
+        with generators_kept():
+            self._generators.restore()
+            found = list(islice(self._opened.examples, count))
+            self._generators = States.now()
+            self._drawn = saved_generators() if self._seeded.moved() else None
+        return found
 
     def _key(self, position: int) -> list[int]:
         how = self._reading

@@ -13,6 +13,7 @@ import hashlib
 import random
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -93,6 +94,21 @@ class States(NamedTuple):
             _numpy.words(bits)[:] = words
 
 
+def saved_generators() -> list[Any]:
+    """Returns the states of the generators as plain data."""
+    numpy: Any = np.random.get_state()
+    python = random.getstate()
+    return [[python[0], list(python[1]), python[2]], [numpy[0], numpy[1].tolist(), *numpy[2:]],
+            torch.default_generator.get_state().numpy().tobytes().hex()]  # fmt: skip
+
+
+def load_generators(saved: list[Any]) -> None:
+    python, numpy, torchs = saved
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    np.random.set_state(tuple(numpy))
+    torch.default_generator.set_state(torch.frombuffer(bytearray.fromhex(torchs), dtype=torch.uint8))
+
+
 _SIZE = 624 * 4 + 4  # the words of a Mersenne twister, and the position among them
 
 
@@ -128,7 +144,7 @@ class _Numpy:
     def __init__(self) -> None:
         self._bits: Any = None
         self._words = memoryview(b"")
-        self._without_a_spare = b""  # the words when there was none
+        self._without_a_spare: deque[bytes] = deque(maxlen=8)  # words when there was none: training's, those of streams
 
     def words(self, bits: Any) -> memoryview:
         """The memory of a Mersenne twister; of any other bit generator, nothing."""
@@ -139,10 +155,11 @@ class _Numpy:
 
     def has_spare(self, words: bytes) -> bool:
         """Whether it holds a number. It can only where something was drawn since it held none: slow looks are rare."""
-        if words and words == self._without_a_spare:
+        if words and words in self._without_a_spare:
             return False
         found = bool(np.random.get_state(legacy=False)["has_gauss"])
-        self._without_a_spare = b"" if found else words
+        if not found:
+            self._without_a_spare.append(words)
         return found
 
 
