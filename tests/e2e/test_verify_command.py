@@ -76,6 +76,21 @@ def test_dropout_is_told_from_a_mistake(project: Project) -> None:
 
 
 @pytest.mark.long
+def test_random_augmentation_agrees_on_any_number_of_processes_and_workers(project: Project) -> None:
+    config = project.config(task={"type": f"{TASK_FILE}:Augmented"})
+    losses = []
+    for workers, wanted in [(0, ["cpu-ddp-2", "cpu-fsdp-3"]), (2, ["cpu-ddp-2"])]:
+        required = [f"--require={name}" for name in wanted]
+        few = ("--only", "cpu-single", "--steps", "2", f"--set=data.workers={workers}", "--no-resume", "--json")
+        finished = project.run("verify", config, *required, *few, limit=LIMIT)
+        assert finished.code == 0, finished.text
+        found = by_name(finished.out)
+        assert [each["verdict"] for each in found.values()] == ["reference", *["agrees" for _ in wanted]]
+        losses.append(found["cpu-single"]["losses"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.long
 def test_a_combination_that_fails_shows_its_headline_and_its_log(project: Project) -> None:
     fails = {"rank": 1, "step": 2, "how": "exception"}
     config = project.config(task={"type": f"{TASK_FILE}:Tiny", "fail_at": fails})

@@ -29,8 +29,10 @@ def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
 @pytest.mark.requirement("D10")
 def test_one_to_four_processes_give_the_same_losses_step_by_step(project: Project) -> None:
     # 80 training examples in batches of 12: the last batch has 8, so it is uneven over 3 ranks.
-    settings: dict[str, Any] = {"train": {"epochs": 3, "batch_size": 12}}
-    runs = {n: project.train(out=f"on-{n}", processes=n, **settings) for n in (1, 2, 3, 4)}
+    settings: dict[str, Any] = {"train": {"epochs": 3, "batch_size": 12}, "task": {"type": f"{TASK_FILE}:Augmented"}}
+    split = {"train": 0.8, "val": 0.2}
+    data = {n: {"split": split, "workers": 2 if n == 3 else 0} for n in (1, 2, 3, 4)}
+    runs = {n: project.train(out=f"on-{n}", processes=n, data=data[n], **settings) for n in data}
     reference = losses(runs[1])
     assert len(reference) == 21
     for run in runs.values():

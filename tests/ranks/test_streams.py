@@ -103,6 +103,18 @@ def test_a_pass_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert "4 of 4 shards are left, 3 of them begun" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
+def test_ranks_exchange_counts_for_many_batches_at_once() -> None:
+    """And learn at the control sync that a hook stops the run: nothing is exchanged for every step."""
+    one, two = launch(stream_bodies.exchanges, processes=2)
+    sizes = stream_bodies.Numbers.sizes
+    expected = [1000.0 * shard + number for shard, size in enumerate(sizes) for number in range(size)]
+    assert sorted(one.pop("seen") + two.pop("seen")) == expected
+    assert one == two
+    assert one["steps"] >= 100 and one["end"] >= 150
+    assert one["counts"] < one["end"] / 2 and one["asked"] == 0
+    assert one["why"] == "enough (hook Enough) on rank 1"
+
+
 def test_ranks_that_compute_the_same_share_read_the_same(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards")
     mesh = {"type": "spmd", "mesh": {"data": 1, "model": 2}, "shard": {"weight": ["model", None]}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import time
 from collections import namedtuple
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
 from lockstep.data.order import GlobalBatches, MicroBatch
-from lockstep.data.orders import Sequential, Shuffled
+from lockstep.data.orders import Own, Sequential, Shuffled
 from lockstep.data.permutation import Indices
 from lockstep.data.split import Split, split_dataset
 from lockstep.errors import ConfigError
@@ -354,28 +355,121 @@ def test_workers_give_the_batches_that_are_given_here() -> None:
     wait_for_no_children()
 
 
-@pytest.mark.requirement("D17")
-def test_augmentation_in_workers_depends_on_the_place_in_the_data_alone() -> None:
-    one = Loader(Noisy(), GlobalBatches(12, 4), loading=Loading(workers=1))
-    two = Loader(Noisy(), GlobalBatches(12, 4), loading=Loading(workers=2, prefetch=3))
-    first = fetched(one, 0)
-    assert same(fetched(two, 0), first), "not on which worker fetched it"
-    assert same(fetched(two, 0, start=1), first[1:]), "not on where the run was resumed"
-    assert not same(fetched(two, 1)[0][2][1], first[0][2][1]), "every epoch has noise of its own"
-    one.close()
-    two.close()
-    wait_for_no_children()
+class Late(OneByOne):
+    """Draws for some examples only: not for the first ones that are fetched."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: (index, torch.rand(1) if index in (1, 2) else torch.zeros(1), index))
 
 
-def test_the_parts_of_a_batch_and_the_ranks_each_get_noise_of_their_own() -> None:
-    noise = []
-    for rank in range(2):
-        loader = Loader(Noisy(), GlobalBatches(8, 8, rank=rank, world_size=2, accumulate=2), loading=Loading(workers=1))
-        noise += [batch[1].flatten().tolist() for _, _, batch in fetched(loader, 0)]
+class NoisyTogether(Noisy):
+    """Draws for all examples of a batch in one call, as a transform of a Hugging Face dataset does."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return list(zip(indices, torch.rand(len(indices)), (random.gauss(0, 1) for _ in indices), strict=True))
+
+
+NOISE: dict[str, Any] = {
+    "each": Noisy(),
+    "some": Late(),
+    "getitems": NoisyTogether(),
+    "subset": Subset(Noisy(), range(12)),
+    "subset of getitems": Subset(NoisyTogether(), range(12)),
+}
+
+
+def noise(dataset: Any, processes: int = 1, workers: int = 0, start: int = 0, **how: Any) -> list[Any]:
+    """The random numbers of every example, as often as it comes, on so many processes."""
+    found: list[Any] = []
+    source = how.pop("source", "")
+    for rank in range(processes):
+        plan = GlobalBatches(12, 6, rank=rank, world_size=processes, **how)
+        loader = Loader(dataset, plan, loading=Loading(workers), source=source)
+        for micro, batch in loader.epoch(2, start):
+            found += zip(*(each.flatten().tolist() for each in batch), strict=True) if micro.examples > 0 else []
         loader.close()
     wait_for_no_children()
-    assert len(noise) == 4
-    assert len({number for micro in noise for number in micro}) == 8
+    return sorted(set(found))
+
+
+@pytest.mark.requirement("D17")
+@pytest.mark.parametrize("name", NOISE)
+def test_augmentation_depends_on_the_place_in_the_data_alone(name: str) -> None:
+    data, states = NOISE[name], generators()
+    first = noise(data)
+    assert len({each[1] for each in first}) > 2 and len(first) == 12
+    for processes, how in [(2, {}), (3, {}), (2, {"accumulate": 2}), (5, {"fill": True})]:
+        assert noise(data, processes, **how) == first, (processes, how)
+    assert noise(data, 2, workers=2) == first, "not on which worker fetched it"
+    assert set(noise(data, 2, start=1)) < set(first), "not on where the run was resumed"
+    assert not set(noise(data, source="other")) & set(first) or name == "some", "two walks have noise of their own"
+    assert generators() == states, "what training draws stays the same"
+
+
+def generators() -> Any:
+    numpys = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), (numpys[1].tolist(), *numpys[2:])  # type: ignore[union-attr]
+
+
+def test_an_example_that_comes_twice_has_noise_of_its_own_each_time() -> None:
+    again = Own(12, 0, lambda epoch, seed, count: [3] * count, repeats=True)
+    assert len(noise(Noisy(), 2, given=again)) == 12
+
+
+def test_training_keeps_the_spare_normal_number_that_numpy_holds() -> None:
+    np.random.seed(1)
+    expected = np.random.randn(5).tolist()
+    np.random.seed(1)
+    found = [np.random.randn()]
+    for _ in range(4):
+        noise(Noisy())
+        found.append(np.random.randn())
+    assert found == expected
+
+
+def test_training_keeps_another_bit_generator_of_numpys() -> None:
+    before, first = np.random.get_bit_generator(), noise(Noisy())
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        states = repr(np.random.get_state(legacy=False))
+        assert noise(Noisy()) == first
+        assert repr(np.random.get_state(legacy=False)) == states
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_what_collate_draws_depends_on_its_micro_batch_and_nothing_else() -> None:
+    def collated(workers: int) -> Any:
+        loader = Loader(PLAIN, GlobalBatches(12, 6), _draws, Loading(workers))
+        found = [batch for _, batch in loader.epoch(0)]
+        loader.close()
+        return found
+
+    assert collated(0) == collated(2) and len(set(collated(0))) == 2
+
+
+def _draws(examples: list[Any]) -> float:
+    return random.random()
+
+
+def test_random_numbers_of_whole_batches_that_cannot_be_taken_apart_are_refused() -> None:
+    class Columns(OneByOne):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return {"x": torch.rand(len(indices))}
+
+    with pytest.raises(ConfigError, match=r"Columns.__getitems__ draws random numbers for a whole batch .* a dict"):
+        next(Loader(Columns(int), GlobalBatches(12, 6), dict).epoch(0))
+
+    class Rows(OneByOne):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return torch.rand(len(indices), 2)
+
+    rows = [next(Loader(Rows(int), GlobalBatches(12, 6, world_size=size), _same).epoch(0))[1] for size in (1, 2)]
+    assert torch.equal(rows[0][:3], rows[1])
+
+
+def _same(examples: Any) -> Any:
+    return examples
 
 
 def test_an_epoch_left_half_way_can_be_gone_on_with_and_leaves_no_worker_when_closed() -> None:

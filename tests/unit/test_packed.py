@@ -72,6 +72,26 @@ def test_examples_that_do_not_go_together_are_refused_in_torchs_words(examples: 
         packed.collate(examples)
 
 
+class Images(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {"image": torch.full((3, 16, 16), float(index)), "mask": torch.ones(16, 16), "label": index}
+
+
+def test_a_kept_label_does_not_keep_the_shared_memory_of_its_batch() -> None:
+    loader = Loader(Images(), GlobalBatches(64, 32, shuffle=False), loading=Loading(1))
+    batches = [batch for _, batch in loader.epoch(0)]
+    loader.close()
+    kept = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    assert torch.equal(kept["label"], torch.arange(64)) and torch.equal(kept["image"][:, 0, 0, 0], torch.arange(64.0))
+    for batch in batches:
+        for name, tensor in batch.items():
+            assert tensor.untyped_storage().nbytes() <= 4 * tensor.nbytes, name
+        assert not batch["label"].is_shared() and batch["image"].is_shared()
+
+
 class Arrays(Dataset[Any]):
     def __len__(self) -> int:
         return 8

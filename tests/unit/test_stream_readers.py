@@ -8,7 +8,7 @@ import random
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.train.ordering import order_of
 from lockstep.train.run import Run
 from lockstep.train.schedules import run_length
-from lockstep.train.trainer import datasets_of
+from lockstep.train.trainer import datasets_of, fit
 
 Runs = Callable[..., Run]
 
@@ -185,6 +185,35 @@ def test_set_epoch_is_called_where_there_is_one() -> None:
     assert [read(passes(ByEpoch(1), 1, epoch=epoch)[0]) for epoch in (0, 3)] == [[0.0], [3.0]]
 
 
+class NoisyShards(Sharded):
+    """Every example with a random number, drawn when it is read."""
+
+    def shard(self, num_shards: int, index: int) -> NoisyShards:
+        return NoisyShards(self.sizes, self.stateful, super().shard(num_shards, index).shards)
+
+    def __iter__(self) -> Iterator[float]:
+        for number in super().__iter__():
+            yield number + random.random() / 2
+
+
+@pytest.mark.parametrize("buffer", [None, 3])
+@pytest.mark.parametrize("kind", ["shards", "whole"])
+def test_augmentation_of_a_stream_is_the_same_on_any_number_of_ranks_and_workers(kind: str, buffer: int | None) -> None:
+    def found(shares: int, workers: int = 0, **how: Any) -> list[float]:
+        data = NoisyShards(UNEVEN) if kind == "shards" else Numbers(26, draws=True)
+        walks = passes(data, shares, workers=workers, buffer=buffer, **how)
+        # A part without an example computes one of another that counts for nothing.
+        return sorted(
+            float(value) for walk in walks for each in walk._portions() for value in each.batches[0][: each.count]
+        )
+
+    one = found(1)
+    assert len(one) == 26 and len({value % 1 for value in one}) == 26
+    for shares, workers in [(2, 0), (3, 0), (2, 2)]:
+        assert found(shares, workers) == one, (shares, workers)
+    assert not set(found(1, name="other")) & set(one), "two passes have random numbers of their own"
+
+
 # Where a reader is
 
 
@@ -251,6 +280,33 @@ def _assert_every_example_once(before: tuple[int, int], after: tuple[int, int], 
         saved = {"kind": "pieces", "shares": [place for _, place in parts]}
         rest = passes(data, after[0], workers=after[1], buffer=buffer, start=stop, saved=saved)
         assert sorted(done + [value for walk in rest for value in read(walk)]) == data.everything
+
+
+def _assert_a_chain_reads_every_example_once(
+    sizes: list[int], batch_size: int, chain: list[tuple[int, int]], **how: Any
+) -> None:
+    """`chain` has a number of ranks, and how many batches these do before the run goes on with the next."""
+    data, seen, start, saved = Sharded(sizes), [], 0, None
+    for ranks, batches in [*chain, (2, 100)]:
+        walks = passes(data, ranks, batch_size, start=start, saved=saved, **how)
+        parts = [portions_of(walk, batches) for walk in walks]
+        seen += [value for found, _ in parts for batch in found for value in batch]
+        saved, start = {"kind": "pieces", "shares": [place for _, place in parts]}, start + batches
+    assert sorted(seen) == data.everything, (sizes, batch_size, chain, how)
+
+
+def test_a_reader_that_ends_a_shard_with_its_batch_keeps_the_place_in_the_next() -> None:
+    """Of the 2 ranks, the first ends a begun shard just at the end of its batch, and another begun shard is next."""
+    _assert_a_chain_reads_every_example_once([7] * 6, 10, [(4, 1), (2, 1), (3, 100)])
+
+
+def test_any_chain_of_resumes_reads_every_example_once() -> None:
+    for seed in range(60):
+        draw = random.Random(seed)
+        sizes = [draw.randrange(10) for _ in range(draw.randrange(4, 9))]
+        chain = [(draw.randrange(1, 5), draw.randrange(1, 4)) for _ in range(3)]
+        buffer = draw.choice([None, 3])
+        _assert_a_chain_reads_every_example_once(sizes, draw.randrange(5, 12), chain, buffer=buffer, shuffle=True)
 
 
 def test_what_divides_itself_is_not_divided_anew() -> None:
@@ -572,6 +628,30 @@ def test_settings_that_do_not_fit_the_data_are_refused(stream: bool, data: dict[
     config = RunConfig.model_validate({"task": {"type": "x:Y"}, "train": {"epochs": 1, "batch_size": 4}, "data": data})
     with pytest.raises(ConfigError, match=said):
         order_of(OfNumbers(stream), config, datasets_of(OfNumbers(stream), config)["train"])
+
+
+class OfShards(lockstep.Task):
+    seen: ClassVar[list[float]] = []
+
+    def model(self) -> Any:
+        return torch.nn.Linear(1, 1)
+
+    def train_data(self) -> Any:
+        return Sharded([2] * 6)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.seen.extend(batch.tolist())
+        return model(batch.float()[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_config_says_whether_the_shards_of_a_tasks_stream_are_shuffled(new_run: Runs, shuffle: bool) -> None:
+    train = {"epochs": 1, "batch_size": 3}
+    config = {"task": f"{__name__}:OfShards", "train": train, "data": {"shuffle": shuffle}}
+    OfShards.seen.clear()
+    fit(new_run(), RunConfig.model_validate(config))
+    assert len(OfShards.seen) == 12
+    assert (OfShards.seen == sorted(OfShards.seen)) is not shuffle
 
 
 def test_the_steps_of_a_stream_are_known_where_they_are_limited() -> None:

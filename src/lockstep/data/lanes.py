@@ -1,33 +1,37 @@
 """One reader of a stream: it takes examples of its pieces, one piece after the other, and can tell where it is.
 
-A piece is read in chunks. At the beginning of each the state of the stream is noted and the generators are seeded by
-the place in the data, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by
-the same random numbers. A place is therefore the beginning of a chunk, and how many of its examples are used.
+A piece is read in chunks. At the beginning of each the states of the stream and of its random number generators are
+noted, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by the same random
+numbers. A place is therefore the beginning of a chunk, and how many of its examples are used. Every piece draws from
+generators of its own, seeded when it is opened: which rank reads it, and in chunks of what size, changes nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.random import mtrand
 
+from lockstep.data.seeding import (
+    COLLATING,
+    READING,
+    SHARDS,
+    SHUFFLING,
+    States,
+    generators_kept,
+    load_generators,
+    saved_generators,
+    seed_by,
+)
 from lockstep.data.sources import Opened, Source
 from lockstep.errors import ConfigError
 
-# {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream, at its
-# beginning}. Plain data: it is saved.
+# {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream at its
+# beginning, "random": of the generators, where anything was drawn from them}. Plain data: it is saved.
 Mark = dict[str, Any]
-
-_FOR_READING = np.random.MT19937(0)
-_READING, _SHUFFLING, _PIECES, _COLLATING = 4, 5, 6, 7  # the order of examples, the split and the loader have 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Reading:
     epoch: int = 0
     set_epoch: bool = True
     own: tuple[int, ...] = ()  # which share and worker, where each of them has another stream
+    walk: str = ""  # tells the random numbers of two passes over one stream apart
 
 
 @dataclass
@@ -84,6 +89,9 @@ class Reader:
         self._offset = self._read = 0
         self._size = reading.chunk
         self._state: Any = None  # at the beginning of the chunk
+        self._random: Any = None  # of the generators, at the beginning of the chunk
+        self._seeded = self._generators = States.now()  # of the piece: when it was opened, and now
+        self._drawn: Any = None  # their state now, as plain data, where they are not as they were seeded
 
     def take(self, count: int) -> list[Any]:
         """The next examples; fewer at the end."""
@@ -96,14 +104,15 @@ class Reader:
 
     def place(self) -> tuple[int, Mark | None]:
         """Which piece it is in, and where in it; to be given to `Lane.rest`."""
-        if self._opened is None:
-            pieces = self._lane.pieces
-            return self._at, self._lane.marks.get(pieces[self._at]) if self._at < len(pieces) else None
-        if self._offset == len(self._chunk):
-            if self._ended:
-                return self._at + 1, None
+        used_up = self._offset == len(self._chunk)
+        if self._opened is None or (used_up and self._ended):
+            # Nothing of the next piece is read here, but another reader may have begun it before the run was resumed.
+            at, pieces = self._at + (self._opened is not None), self._lane.pieces
+            return at, self._lane.marks.get(pieces[at]) if at < len(pieces) else None
+        if used_up:
             self._begin_chunk()
-        return self._at, {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
+        mark = {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
+        return self._at, {**mark, "random": self._random}
 
     @property
     def position(self) -> int:
@@ -145,26 +154,26 @@ class Reader:
     def _open(self) -> None:
         """Open the piece at hand, and come to where it was left."""
         how, piece = self._reading, self._lane.pieces[self._at]
-        mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None})
-        self._chunk, self._offset = [], 0
-        self._read, self._size, self._state = mark["read"], mark["size"], mark["state"]
-        self._seed(_READING, 0)
-        self._opened = how.source.open(piece, how.pieces, how.epoch if how.set_epoch else None, self._state)
+        mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None, "random": None})
+        self._chunk, self._offset, self._drawn = [], 0, mark["random"]
+        self._read, self._size, self._state, self._random = mark["read"], mark["size"], mark["state"], mark["random"]
+        with generators_kept():
+            self._seed(READING, 0)
+            self._seeded = States.now()
+            self._opened = how.source.open(piece, how.pieces, how.epoch if how.set_epoch else None, self._state)
+            if self._state is not None:
+                self._seeded.restore()
+                if self._random is not None:
+                    load_generators(self._random)
+            self._generators = States.now()
         if self._state is None and self._read:
-            self._discard(self._read)
+            found = len(self._examples(self._read))
+            if found < self._read:
+                raise self._shorter(self._read, found)
         self._read_chunk()
         self._offset = mark["offset"]
         if self._offset > len(self._chunk):
             raise self._shorter(self._read + self._offset, self._read + len(self._chunk))
-
-    def _discard(self, count: int) -> None:
-        """Read what was done already: in the same chunks, so that a stream that draws random numbers draws the same."""
-        assert self._opened is not None
-        for first in range(0, count, self._size):
-            self._seed(_READING, first)
-            found = sum(1 for _ in islice(self._opened.examples, self._size))
-            if found < self._size:
-                raise self._shorter(count, first + found)
 
     def _shorter(self, done: int, found: int) -> ConfigError:
         return ConfigError(
@@ -177,56 +186,43 @@ class Reader:
         """All of the chunk is used: the next begins here."""
         assert self._opened is not None
         self._read, self._offset, self._chunk = self._read + len(self._chunk), 0, []
-        self._state = self._opened.state()
+        self._state, self._random = self._opened.state(), self._drawn
 
     def _read_chunk(self) -> None:
         assert self._opened is not None
-        self._seed(_READING, self._read)
-        self._chunk = list(islice(self._opened.examples, self._size))
+        self._chunk = self._examples(self._size)
         self._opened.ended = len(self._chunk) < self._size
         if self._reading.shuffle:
-            key = [_SHUFFLING, *self._key(self._read)]
+            key = [SHUFFLING, *self._key(self._read)]
             self._chunk = [self._chunk[index] for index in _permutation(len(self._chunk), key)]
+
+    def _examples(self, count: int) -> list[Any]:
+        """The next examples of the piece; its code draws from the generators of the piece."""
+        assert self._opened is not None
+        with generators_kept():
+            self._generators.restore()
+            found = list(islice(self._opened.examples, count))
+            self._generators = States.now()
+            self._drawn = saved_generators() if self._seeded.moved() else None
+        return found
 
     def _key(self, position: int) -> list[int]:
         how = self._reading
         return [how.seed, how.epoch, self.piece, position, *how.own]
 
-    def _seed(self, purpose: int, position: int) -> None:
-        seed_by([purpose, *self._key(position)])
+    def _seed(self, purpose: int, position: int, *share: int) -> None:
+        seed_by((purpose, self._reading.walk, *self._key(position), *share))
 
     def seed_for_collating(self, share: int) -> None:
         """A batch is put together with random numbers of its own: those of its last example's place."""
-        seed_by([_COLLATING, *self._key(self.position), share])
+        self._seed(COLLATING, self.position, share)
 
 
 def piece_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    return _permutation(count, [_PIECES, seed, epoch]) if shuffle else list(range(count))
+    return _permutation(count, [SHARDS, seed, epoch]) if shuffle else list(range(count))
 
 
 def _permutation(count: int, key: Sequence[int]) -> list[int]:
     # As in order.py: words of a bit generator never change, what is made of them may.
     words = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return [int(index) for index in np.argsort(words, kind="stable")]
-
-
-def seed_by(key: Sequence[int]) -> None:
-    """Seed what data code draws from: all of it on the host. Generators of devices are none of its business."""
-    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=20).digest()
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    random.seed(int.from_bytes(digest[8:16], "big"))
-    np.random.seed(int.from_bytes(digest[16:], "big"))
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """What is read here draws from generators that were seeded for it; training goes on with its own."""
-    states = torch.get_rng_state(), random.getstate()
-    ours = mtrand.get_bit_generator()  # another takes its place: reading its state would take longer than a batch
-    mtrand.set_bit_generator(_FOR_READING)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        mtrand.set_bit_generator(ours)

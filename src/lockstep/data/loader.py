@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +16,22 @@ from lockstep.data import packed, workers
 from lockstep.data.order import GlobalBatches, MicroBatch
 from lockstep.data.packed import Packed
 from lockstep.data.permutation import Indices
+from lockstep.data.seeding import COLLATING, FETCHING, Key, States, generators_kept, seed_by
 from lockstep.data.split import Part
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
 
 Collate = Callable[[list[Any]], Any]
 
-_FETCH_STREAM = 3  # orders.py has the others
+
+class Seeds(NamedTuple):
+    """What the random numbers of a micro-batch are made of."""
+
+    of_epoch: Key  # the seed of the run, the source, the epoch
+    positions: Indices  # of the examples, in the order of the epoch
+
+
+Fetch = Callable[..., Any]  # of indices and their Seeds; without any, random numbers are not seeded
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,15 @@ class Loader:
     """Fetches micro-batches. Worker processes, where there are any, live until close()."""
 
     def __init__(
-        self, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None = None, loading: Loading | None = None
+        self,
+        dataset: Dataset[Any],
+        plan: GlobalBatches,
+        collate: Collate | None = None,
+        loading: Loading | None = None,
+        source: str = "",
     ) -> None:
-        self.dataset, self.collate, self.plan = dataset, collate, plan
+        """Loaders of another `source` draw other random numbers."""
+        self.dataset, self.collate, self.plan, self._source = dataset, collate, plan, source
         self._fetch = batch_fetcher(dataset, collate)
         self._loading = loading or Loading()
         self._keys = _Keys()
@@ -54,18 +68,18 @@ class Loader:
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether others fetch: then a batch may be asked for early, without drawing random numbers of this process."""
+        """Whether worker processes fetch: then asking for a batch early costs this process nothing."""
         return self._loading.workers > 0
 
     def first(self) -> tuple[MicroBatch, Any]:
         """The first micro-batch, fetched here."""
         micro = next(iter(self.plan.micro_batches(0)))
-        return micro, self._fetch(micro.indices)
+        return micro, self._fetch(micro.indices, self._seeds(micro, 0))
 
     def _from_here(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
         pin = self._loading.pin_memory and torch.cuda.is_available()
         for micro in self.plan.micro_batches(epoch, start):
-            batch = self._fetch(micro.indices)
+            batch = self._fetch(micro.indices, self._seeds(micro, epoch))
             yield micro, (pinned(batch) if pin else batch)
 
     def _from_workers(self, epoch: int, start: int) -> Iterator[tuple[MicroBatch, Any]]:
@@ -73,7 +87,7 @@ class Loader:
         self._keys.next_ones = self._asking(epoch, start, asked)
         if self._worker_loader is None:
             self._worker_loader = DataLoader(
-                _MicroBatchDataset(batch_fetcher(self.dataset, self.collate, packs=True)),
+                _MicroBatchDataset(batch_fetcher(self.dataset, self.collate, in_worker=True)),
                 batch_size=None,
                 collate_fn=_as_it_is,
                 sampler=self._keys,
@@ -94,10 +108,13 @@ class Loader:
 
     def _asking(self, epoch: int, start: int, asked: deque[MicroBatch]) -> Iterator[Any]:
         """What the workers are to fetch, one micro-batch after the other, as they get to it."""
-        plan = self.plan
-        for micro in plan.micro_batches(epoch, start):
+        for micro in self.plan.micro_batches(epoch, start):
             asked.append(micro)
-            yield plan.seed, epoch, micro.batch, plan.rank, micro.indices
+            yield micro.indices, self._seeds(micro, epoch)
+
+    def _seeds(self, micro: MicroBatch, epoch: int) -> Seeds:
+        assert micro.positions is not None
+        return Seeds((self.plan.seed, self._source, epoch), micro.positions)
 
     def close(self, at_once: bool = False) -> None:
         """End the worker processes."""
@@ -106,25 +123,105 @@ class Loader:
             workers.end(loader, at_once)
 
 
-def batch_fetcher(
-    dataset: Dataset[Any], collate: Collate | None = None, packs: bool = False
-) -> Callable[[Indices], Any]:
+def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None, in_worker: bool = False) -> Fetch:
     """A function from indices to a batch, by the fastest way that the dataset offers.
 
     Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is
-    asked for one example at a time, as torch's DataLoader does. In a worker, a batch is packed for its way (`packs`).
+    asked for one example at a time, as torch's DataLoader does. In a worker, a batch is packed for its way.
     """
     if isinstance(dataset, Part):
-        return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate, packs))
+        return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate, in_worker))
     if collate is None and type(dataset) is Subset and type(dataset.dataset) in (TensorDataset, Subset):
         within = np.asarray(dataset.indices, dtype=np.int64)
         within = np.where(within < 0, within + len(dataset.dataset), within)  # type: ignore[arg-type]
-        return partial(_fetch_within, within, batch_fetcher(dataset.dataset))
+        return partial(_fetch_within, within, batch_fetcher(dataset.dataset, None, in_worker))
     if collate is None and type(dataset) is TensorDataset:
         return partial(_fetch_tensors, dataset.tensors)
-    many = getattr(dataset, "__getitems__", None)
-    fetch = _fetch_together if callable(many) else _fetch_one_by_one
-    return partial(fetch, dataset, collate or (packed.collate if packs else default_collate))
+    return _Examples(dataset, collate, in_worker)
+
+
+class _Examples:
+    """Fetches examples by the dataset's own code, with the random numbers of each seeded by its position.
+
+    Seeding takes longer than fetching a row in memory. So only those generators are seeded that the first batch drew
+    from, and a later batch that draws from another one is fetched again with that one seeded, too.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, in_worker: bool) -> None:
+        self._dataset, self._collate, self._in_worker = dataset, collate, in_worker
+        self._together = _fetches_together(dataset)
+        self._draws_from: set[str] | None = set() if self._together else None  # None: not known yet
+
+    def __call__(self, indices: Indices, seeds: Seeds | None = None) -> Any:
+        numbers = indices.tolist()
+        if seeds is None:
+            return self._collated(self._all(numbers))
+        with generators_kept() as states:
+            examples = self._seeded(numbers, seeds, states)
+            if self._collate is not None:  # the usual one draws nothing
+                seed_by((COLLATING, *seeds.of_epoch, int(seeds.positions[0])))
+            return self._collated(examples)
+
+    def _seeded(self, numbers: list[int], seeds: Seeds, states: States) -> Any:
+        if self._draws_from is None:
+            self._draws_from = set()
+            return [self._first(number, key, self._draws_from) for number, key in _keyed(numbers, seeds)]
+        while True:
+            chosen = self._draws_from
+            examples = self._each(numbers, seeds, chosen) if chosen else self._all(numbers)
+            others = set(states.moved()) - chosen
+            if not others:
+                return examples
+            self._draws_from = chosen | others
+
+    def _first(self, number: int, key: Key, draws_from: set[str]) -> Any:
+        seed_by(key)
+        seeded = States.now()
+        example = self._dataset[number]
+        draws_from.update(seeded.moved())
+        return example
+
+    def _each(self, numbers: list[int], seeds: Seeds, generators: set[str]) -> Any:
+        found = []
+        for number, key in _keyed(numbers, seeds):
+            seed_by(key, generators)
+            found.append(self._dataset.__getitems__([number]) if self._together else self._dataset[number])
+        return self._joined(found) if self._together else found
+
+    def _all(self, numbers: list[int]) -> Any:
+        if self._together:
+            return self._dataset.__getitems__(numbers)
+        return [self._dataset[number] for number in numbers]
+
+    def _joined(self, found: list[Any]) -> Any:
+        """What `__getitems__` would have returned for all examples, of what it returned for each of them."""
+        kinds = {type(each) for each in found}
+        if kinds == {list}:
+            return [example for each in found for example in each]
+        if kinds == {torch.Tensor}:
+            return torch.cat(found)
+        name = type(self._dataset).__name__
+        raise ConfigError(
+            f"{name}.__getitems__ draws random numbers for a whole batch and returns a {type(found[0]).__name__}, so "
+            "they would depend on the number of processes. Return a list of examples or a tensor, which can be fetched "
+            "one by one, or draw in __getitem__"
+        )
+
+    def _collated(self, examples: Any) -> Any:
+        return (self._collate or (packed.collate if self._in_worker else default_collate))(examples)
+
+
+def _keyed(numbers: list[int], seeds: Seeds) -> Iterator[tuple[int, Key]]:
+    """Indices, each with the key of its example's random numbers."""
+    for number, position in zip(numbers, seeds.positions.tolist(), strict=True):
+        yield number, (FETCHING, *seeds.of_epoch, position)
+
+
+def _fetches_together(dataset: Any) -> bool:
+    """Whether a dataset fetches several examples in one call. torch's Subset does so if what it is a part of does."""
+    if type(dataset) is Subset:
+        return _fetches_together(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -135,25 +232,17 @@ def _as_it_is(batch: Any) -> Any:
 # Plain functions, not lambdas: worker processes that are spawned receive them pickled.
 
 
-def _fetch_part(part: Part, fetch: Callable[[Indices], Any], indices: Indices) -> Any:
-    return fetch(part.whole(indices))
+def _fetch_part(part: Part, fetch: Fetch, indices: Indices, seeds: Seeds | None = None) -> Any:
+    return fetch(part.whole(indices), seeds)
 
 
-def _fetch_within(within: Indices, fetch: Callable[[Indices], Any], indices: Indices) -> Any:
-    return fetch(within[indices])
+def _fetch_within(within: Indices, fetch: Fetch, indices: Indices, seeds: Seeds | None = None) -> Any:
+    return fetch(within[indices], seeds)
 
 
-def _fetch_tensors(tensors: tuple[torch.Tensor, ...], indices: Indices) -> Any:
+def _fetch_tensors(tensors: tuple[torch.Tensor, ...], indices: Indices, seeds: Seeds | None = None) -> Any:
     chosen = torch.from_numpy(indices)
     return [tensor.index_select(0, chosen) for tensor in tensors]
-
-
-def _fetch_together(dataset: Any, collate: Collate, indices: Indices) -> Any:
-    return collate(dataset.__getitems__(indices.tolist()))
-
-
-def _fetch_one_by_one(dataset: Any, collate: Collate, indices: Indices) -> Any:
-    return collate([dataset[index] for index in indices.tolist()])
 
 
 def check_dataset(dataset: Any, name: str) -> int:
@@ -180,18 +269,10 @@ class _Keys(Sampler[Any]):
 
 
 class _MicroBatchDataset(Dataset[Any]):
-    """Runs in a worker: fetches a whole micro-batch per request, with generators seeded by its place in the data."""
+    """Runs in a worker: fetches a whole micro-batch per request."""
 
-    def __init__(self, fetch: Callable[[Indices], Any]) -> None:
+    def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
-    def __getitem__(self, key: tuple[int, int, int, int, Indices]) -> Any:
-        seed, epoch, batch, rank, indices = key
-        # Random augmentation then depends on the batch alone, not on which worker fetched it or when a run resumed.
-        key_words = [_FETCH_STREAM, seed, epoch, batch, rank, int(indices[0])]
-        words = np.random.SeedSequence(key_words).generate_state(3, np.uint64)
-        # Not torch.manual_seed, which writes down a stack trace for the GPUs that a worker does not have.
-        torch.default_generator.manual_seed(int(words[0] >> np.uint64(1)))
-        random.seed(int(words[1]))
-        np.random.seed(int(words[2] & np.uint64(0xFFFFFFFF)))
-        return self._fetch(indices)
+    def __getitem__(self, key: tuple[Indices, Seeds]) -> Any:
+        return self._fetch(*key)

@@ -46,7 +46,7 @@ class Loaders:
         if known is None or (known.dataset is not dataset) or known.collate != collate:
             if known is not None:
                 known.close()
-            known = self._training[source] = Loader(dataset, plan, collate, self.loading)
+            known = self._training[source] = Loader(dataset, plan, collate, self.loading, source)
         known.plan = plan
         return known
 

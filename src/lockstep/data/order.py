@@ -38,6 +38,8 @@ class MicroBatch(NamedTuple):
     completes_epoch: bool
     # Of a stream: says where it is once the batch is done, as plain data.
     place: Callable[[], Any] | None = None
+    # Of other data: where each of its examples is in the order of the epoch, by which its random numbers are seeded.
+    positions: Indices | None = None
 
     @property
     def scale(self) -> float:
@@ -82,19 +84,21 @@ class GlobalBatches:
         at_once = max(1, _AT_ONCE * self.world_size // self.batch_size)
         for first in range(start, batches, at_once):
             shares = [self._share(batch) for batch in range(first, min(first + at_once, batches))]
-            places = [each for share in shares for each, _ in share]
-            indices = self.order.at(epoch, np.concatenate(places))
+            positions = np.concatenate([each for share in shares for each, _ in share])
+            indices = self.order.at(epoch, positions)
             end = 0
             for batch, share in enumerate(shares, first):
                 whole = self._size(batch)
                 for number, (piece, examples) in enumerate(share):
                     end += len(piece)
+                    taken = slice(end - len(piece), end)
                     last = number == len(share) - 1
                     weight = examples * self.world_size / whole
                     ends_epoch = last and batch == batches - 1
                     yield MicroBatch(
-                        batch, number, indices[end - len(piece) : end], examples, weight, whole, last, ends_epoch
-                    )
+                        batch, number, indices[taken], examples, weight, whole, last, ends_epoch,
+                        positions=positions[taken],
+                    )  # fmt: skip
 
     def _size(self, batch: int) -> int:
         return min(self.batch_size, self.order.length - batch * self.batch_size)

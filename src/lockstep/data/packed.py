@@ -2,8 +2,9 @@
 
 Every tensor that a worker sends costs a file of shared memory, a descriptor that is passed on, and a mapping on either
 side. Where examples are tuples, lists or mappings of tensors and numbers, which is what most datasets give, all columns
-of a batch are put together in one such file, and taken apart as views of it. The batch is the one that torch's
-default_collate makes; examples of any other kind are left to that.
+of a batch are put together in one such file, and taken apart as views of it. A small column (labels) is copied out: a
+view that is kept keeps the whole file. The batch is the one that torch's default_collate makes; examples of any other
+kind are left to that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 _ALIGNED_TO = 64
+_LEAST_PART = 1 / 4  # of the file that a view must be: so a kept one holds at most four times its own size
 _NUMBERS = {int: torch.int64, float: torch.float64}  # as default_collate has them
 
 
@@ -26,8 +28,11 @@ class Column(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, memory: Tensor) -> Tensor:
-        size = math.prod(self.shape) * self.dtype.itemsize
-        return memory[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+        return memory[self.offset : self.offset + self.size].view(self.dtype).view(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Packed(NamedTuple):
@@ -36,7 +41,10 @@ class Packed(NamedTuple):
     keys: tuple[Any, ...] | None  # of mappings; None: a list
 
     def unpacked(self) -> Any:
-        found = [each.of(self.memory) for each in self.columns]
+        # In page-locked memory, a batch is on its way to a device: a copy would not be page-locked.
+        shared = self.memory.is_shared()  # type: ignore[no-untyped-call]
+        least = _LEAST_PART * len(self.memory) if shared else 0
+        found = [each.of(self.memory).clone() if each.size < least else each.of(self.memory) for each in self.columns]
         return found if self.keys is None else dict(zip(self.keys, found, strict=True))
 
 

@@ -1,7 +1,8 @@
 """Batches from a source of one's own, of which every rank has a share, brought into step.
 
 The shares need not be equal. So before a batch is handed out, all ranks tell each other how many examples they have for
-it: a gathering per step, one batch ahead so that the last is known as such.
+it (counts.py), at least one batch ahead so that the last is known as such. A source without a state is read no further
+ahead: its batches may depend on what was trained before, and those read ahead are lost where the loop is left.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.lanes import generators_kept, seed_by
+from lockstep.data.counts import with_counts
 from lockstep.data.order import MicroBatch
-from lockstep.data.streams import shared_counts
+from lockstep.data.seeding import Key, generators_kept, seed_by
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError
@@ -42,9 +43,10 @@ def streamed(
     reading ahead of a save changes nothing.
     """
     share, shares = group.rank if share is None else share, group.world_size if shares is None else shares
-    reading = _Ahead(group, batches, count, name, share, shares, start, key)
+    reading = _Ahead(batches, count, name, share, start, key)
+    coming = with_counts(group, share, shares, name, reading.next, ahead=key is not None)
     spare: Any = None  # what a rank that has run out computes, to take part: it counts for nothing
-    number, (batch, counts, place) = start, reading.next()
+    number, ((batch, place), counts) = start, next(coming)
     lacking = [each for each, examples in enumerate(counts) if examples == 0]
     if lacking and not start:
         raise ConfigError(
@@ -52,7 +54,7 @@ def streamed(
             "source into more pieces (Ray Data: dataset.repartition), or use fewer workers"
         )
     while sum(counts):
-        following = reading.next()
+        following = next(coming)
         mine, whole = counts[share], sum(counts)
         spare = batch if mine else spare if spare is not None else reading.again()
         weight, none = mine * shares / whole, np.empty(0, dtype=np.int64)
@@ -60,30 +62,22 @@ def streamed(
             MicroBatch(number, 0, none, mine, weight, whole, True, not sum(following[1]), place),
             batch if mine else spare,
         )
-        number, (batch, counts, place) = number + 1, following
+        number, ((batch, place), counts) = number + 1, following
 
 
 class _Ahead:
-    """Reads batches, and tells the other ranks how many examples each has."""
+    """Reads batches, each with random numbers of its own where the source has a state."""
 
     def __init__(
-        self,
-        group: Group,
-        batches: Iterable[Any],
-        count: Count,
-        name: str,
-        share: int,
-        shares: int,
-        number: int,
-        key: Sequence[int] | None,
+        self, batches: Iterable[Any], count: Count, name: str, share: int, number: int, key: Sequence[int] | None
     ) -> None:
-        self._group, self._source, self._count, self._name = group, batches, count, name
-        self._share, self._shares, self._key, self._number = share, shares, key, number
+        self._source, self._count, self._name = batches, count, name
+        self._share, self._key, self._number = share, key, number
         with self._random_numbers():
             self._batches: Iterator[Any] = iter(batches)
 
-    def next(self) -> tuple[Any, list[int], Callable[[], Any] | None]:
-        """The next batch, how many examples each share has, and where this one is once the batch is done."""
+    def next(self) -> tuple[tuple[Any, Callable[[], Any] | None], int]:
+        """The next batch, where the source is once it is done, and how many examples it has."""
         with self._random_numbers():
             batch = next(self._batches, None)
         self._number += 1
@@ -92,8 +86,7 @@ class _Ahead:
         if self._key is not None:
             state = copy.deepcopy(self._source.state_dict())  # type: ignore[attr-defined]
             place = partial(_same, state)
-        told = self._group.gather([self._share, examples], f"how many examples of {self._name!r} every rank has")
-        return batch, shared_counts([(share, found) for share, found in told], self._shares, self._name), place
+        return (batch, place), examples
 
     def again(self) -> Any:
         """A batch for a rank that ran out before the run was resumed: it has none at hand."""
@@ -109,11 +102,11 @@ class _Ahead:
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         if self._key is None:
             return contextlib.nullcontext()
-        return _seeded([_BATCHES, *self._key, self._share, self._number])
+        return _seeded((_BATCHES, *self._key, self._share, self._number))
 
 
 @contextlib.contextmanager
-def _seeded(key: Sequence[int]) -> Iterator[None]:
+def _seeded(key: Key) -> Iterator[None]:
     with generators_kept():
         seed_by(key)
         yield

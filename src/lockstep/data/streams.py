@@ -1,12 +1,13 @@
 """Brings the ranks' shares of a stream into step: read here or by workers, and what each step is made of.
 
 Every rank has its lanes, one for each of its workers, and takes a batch of one after the other. Shares need not be
-equal: before a batch is handed out all ranks tell each other how many examples they have for it, one batch ahead so
-that the last is known as such. docs/decisions/025-streams.md
+equal: before a batch is handed out all ranks tell each other how many examples they have for it (counts.py), at least
+one batch ahead so that the last is known as such. docs/decisions/025-streams.md
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -20,11 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data import workers
+from lockstep.data.counts import with_counts
 from lockstep.data.division import Division
-from lockstep.data.lanes import Lane, Reader, Reading, generators_kept, piece_order
+from lockstep.data.lanes import Lane, Reader, Reading, piece_order
 from lockstep.data.loader import Collate, Loading
 from lockstep.data.order import MicroBatch
 from lockstep.data.portions import Cut, Portion
+from lockstep.data.seeding import generators_kept
 from lockstep.data.sources import OWN, PIECES, WHOLE, Source
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
@@ -56,12 +59,15 @@ class Readers:
                     return
                 # All read all of what cannot be divided: workers take turns with its batches.
                 if self.kind != WHOLE or (batch - self.start) % len(self.lanes) == number:
-                    if cut.collate is not None:  # the usual one draws nothing
-                        reader.seed_for_collating(cut.share)
                     mine = cut.mine(taken) if self.kind == WHOLE else taken
+                    # The usual collate draws nothing.
+                    with generators_kept() if cut.collate is not None else contextlib.nullcontext():
+                        if cut.collate is not None:
+                            reader.seed_for_collating(cut.share)
+                        batches, fillers = cut.batches(mine, taken[0])
                     told = _digest(taken) if digest else None
                     digest = False
-                    yield Portion(number, len(mine), *cut.batches(mine, taken[0]), reader.place(), told)
+                    yield Portion(number, len(mine), batches, fillers, reader.place(), told)
                 batch += 1
         finally:
             reader.close()
@@ -83,9 +89,11 @@ class Pass:
         buffer: int | None = None,
         saved: dict[str, Any] | None = None,
         evaluates: bool = False,
+        name: str = "",
     ) -> None:
         """`start` is the global batch to begin with, and `saved` where all ranks were then. `shuffle` is for the order
-        of pieces; a `buffer` shuffles the examples of each in blocks of so many."""
+        of pieces; a `buffer` shuffles the examples of each in blocks of so many. Passes of another `name` draw other
+        random numbers."""
         self._source, self._cut, self._loading, self._start, self._epoch = source, cut, loading, start, epoch
         self.kind = saved["kind"] if saved else source.kind(cut.shares)
         pieces = (source.pieces or 1) if self.kind == PIECES else 1
@@ -95,7 +103,7 @@ class Pass:
             division.check(resumes=saved is not None)
         lanes = division.resume(saved) if saved else division.begin()
         chunk = buffer or (cut.batch_size if self.kind == WHOLE else max(cut.size, 1))
-        reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates)
+        reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates, walk=name)
         self._readers = Readers(self.kind, reading, lanes, cut, start)
         self._places = [(0, lane.marks.get(lane.pieces[0]) if lane.pieces else None) for lane in lanes]
         self._loader: DataLoader[Any] | None = None
@@ -123,13 +131,20 @@ class Pass:
 
     def in_step(self, group: Group) -> Generator[tuple[MicroBatch, Any], None, None]:
         """This rank's part of every global batch, until no rank has any examples left."""
-        portions, number = self._portions(), self._start
+        portions, number, cut = self._portions(), self._start, self._cut
+
+        def read() -> tuple[Portion | None, int]:
+            portion = next(portions, None)
+            return portion, portion.count if portion else 0
+
         try:
-            portion, counts = self._next(group, portions, first=True)
+            batches = with_counts(group, cut.share, cut.shares, self._source.name, read)
+            portion, counts = next(batches)
+            self._compare(group.gather(portion.digest if portion else None, f"what {self._source.name!r} begins with"))
             self._require_examples(counts)
             while sum(counts):
                 place = self._once_done(portion)
-                following, coming = self._next(group, portions)
+                following, coming = next(batches)
                 yield from self._cut.micro_batches(number, portion, counts, not sum(coming), self._spare, place)
                 number, portion, counts = number + 1, following, coming
         finally:
@@ -157,11 +172,7 @@ class Pass:
         pin = self._loading.pin_memory and torch.cuda.is_available()
         portions = self._readers.read(0)
         try:
-            while True:
-                with generators_kept():
-                    portion = next(portions, None)
-                if portion is None:
-                    return
+            for portion in portions:
                 yield portion.pin_memory() if pin else portion
         finally:
             portions.close()
@@ -192,10 +203,9 @@ class Pass:
         """The first example of this rank's share, or of another's where it has none."""
         share = self._cut.share % len(self._order)
         for piece in self._order[share:] + self._order[:share]:
-            with generators_kept():
-                reader = Reader(self._readers.reading, Lane([piece]))
-                found = reader.take(1)
-                reader.close()
+            reader = Reader(self._readers.reading, Lane([piece]))
+            found = reader.take(1)
+            reader.close()
             if found:
                 return found[0]
         raise self._empty()
@@ -212,16 +222,6 @@ class Pass:
         return self._for_nothing
 
     # In step
-
-    def _next(self, group: Group, portions: Iterator[Portion], first: bool = False) -> tuple[Portion | None, list[int]]:
-        portion = next(portions, None)
-        cut, name = self._cut, self._source.name
-        told: list[Any] = [cut.share, portion.count if portion else 0, portion.digest if portion and first else None]
-        found = group.gather(told, f"how many examples of {name!r} every rank has")
-        counts = shared_counts([(share, count) for share, count, _ in found], cut.shares, name)
-        if first:
-            self._compare([digest for _, _, digest in found])
-        return portion, counts
 
     def _compare(self, digests: Sequence[str | None]) -> None:
         """What all ranks read whole must be the same; what each has a share of, another on each."""
@@ -328,18 +328,6 @@ class Streams:
     def _opened(self, made: Pass) -> Pass:
         self._passes = [*(each for each in self._passes if not each.closed), made]
         return made
-
-
-def shared_counts(told: Sequence[tuple[int, int]], shares: int, name: str) -> list[int]:
-    """How many examples each share has, of what every rank tells of its own; several may have the same share."""
-    counts: dict[int, int] = {}
-    for rank, (share, count) in enumerate(told):
-        if counts.setdefault(share, count) != count:
-            raise ConfigError(
-                f"{name}: rank {rank} has {count} examples for a batch, and another rank that computes the same share "
-                f"of it {counts[share]}: ranks with the same share must read the same, in the same order"
-            )
-    return [counts[share] for share in range(shares)]
 
 
 def _as_it_is(portion: Any) -> Any:

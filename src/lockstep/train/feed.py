@@ -186,7 +186,7 @@ class Feed:
         self._exchange_places()  # of a pass that was left in its midst and is gone on with
         walk = self._streams.training(
             data, batch_size, collate, accumulate, drop_last, epoch=cursor.epoch, start=cursor.batch,
-            shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream,
+            shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
         )  # fmt: skip
         cursor.kind = walk.kind
         with contextlib.closing(walk.in_step(self._group)) as micros:

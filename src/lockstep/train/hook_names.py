@@ -65,6 +65,11 @@ def returns_nothing(hook: Any, name: str) -> bool:
     return getattr(hook, name).__annotations__.get("return", "") in (None, "None")
 
 
+def may_return_reason(hook: Any, name: str) -> bool:
+    """Whether a method says of itself, by `-> str | None`, that it may give one."""
+    return "return" in getattr(hook, name).__annotations__ and not returns_nothing(hook, name)
+
+
 def _methods(cls: type) -> set[str]:
     """The public methods of a class, and of those that it derives from, up to ours."""
     known = [each for each in cls.__mro__ if each not in (Hook, object)]

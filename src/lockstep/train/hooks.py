@@ -37,8 +37,11 @@ class Hook:
         """Models are set up, a resumed run is restored; called once by every start of a run."""
 
     def after_step(self, run: Run) -> str | None:
-        """A step is done: run.progress.step has its number. May return a reason to stop, of any rank; annotated with
-        `-> None` it may not, and ranks need not tell each other."""
+        """A step is done: run.progress.step has its number. May return a reason to stop, of any rank.
+
+        Annotated with `-> str | None`, it stops all ranks after that very step, for which they ask each other after
+        every step. Without an annotation, ranks learn of the reason at the next control sync, half a second later.
+        """
         return None
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:

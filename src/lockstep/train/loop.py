@@ -45,6 +45,7 @@ def train(
             data,
             limits.batch_size,
             order=order,
+            shuffle=config.data.shuffle,  # of a stream's shards; other data has an order
             drop_last=config.data.drop_last,
             accumulate=limits.accumulate,
             collate=collate,

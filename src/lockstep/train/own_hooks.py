@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.config.schema import Component, RunConfig
 from lockstep.distributed import trouble
 from lockstep.errors import LOST_PEER, ConfigError, HookFailed, LockstepError
-from lockstep.train.hook_names import STATE, check_hook, defines, returns_nothing
+from lockstep.train.hook_names import STATE, check_hook, defines, may_return_reason, returns_nothing
 from lockstep.train.run import Run
 from lockstep.train.task import Task, construct, import_object
 
@@ -27,6 +27,11 @@ class OwnHooks:
             moment: any(defines(each, moment) and not returns_nothing(each, moment) for each in hooks)
             for moment in ("after_step", "after_validation", "after_epoch")
         }
+        # Where one says that it may stop a run after a step (`-> str | None`), ranks ask each other after every step.
+        # Of any other, they learn at the next control sync.
+        self._asks_after_step = any(
+            defines(each, "after_step") and may_return_reason(each, "after_step") for each in hooks
+        )
         # The reason to stop that one of them gave: saved, so that a run that is ended before it has stopped still does.
         self.reason: str | None = None
 
@@ -42,7 +47,10 @@ class OwnHooks:
         self._call("before_training", run)
 
     def after_step(self, run: Run) -> None:
-        self._ask("after_step", run)
+        if self._asks_after_step or run.world_size == 1:
+            self._ask("after_step", run)
+        elif reason := self._call("after_step", run):
+            run.stop(reason)
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> None:
         self._ask("after_validation", run, metrics)

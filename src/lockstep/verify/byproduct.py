@@ -8,9 +8,10 @@ from typing import Any
 
 
 def draws_random_numbers(run: Path) -> bool:
-    """Whether any generator moved between the run's checkpoints: dropout, or random augmentation.
+    """Whether any generator moved between the run's checkpoints: dropout, or another draw of the training step.
 
     Every rank draws numbers of its own, so that the losses of such a task differ with the number of ranks by design.
+    What a dataset draws is the same on any number of ranks, and moves none of these generators.
     """
     states = [_generators(folder) for folder in sorted((run / "checkpoints").glob("step-*"))]
     return any(state != states[0] for state in states)

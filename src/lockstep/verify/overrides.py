@@ -6,7 +6,7 @@ from __future__ import annotations
 USUAL = (
     "train.precision=float32",
     "train.compile=false",
-    "data.workers=0",  # so that random augmentation is drawn where it can be noticed
+    "data.workers=0",
     "data.prefetch=null",
 )
 

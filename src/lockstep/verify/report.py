@@ -181,7 +181,7 @@ def _by_design(report: Report) -> Sequence[str]:
     if report.random:
         likely = " ".join(f"--set task.{name}=0" for name in report.random_arguments)
         notes.append(
-            "the task draws random numbers while it trains (dropout, random augmentation). Every rank draws its own, "
+            "the task draws random numbers while it trains (dropout, noise in the loss). Every rank draws its own, "
             "so that losses differ with the number of ranks by design, and chance hides what would be wrong. Compare "
             f"without them: {likely or '--set task.dropout=0, or whatever your task calls it'}"
         )
