@@ -105,7 +105,7 @@ def test_a_pass_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 def test_ranks_that_compute_the_same_share_read_the_same(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards")
-    mesh = {"type": "spmd", "mesh": {"data": 1, "model": 2}, "shard": {"weight": ["model", None]}}
+    mesh = {"type": "tensor", "mesh": {"data": 1, "model": 2}, "shard": {"weight": ["model", None]}}
     one, two = launch(partial(stream_bodies.walk, folder=shards, stop=2), processes=2, folder=tmp_path, strategy=mesh)
     assert one == two and len(one) == 24
 

@@ -10,6 +10,9 @@ from lockstep.config.component import as_mapping
 from lockstep.config.section import Section
 from lockstep.config.values import import_path
 
+# Strategies that spread a model over a mesh: of processes on cpu and cuda, of devices on xla. `spmd` is for xla alone:
+# it splits by rules, where there are any.
+MESH_TYPES = ("fsdp", "hsdp", "tensor", "spmd")
 COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
 
 
@@ -72,7 +75,11 @@ class CommHook(Section):
 class Strategy(Section):
     """How the model and the batch are spread over the processes and devices."""
 
-    type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
+    type: Literal["auto", "single", "ddp", "fsdp", "hsdp", "tensor", "threads", "spmd"] = Field(
+        "auto",
+        description="fsdp: split every block over data; hsdp: the same, with a copy for each place of the axis "
+        "replica; tensor: split by the rules of shard; threads, spmd: xla only",
+    )
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
     bucket_mb: int = Field(25, gt=0, le=2**40)
@@ -89,11 +96,6 @@ class Strategy(Section):
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
         {}, description="parameter-name pattern -> how to split it; the first that matches counts"
     )
-    preset: Literal["fsdp", "hsdp", "tensor"] | None = Field(
-        None,
-        description="fsdp: split every block over data; hsdp: the same, with a copy for each of the axis replica; "
-        "tensor: by the rules, which must be there",
-    )
     blocks: str | None = Field(
         None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
     )
@@ -104,12 +106,21 @@ class Strategy(Section):
     )
 
     @model_validator(mode="after")
-    def _meshes_are_for_spmd(self) -> Strategy:
-        given = [name for name in ("mesh", "meshes", "shard", "preset", "offload") if getattr(self, name)]
+    def _some_are_for_meshes(self) -> Strategy:
+        given = [name for name in ("mesh", "meshes", "shard", "offload") if getattr(self, name)]
         given += ["gather"] if self.gather != "float32" else []
-        if given and self.type != "spmd":
-            raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
+        if given and not self.has_mesh:
+            raise ValueError(f"{given[0]} is for strategy: fsdp, hsdp or tensor, but the strategy is {self.type}")
         return self
+
+    @property
+    def has_mesh(self) -> bool:
+        return self.type in MESH_TYPES
+
+    @property
+    def splits_all(self) -> bool:
+        """Whether every parameter is split over the data axis, without a rule that says so."""
+        return self.type in ("fsdp", "hsdp")
 
     def has_bucket_views(self, on_gpu: bool) -> bool:
         """Whether ddp's gradients live in its buckets, which saves a copy of them: on GPUs, unless told otherwise."""

@@ -50,7 +50,7 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
     index = device_index(worker, place.local_rank) if settings.runtime == "cuda" else None
 
     def adapt(device: Runtime) -> None:
-        if backend in XLA_BACKENDS and settings.strategy.type != "spmd" and topology.world_size > 1:
+        if backend in XLA_BACKENDS and not settings.strategy.has_mesh and topology.world_size > 1:
             meeting.enter_context(xla.store_of_torch(topology.address, xla_port, place.rank == 0))
             xla.join(place.rank, topology.world_size, xla_port, config.join_timeout_s)
         elif backend == "gloo":

@@ -27,7 +27,7 @@ class Strategy(abc.ABC):
     evaluating and saving.
     """
 
-    name: ClassVar[str]
+    name: str
     # Whether placing gives every rank what rank 0's model has; where not, each must have the same before.
     places_rank_0: ClassVar[bool] = True
     # Whether there is something to do in reduce_gradients, since the backward pass exchanges nothing.

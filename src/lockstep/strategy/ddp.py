@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class StaticReplica(Replica):
 
 
 class DdpStrategy(Strategy):
-    name: ClassVar[str] = "ddp"
+    name = "ddp"
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)

@@ -1,6 +1,6 @@
 """A mesh of processes, by torch's own parts: fully_shard over the data axis, DTensor for rules over the others.
 
-The same words as under XLA's SPMD. Every parameter becomes a DTensor of which a rank keeps its part; a block is put
+The settings are the same as on XLA. Every parameter becomes a DTensor of which a rank keeps its part; a block is put
 together just before it computes, and taken apart again. Ranks along the axes that batches are spread over have a share
 of the batch each; ranks along the other axes work on one share together.
 """
@@ -49,19 +49,19 @@ _WHOLE = "whole"
 
 
 class ShardedStrategy(Strategy):
-    name: ClassVar[str] = "spmd"
     keeps_slices: ClassVar[bool] = True
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, group: Group) -> None:
         super().__init__(runtime, group.world_size)
+        self.name = settings.type
         self._settings, self._group = settings, group
         self._shapes = meshing.resolve_meshes(settings, group.world_size, "processes")
         self._shape = self._shapes[meshing.MAIN]
         self._rules = dict(settings.shard)
-        more = {} if settings.preset in ("fsdp", "hsdp") else {_WHOLE: 1}
+        more = {} if settings.splits_all else {_WHOLE: 1}
         more |= {} if DATA_AXIS in self._shape else {DATA_AXIS: 1}
         self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=(*BATCH_AXES, _WHOLE))
-        axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.preset or "", (DATA_AXIS, _WHOLE))
+        axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         self._models: list[FSDPModule] = []
         self._syncs = True
@@ -134,7 +134,7 @@ class ShardedStrategy(Strategy):
         _refuse_sparse(model)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         ruled = meshing.by_rules(shapes, self._shapes, self._settings, self._rules)
-        plan = tensor_parallel.plan(model, ruled, self._shape, self._settings.preset)
+        plan = tensor_parallel.plan(model, ruled, self._shape)
         owned = placing.owned_by(model)
         units = placing.units(model, find_blocks(model, self._settings.blocks))
         filling = placing.Filling(model, self._group, self.runtime.device, self._seed, self._init_weights)
@@ -182,7 +182,7 @@ class ShardedStrategy(Strategy):
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
         if isinstance(optimizer, (LBFGS, SparseAdam)):
-            raise _does_not_fit(optimizer, "it needs whole parameters")
+            raise self._does_not_fit(optimizer, "it needs whole parameters")
         self._give_new_parameters(optimizer)
         filling = placing.Filling(nn.Module(), self._group, self.runtime.device)
         for parameter, state in optimizer.state.items():
@@ -212,7 +212,15 @@ class ShardedStrategy(Strategy):
         except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
             if "DTensor" not in str(error) and "sharding" not in str(error).lower():
                 raise
-            raise _does_not_fit(optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})") from None
+            raise self._does_not_fit(
+                optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})"
+            ) from None
+
+    def _does_not_fit(self, optimizer: Optimizer, why: str) -> ConfigError:
+        return ConfigError(
+            f"optimizer: {type(optimizer).__name__} cannot step parameters that strategy: {self.name} splits: {why}. "
+            f"Use one that works on each number by itself ({_FITTING}), or strategy: ddp"
+        )
 
     # Gradients
 
@@ -312,13 +320,6 @@ class ShardedStrategy(Strategy):
 
 
 _FITTING = ", ".join(each.__name__ for each in local_step.BY_NUMBER)
-
-
-def _does_not_fit(optimizer: Optimizer, why: str) -> ConfigError:
-    return ConfigError(
-        f"optimizer: {type(optimizer).__name__} cannot step parameters that strategy: spmd splits: {why}. Use one that "
-        f"works on each number by itself ({_FITTING}), or strategy: ddp"
-    )
 
 
 def _first(error: Exception) -> str:

@@ -65,7 +65,7 @@ class Replicas(nn.Module):
 
 
 class ThreadsStrategy(Strategy):
-    name: ClassVar[str] = "threads"
+    name = "threads"
     reduces_in_step: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime) -> None:

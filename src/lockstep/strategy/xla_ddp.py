@@ -26,7 +26,7 @@ class XlaDdpStrategy(Strategy):
     its own (PJRT CPU), gradients travel through the hosts' group in a few large buckets.
     """
 
-    name: ClassVar[str] = "ddp"
+    name = "ddp"
     reduces_in_step: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
