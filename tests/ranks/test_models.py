@@ -67,11 +67,12 @@ def test_other_methods_of_a_model_work_through_its_wrapper(tmp_path: Path) -> No
     assert (first["code"], first["width"]) == (2, 2)
 
 
-def test_parameters_without_a_gradient_are_named_with_the_remedy(tmp_path: Path) -> None:
+def test_parameters_without_a_gradient_are_named_with_the_backward_pass_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
         launch(model_bodies.unused_parameters, processes=2, out=tmp_path)
     assert "unused.weight, unused.bias: no gradient on rank" in str(failed.value)
-    assert "find_unused_parameters: true" in str(failed.value)
+    assert "in backward pass 1 of this step" in str(failed.value)
+    assert "call run.backward once, or set strategy.find_unused_parameters: true" in str(failed.value)
 
 
 def test_a_batch_size_that_the_ranks_do_not_divide_trains_the_same(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Strategy(Section):
     gradient_as_bucket_view: bool | None = Field(
         None, description="ddp: gradients live in the buckets they travel in; null: on GPUs"
     )
-    sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
+    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the batches of all processes")
     comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
         None, description="ddp: how buckets of gradients travel"
     )
@@ -129,11 +129,13 @@ class Strategy(Section):
     @property
     def given_for_ddp(self) -> list[str]:
         """What only torch's DistributedDataParallel can do."""
-        names = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "comm_hook")
+        names = ("static_graph", "gradient_as_bucket_view", "comm_hook")
         return [name for name in names if getattr(self, name)]
 
     @model_validator(mode="after")
     def _some_are_for_ddp(self) -> Strategy:
         if self.given_for_ddp and self.type not in ("auto", "ddp"):
             raise ValueError(f"{self.given_for_ddp[0]} is for strategy: ddp, but the strategy is {self.type}")
+        if self.sync_batchnorm and self.type in ("single", "threads", "spmd"):
+            raise ValueError(f"sync_batchnorm is for ddp, fsdp, hsdp and tensor, but the strategy is {self.type}")
         return self

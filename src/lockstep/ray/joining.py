@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.rollcall.report import Report
 from lockstep.distributed.topology import Topology
@@ -58,8 +55,6 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
 
     with contextlib.ExitStack() as meeting:  # until the roll call has found everybody
         present = stack.enter_context(met(settings, topology, load_source, index, adapt))
-    if topology.world_size == 1:
-        dist.init_process_group(present.runtime.backend, store=HashStore(), rank=0, world_size=1)
     mine = next(each for each in present.reports if each.rank == place.rank)
     _logger.info(
         "Worker %d: %s device initialized: %s for worker rank %d (physical device %s)",

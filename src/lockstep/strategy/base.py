@@ -128,7 +128,15 @@ class Strategy(abc.ABC):
         """A batch on the device that is to work on it; `number` says which micro-batch of its global batch it is."""
         return self.runtime.move(batch)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenates the tensors of all shares along the first dimension, with gradients."""
+        return tensor
+
     # Gradients
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """What an error of the backward pass means to the user, where that depends on the strategy."""
+        return None
 
     def sync_gradients(self, wanted: bool) -> None:  # noqa: B027
         """Whether the next forward and backward pass exchanges gradients (only the last micro-batch of a batch's)."""
@@ -170,6 +178,11 @@ class Strategy(abc.ABC):
         on_device = [torch.as_tensor(each, dtype=self.runtime.count_dtype, device=device) for each in counts]
         return torch.stack([each.detach().reshape(()) for each in on_device]).sum()
 
+    def mean_over_ranks(self, totals: Sequence[Tensor | float], counts: Sequence[Tensor | float]) -> Tensor:
+        """The mean over the global batch of what ranks have as weighed means, or as sums over these counts."""
+        total = self.total_count(totals)
+        return total / (self.total_count(counts) if counts else self._replicas_averaged)
+
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         finite = [_values(each).isfinite().all() for each in gradients_of(parameters)]
         return not finite or bool(torch.stack(finite).all())
@@ -186,9 +199,9 @@ class Strategy(abc.ABC):
         """The norm of all gradients together, those of all ranks where each has a part."""
         return torch.nn.utils.get_total_norm([_values(each) for each in gradients_of(parameters)])
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Have an optimizer change the parameters."""
-        optimizer.step()
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Have an optimizer change the parameters; with a closure, it computes loss and gradients itself."""
+        optimizer.step() if closure is None else optimizer.step(closure)
 
     def stepped(self) -> None:
         """An optimizer has changed the parameters: here the step ends."""

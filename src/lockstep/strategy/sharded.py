@@ -30,7 +30,7 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import local_step, placing, tensor_parallel
+from lockstep.strategy import gathering, local_step, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, require_memory
 from lockstep.strategy.blocks import find_blocks
@@ -38,7 +38,9 @@ from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
 from lockstep.strategy.methods import let_methods_compute
+from lockstep.strategy.second_backward import SecondBackward
 from lockstep.strategy.slices import local_part, slice_of
+from lockstep.strategy.synced_norm import synchronise
 from lockstep.strategy.views import without_views
 from lockstep.strategy.whereabouts import Whereabouts
 
@@ -64,6 +66,8 @@ class ShardedStrategy(Strategy):
         axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         self._models: list[FSDPModule] = []
+        self._second: list[SecondBackward] = []  # of each model
+        self._scalars: list[nn.Parameter] = []
         self._syncs = True
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
@@ -109,6 +113,10 @@ class ShardedStrategy(Strategy):
             )
 
     # Placing
+
+    def convert(self, model: nn.Module) -> None:
+        if self._settings.sync_batchnorm and self.world_size > 1:
+            synchronise(model, copies=self.world_size // self.shares)
 
     def build(self, make: Callable[[], Any]) -> Any:
         """Rank 0 makes the model as it is; the others make it without memory, where its code allows that."""
@@ -156,7 +164,7 @@ class ShardedStrategy(Strategy):
                 where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
                 if where is not None:
                     where.before_split(unit)
-                self._split(unit)
+                self._split(unit, {each for each in model.parameters() if each.dim() == 0})
                 if where is not None:
                     where.after_split(unit)
                 self._group.activity.progress()
@@ -165,13 +173,15 @@ class ShardedStrategy(Strategy):
         let_methods_compute(model)
         assert isinstance(model, FSDPModule)
         self._models.append(model)
+        self._second.append(SecondBackward(model))
+        self._scalars += [each for each in model.parameters() if each.dim() == 0 and each.requires_grad]
         text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
         logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, len(units) - 1,
                     len(plan.parameters), len(shapes))  # fmt: skip
         return model
 
-    def _split(self, unit: nn.Module) -> None:
-        how: dict[str, Any] = {}
+    def _split(self, unit: nn.Module, scalars: set[nn.Parameter]) -> None:
+        how: dict[str, Any] = {"ignored_params": scalars}  # there is nothing to split: every rank has them
         if self._settings.offload and self.runtime.device.type != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
         if self._settings.gather == "bf16":
@@ -206,9 +216,12 @@ class ShardedStrategy(Strategy):
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         try:
-            local_step.step(optimizer)
+            if closure is None:
+                local_step.step(optimizer)
+            else:
+                optimizer.step(closure)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
             if "DTensor" not in str(error) and "sharding" not in str(error).lower():
                 raise
@@ -230,6 +243,39 @@ class ShardedStrategy(Strategy):
         self._syncs = wanted
         for model in self._models:
             model.set_requires_gradient_sync(wanted)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        return gathering.all_gather(tensor, self.share, self.speaks, self.world_size // self.shares)
+
+    def computed(self, last: bool) -> None:
+        super().computed(last)
+        for each in self._second:
+            each.computed()
+        if last:
+            self._average_scalars()
+
+    def _average_scalars(self) -> None:
+        """Torch does not reduce the gradients of parameters that are not split. To average what was averaged before,
+        in an earlier backward pass of the step, changes nothing."""
+        gradients = gradients_of(self._scalars)
+        if gradients and self.world_size > 1:
+            mean = torch.stack([each.double() for each in gradients])
+            with self._group.activity.within("the gradients of scalar parameters", waits=True):
+                dist.all_reduce(mean)
+            for gradient, value in zip(gradients, mean / self.world_size, strict=True):
+                gradient.copy_(value)
+
+    def stepped(self) -> None:
+        super().stepped()
+        for each in self._second:
+            each.release()
+
+    def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
+        super().restored(modules, optimizers)
+        for each in self._second:
+            each.release()
 
     @property
     def _replicas_averaged(self) -> int:
