@@ -16,7 +16,7 @@ TASK = Path(__file__).parent / "block_task.py"
     [
         ("forward", "the forward pass of layers.b", "the parameters of layers.c"),
         pytest.param("backward", "the backward pass of layers.b", "the gradients of layers.b", marks=pytest.mark.long),
-        pytest.param("loss", "loss", "the parameters of the model", marks=pytest.mark.long),
+        pytest.param("loss", "loss", "the parameters of layers.c", marks=pytest.mark.long),
         pytest.param("validation", "validation", "the parameters of the model", marks=pytest.mark.long),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
-from lockstep import Run
+from lockstep import Run, Task
 
 WIDTH, BATCH = 6, 9  # the last of three batches has 6 examples, and two ranks never have equal shares
 
@@ -334,3 +334,17 @@ def all_loops(run: Run) -> dict[str, Any]:
     for name, (loop, _) in loops(run.strategy).items():
         found[name] = loop(run)
     return copy.deepcopy(found)
+
+
+class Line(Task):
+    """Which LBFGS finds in one step, where it is given the loss of the whole batch."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def train_data(self) -> TensorDataset:
+        inputs = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, inputs @ torch.tensor([[2.0], [-1.0]]) + 3)
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])

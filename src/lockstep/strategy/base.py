@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -132,6 +133,12 @@ class Strategy(abc.ABC):
         """Concatenates the tensors of all shares along the first dimension, with gradients."""
         return tensor
 
+    def _refuse_to_gather(self) -> ConfigError:
+        return ConfigError(
+            f"run.all_gather: strategy: {self.name} on runtime: xla cannot exchange tensors in the midst of a step. "
+            "Use strategy: spmd or fsdp, where a batch is that of all devices already"
+        )
+
     # Gradients
 
     def explain(self, error: RuntimeError) -> Exception | None:
@@ -184,8 +191,7 @@ class Strategy(abc.ABC):
         return total / (self.total_count(counts) if counts else self._replicas_averaged)
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
-        finite = [_values(each).isfinite().all() for each in gradients_of(parameters)]
-        return not finite or bool(torch.stack(finite).all())
+        return bool(all_finite([_values(each) for each in gradients_of(parameters)], self.runtime.device))
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
         """Scale gradients down to a norm; the one that they had."""
@@ -289,6 +295,17 @@ def prefixed(modules: Modules, module: str, name: str) -> str:
 
 def gradients_of(parameters: Parameters) -> list[Tensor]:
     return [each.grad for each in parameters if each.grad is not None]
+
+
+def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether all numbers are finite, by the largest of each tensor: a kernel or two for all of them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for each in tensors:
+        if each.numel():
+            kinds.setdefault((each.dtype, each.device), []).append(each)
+    largest = [torch.stack(list(torch._foreach_norm(each, math.inf))) for each in kinds.values()]
+    found = [each.isfinite().all().to(device) for each in largest]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=device)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:

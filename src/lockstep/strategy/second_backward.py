@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.runtime.moving import map_tensors
+from lockstep.strategy.block_tracker import param_groups
 
 
 class SecondBackward:
@@ -28,11 +29,9 @@ class SecondBackward:
         if not self.is_possible:
             return
         for unit in self._units:
-            state: Any = unit._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                if group is not None:
-                    group.post_backward()
-                    group.finalize_backward()
+            for group in param_groups(unit._get_fsdp_state()):
+                group.post_backward()
+                group.finalize_backward()
 
     def release(self) -> None:
         """Parameters have changed, or are about to: what was gathered of them is freed."""

@@ -32,7 +32,16 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy import gathering, local_step, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, require_memory
+from lockstep.strategy.base import (
+    Modules,
+    Parameters,
+    Strategy,
+    all_finite,
+    gradients_of,
+    named_parameters,
+    require_memory,
+)
+from lockstep.strategy.block_tracker import BlockTracker
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
@@ -42,7 +51,6 @@ from lockstep.strategy.second_backward import SecondBackward
 from lockstep.strategy.slices import local_part, slice_of
 from lockstep.strategy.synced_norm import synchronise
 from lockstep.strategy.views import without_views
-from lockstep.strategy.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +80,8 @@ class ShardedStrategy(Strategy):
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
         self._init_weights: Initialise | None = None
+        self._tracker = BlockTracker()
+        group.activity.locate = self._tracker.locate
 
     # Where things are
 
@@ -161,12 +171,8 @@ class ShardedStrategy(Strategy):
                     filling.fill_buffers()
                     tensor_parallel.apply(model, plan, self._mesh)
                 unit.register_forward_hook(without_views)  # before torch's own, which must not be given one
-                where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
-                if where is not None:
-                    where.before_split(unit)
                 self._split(unit, {each for each in model.parameters() if each.dim() == 0})
-                if where is not None:
-                    where.after_split(unit)
+                self._tracker.add(name, unit)
                 self._group.activity.progress()
         self._replaced += [(each.before, each.now) for each in owned.values()]
         model.register_forward_hook(_taken_apart)
@@ -291,10 +297,7 @@ class ShardedStrategy(Strategy):
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         """On all ranks, or on none: each has a part of every gradient."""
-        parts = [local_part(each) for each in gradients_of(parameters)]
-        finite = torch.ones((), device=self.runtime.device)
-        for each in parts:
-            finite *= each.isfinite().all().to(finite)
+        finite = all_finite([local_part(each) for each in gradients_of(parameters)], self.runtime.device).float()
         if self.world_size > 1:
             with self._group.activity.within("whether all gradients are finite", waits=True):
                 dist.all_reduce(finite, op=dist.ReduceOp.MIN)

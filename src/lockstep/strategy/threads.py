@@ -114,6 +114,9 @@ class ThreadsStrategy(Strategy):
         # touch the tensors of a device while its thread is at work.
         self._written_down.add(self._at_work)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        raise self._refuse_to_gather()
+
     def reduce_gradients(self, parameters: Parameters) -> None:
         self._wait_for_all()
         wanted = {id(each) for each in parameters}

@@ -71,6 +71,9 @@ class XlaDdpStrategy(Strategy):
         self.runtime.all_reduce(total)
         return total
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        raise self._refuse_to_gather()
+
     def reduce_gradients(self, parameters: Parameters) -> None:
         gradients = gradients_of(parameters)
         if self._xla.spans_processes:
