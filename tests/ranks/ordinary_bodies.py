@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -333,7 +332,8 @@ def all_loops(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"hooks": hooks_at_setup(run), "collective": collective(run)}
     for name, (loop, _) in loops(run.strategy).items():
         found[name] = loop(run)
-    return copy.deepcopy(found)
+    run.checkpoint()  # of every kind of model and optimizer above
+    return found
 
 
 class Line(Task):
