@@ -27,11 +27,12 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     made: list[Run] = []
 
-    def make(request: Requests | None = None, **settings: Any) -> Run:
+    def make(request: Requests | None = None, folder: str = "", **settings: Any) -> Run:
         settings = {"checkpoint": {"async": False}, "log": {"every": "1 step"}, **settings}
         checked = RunSettings.model_validate(settings)
         stop = request or Requests()
-        made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path, Display(), stop))
+        (tmp_path / folder).mkdir(exist_ok=True)
+        made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path / folder, Display(), stop))
         return made[-1]
 
     yield make

@@ -392,3 +392,30 @@ def threads_of_a_new_thread(run: lockstep.Run) -> int:
         library = next(line.split()[-1] for line in maps if "libgomp" in line)
     with ThreadPoolExecutor(1) as pool:
         return int(pool.submit(ctypes.CDLL(library).omp_get_max_threads).result())
+
+
+class Carried:
+    """A hidden state that is carried from batch to batch: another one on every rank."""
+
+    def __init__(self, hidden: float) -> None:
+        self.hidden, self.seen = torch.full((2,), hidden), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"hidden": self.hidden, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.hidden, self.seen = state["hidden"], state["seen"]
+
+
+def carries_state(run: lockstep.Run, per_rank: bool = False) -> tuple[list[float], int, int]:
+    """Saves where there is nothing to restore; the state that it then has."""
+    model = nn.Linear(1, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    carried, common = Carried(0.0), Carried(0.0)
+    run.attach("carried", carried, per_rank=per_rank)
+    run.attach("common", common)
+    if not run.restore():
+        carried.hidden += 1.0 + run.rank
+        carried.seen, common.seen = 10 + run.rank, 5
+        run.checkpoint()
+    return carried.hidden.tolist(), carried.seen, common.seen

@@ -108,7 +108,8 @@ def left_half_way(run: lockstep.Run) -> list[float]:
         run.backward(F.mse_loss(run.model(inputs), targets))
         run.step()
     run.checkpoint()
-    return [each.item() for each in model.weight.flatten().detach()]
+    weight = model.weight.detach()
+    return [each.item() for each in getattr(weight, "full_tensor", lambda: weight)().flatten()]
 
 
 def sparse_embedding(run: lockstep.Run) -> list[float]:

@@ -198,7 +198,7 @@ class Setup:
         checked = Checkpoint.model_validate({"keep": {"last": 100}, **settings})
         self.checkpointer = Checkpointer(run.group, run.runtime, strategy, checked, folder, self.models, seed=0)
         self.average = Average(self.model)
-        self.checkpointer.attach("average", self.average)
+        self.checkpointer.attached.attach("average", self.average, "refuse")
         self._run = run
 
     def fill(self) -> None:

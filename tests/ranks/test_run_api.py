@@ -75,6 +75,21 @@ def test_an_own_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+def test_state_that_differs_by_rank_is_every_ranks_own_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved = launch(bodies.carries_state, processes=2, folder=run)
+    assert saved == [([1.0, 1.0], 10, 5), ([2.0, 2.0], 11, 5)]
+    assert launch(bodies.carries_state, processes=2, folder=run) == saved
+    with pytest.raises(lockstep.ConfigError, match=r"the state of 'carried' differed on the 2 ranks .* per_rank=True"):
+        launch(bodies.carries_state, processes=1, folder=run)
+    (alone,) = launch(partial(bodies.carries_state, per_rank=True), processes=1, folder=run)
+    assert alone == ([0.0, 0.0], 0, 5)
+    assert (
+        "'carried' differed on the 2 ranks that saved it, and cannot be carried over to 1: it begins anew"
+        in (run / "logs" / "rank-0.log").read_text()
+    )
+
+
 def times(end: dict[str, Any]) -> dict[str, Any]:
     return {name: end[name] for name in ("seconds", "samples_per_second")}
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
 from lockstep.data.order import GlobalBatches, MicroBatch
-from lockstep.data.orders import Sequential, Shuffled, ShuffledBefore
-from lockstep.data.permutation import SORTED_UP_TO, Indices
+from lockstep.data.orders import Sequential, Shuffled
+from lockstep.data.permutation import Indices
 from lockstep.data.split import Split, split_dataset
 from lockstep.errors import ConfigError
 
@@ -49,13 +49,6 @@ def test_the_order_never_changes() -> None:
     billion = Shuffled(10**9, seed=0)
     assert billion.at(0, np.arange(6)).tolist() == GOLDEN_ORDER_OF_A_BILLION
     assert billion.at(1, np.array([0, 999_999_999])).tolist() == GOLDEN_ORDER_OF_A_BILLION_IN_EPOCH_ONE
-
-
-def test_up_to_65536_examples_the_order_is_that_of_every_version() -> None:
-    for count, same_order in ((1, True), (SORTED_UP_TO, True), (SORTED_UP_TO + 1, False)):
-        before = ShuffledBefore(count, 3).at(2, np.arange(count))
-        assert np.array_equal(before, example_order(count, 3, 2)) is same_order
-        assert np.array_equal(np.sort(before), np.arange(count))
 
 
 @quick

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_split
 
 from lockstep.errors import ConfigError, NonFiniteLoss, NonFiniteWeights
 from lockstep.train.mean import Mean
@@ -185,18 +186,122 @@ def test_two_sources_may_be_walked_together(new_run: Runs) -> None:
 def test_what_follows_two_sources_that_were_walked_together_is_saved_as_done(new_run: Runs) -> None:
     """Also where something still holds on to them."""
     first, second = new_run(), new_run()
-    set_up(first)
     a, b = numbered(8), numbered(8, 100)
+
+    def pairs(run: Run) -> Any:
+        return zip(run.batches(a, 4), run.batches(b, 4), strict=False)
+
+    set_up(first)
     for _ in first.epochs(1):
-        pairs = zip(first.batches(a, 4), first.batches(b, 4), strict=False)
-        for (left,), _ in pairs:
+        held = pairs(first)
+        for (left,), _ in held:
             step(first, left)
         first.checkpoint()
     set_up(second)
     second.restore()
     assert second.progress.epoch == 1
     for _ in second.epochs(2):
-        assert len(list(zip(second.batches(a, 4), second.batches(b, 4), strict=False))) == 2
+        assert len(list(pairs(second))) == 2
+
+
+def first_of(batches: Any, run: Run, count: int = 100) -> list[float]:
+    """The first example of every batch that was trained on, at most so many."""
+    found = []
+    for (batch,) in batches:
+        found.append(batch[0].item())
+        step(run, batch)
+        if len(found) == count:
+            break
+    return found
+
+
+class Endless(IterableDataset[Any]):
+    def __init__(self, start: float) -> None:
+        self.start = start
+
+    def __iter__(self) -> Any:
+        return ([torch.tensor([self.start + number])] for number in range(40))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (numbered(40), numbered(40, 100)),
+        lambda: random_split(numbered(80), [40, 40]),
+        lambda: ([[torch.tensor([float(n)])] for n in range(40)], [[torch.tensor([100.0 + n])] for n in range(40)]),
+        lambda: (Endless(0.0), Endless(100.0)),
+    ],
+    ids=["tensors", "random_split", "lists", "streams"],
+)
+def test_two_sources_that_look_alike_have_a_position_each(new_run: Runs, make: Callable[[], Any]) -> None:
+    run = new_run()
+    set_up(run)
+    a, b = make()
+    whole_a, whole_b = ([each[0].item() for each in list(data)] for data in (a, b))
+    for epoch in run.epochs(2):
+        left = first_of(run.batches(a, 4, shuffle=False), run, 3)
+        right = first_of(run.batches(b, 4, shuffle=False), run)
+        assert right == whole_b[::4]
+        assert left == whole_a[12 * epoch :: 4][:3], "it continues where it was left"
+
+
+def test_sources_that_one_call_walks_and_that_look_alike_need_names(new_run: Runs) -> None:
+    run = new_run()
+    set_up(run)
+    both = {"left": numbered(8), "right": numbered(8, 100)}
+    with pytest.raises(ConfigError, match=r"this TensorDataset of 8 .* told from source 1: .* name='a'"):
+        for data in both.values():
+            first_of(run.batches(data, 4), run)
+    named = new_run()
+    set_up(named)
+    for _ in named.epochs(2):
+        for name, data in both.items():
+            assert len(first_of(named.batches(data, 4, name=name), named)) == 2
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_a_resumed_run_gives_every_source_its_own_position(new_run: Runs, tmp_path: Path, length: int) -> None:
+    """A set that is walked in epoch 0 alone came first; the run is resumed in epoch 1."""
+    warm_up, main = numbered(length, 100), numbered(16)
+
+    def train(run: Run, until: int | None = None) -> list[float]:
+        set_up(run)
+        run.restore()
+        seen: list[float] = []
+        for epoch in run.epochs(2):
+            if epoch == 0:
+                seen += first_of(run.batches(warm_up, 4, shuffle=False), run)
+            for (batch,) in run.batches(main, 4, shuffle=False):
+                seen.append(batch[0].item())
+                step(run, batch)
+                if run.progress.step == until:
+                    run.checkpoint()
+                    return seen
+        return seen
+
+    steps = length // 4 + 8
+    for until in range(length // 4 + 1, steps):
+        whole = [*(100.0 + 4 * n for n in range(length // 4)), *[0.0, 4.0, 8.0, 12.0] * 2]
+        begun = train(new_run(), until)
+        assert begun + train(new_run()) == whole, f"resumed after step {until}"
+        shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_a_source_that_fits_none_of_a_checkpoint_is_refused_in_the_middle_of_a_pass(new_run: Runs) -> None:
+    first, second = new_run(), new_run()
+    set_up(first)
+    for (batch,) in first.batches(numbered(16), 4):
+        step(first, batch)
+        first.checkpoint()
+        break
+    set_up(second)
+    second.restore()
+    others = [[torch.tensor([1.0])] for _ in range(8)]
+    with pytest.raises(ConfigError, match=r"this list of 8 examples is none of .*source 1: a TensorDataset of 16"):
+        next(second.batches(others, 4))
+    assert len(list(second.batches(others, 4, name="new"))) == 2
+    with pytest.raises(ConfigError, match="count 16 -> 8"):
+        next(second.batches(others, 4, name="source 1"))
 
 
 def test_the_same_data_is_not_walked_twice_at_once(new_run: Runs) -> None:

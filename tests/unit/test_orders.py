@@ -25,13 +25,12 @@ from lockstep.data.buckets import Buckets
 from lockstep.data.choosing import choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher
 from lockstep.data.order import GlobalBatches
-from lockstep.data.orders import SPLIT_STREAM, Order, Own, Shuffled, ShuffledBefore
-from lockstep.data.permutation import SORTED_UP_TO, Permutation, sorted_words
+from lockstep.data.orders import Order, Own, Shuffled
+from lockstep.data.permutation import SORTED_UP_TO, Permutation
 from lockstep.data.split import Part, Split, split_dataset
 from lockstep.data.weighted import Weighted, logarithm
 from lockstep.errors import ConfigError
 from lockstep.train import scoring, trainer
-from lockstep.train.lengths import Lengths
 from lockstep.train.ordering import order_of
 from lockstep.train.run import Run
 from tasks import Tiny
@@ -279,7 +278,6 @@ def kinds(count: int) -> dict[str, Callable[[], Order]]:
     weights, lengths = np.arange(count) + 1.0, np.arange(count) % 13
     return {
         "shuffled": lambda: Shuffled(count, 2),
-        "before": lambda: ShuffledBefore(count, 2),
         "weighted": lambda: Weighted(count, 2, weights, draws=count + 7),
         "without replacement": lambda: Weighted(count, 2, weights, replacement=False, draws=count - 3),
         "buckets": lambda: Buckets(count, 2, lengths, 8, 3),
@@ -372,52 +370,6 @@ def test_shuffle_and_order_that_contradict_each_other_are_refused(new_run: Runs)
     assert written["shuffle"] is False and Data.model_validate(written).model_dump(mode="json") == written
 
 
-# Runs that were begun before
-
-
-def forget_orders(run: Run) -> None:
-    """Make what the run saves that of a version which knew of no orders."""
-    save = run._feed.cursors.state_dict
-
-    def as_before(epoch_is_done: bool = False) -> list[dict[str, Any]]:
-        states = save(epoch_is_done)
-        for state in states:
-            facts = {name: value for name, value in state["facts"].items() if name != "order"}
-            state["facts"] = {**facts, "shuffle": True}
-        return states
-
-    run._feed.cursors.state_dict = as_before  # type: ignore[method-assign]
-
-
-def test_a_run_that_was_begun_before_keeps_its_order_to_the_end(new_run: Runs) -> None:
-    """Also in later epochs, and after a second restart; of more data than is sorted anyway."""
-    count, size = SORTED_UP_TO + 8, 8192
-    old = [ShuffledBefore(count, 0).at(epoch, np.arange(count)).tolist() for epoch in range(3)]
-
-    def go_on(run: Run, batches: int, **how: Any) -> list[int]:
-        model = nn.Linear(1, 1)
-        run.setup(model, torch.optim.SGD(model.parameters(), lr=1e-9))
-        run.restore()
-        seen: list[int] = []
-        for _ in run.epochs(3):
-            for (batch,) in run.batches(numbered(count), size, **how):
-                seen += [int(each) for each in batch.flatten()]
-                run.backward(run.model(batch).mean())
-                run.step()
-                batches -= 1
-                if not batches:
-                    run.checkpoint()
-                    return seen
-        return seen
-
-    first = new_run()
-    forget_orders(first)
-    seen = go_on(first, 2, order=ShuffledBefore(count, 0))
-    seen += go_on(new_run(), 10)
-    seen += go_on(new_run(), 100)
-    assert seen == [*old[0], *old[1], *old[2]]
-
-
 # With a task
 
 
@@ -489,25 +441,6 @@ def test_a_config_trains_in_its_order_and_counts_its_steps(new_run: Runs, data: 
     assert run.progress.step == 2 * (2 if "weighted" in str(data) else 4)
 
 
-def test_a_split_that_was_drawn_before_is_not_drawn_anew() -> None:
-    """The examples of a run's validation stay those of its validation, whatever draws them today."""
-
-    def parts(state: dict[str, Any] | None) -> list[int]:
-        split = Split(LARGE, {"train": 0.9, "val": 0.1}, 0)
-        lengths = Lengths(LARGE, {}, split)
-        if state is not None:
-            lengths.load_state_dict(state)
-            lengths.restored()
-        return sorted(split.at("val", np.arange(split.length("val"))).tolist())
-
-    new = parts(None)
-    old = parts({"split": LARGE, "own": {}})
-    assert old != new
-    assert old == sorted(sorted_words(LARGE, SPLIT_STREAM, 0, 0)[-len(old) :].tolist())
-    assert parts({"split": LARGE, "own": {}, "drawn": "keyed"}) == new
-    assert parts({"split": LARGE, "own": {}, "drawn": "as before 0.6"}) == old
-
-
 class Numbered(Tiny):
     """More examples than are sorted, each of which tells its place."""
 
@@ -521,18 +454,7 @@ class Numbered(Tiny):
         return {"place": batch[1].double()}
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_run_is_evaluated_on_the_examples_that_it_was_not_trained_on(
-    new_run: Runs, monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
-    """Also where it was begun before 0.6, which drew other examples for validation than are drawn today."""
-
-    def drawn_before(*arguments: Any, **named: Any) -> dict[str, Dataset[Any]]:
-        parts = split_dataset(*arguments, **named)
-        assert isinstance(parts["val"], Part)
-        parts["val"].split.draw_as_before()
-        return parts
-
+def test_a_run_is_evaluated_on_the_examples_that_it_was_not_trained_on(new_run: Runs) -> None:
     config = RunConfig.model_validate(
         {
             "task": f"{__file__}:Numbered", "runtime": "cpu", "processes": 1,
@@ -541,10 +463,7 @@ def test_a_run_is_evaluated_on_the_examples_that_it_was_not_trained_on(
         }
     )  # fmt: skip
     trained = new_run()
-    with monkeypatch.context() as old:
-        if before:
-            old.setattr(trainer, "split_dataset", drawn_before)
-        found = trainer.fit(trained, config)
+    found = trainer.fit(trained, config)
     after = After(do="evaluate", run=str(trained.folder), step=1, data="val")
     again = scoring.evaluate(new_run(), config, after)
     assert again["metrics"]["val/place"] == found["metrics"]["val/place"]

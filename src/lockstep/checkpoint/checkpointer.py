@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lockstep.checkpoint import codec, reader
+from lockstep.checkpoint.attached import Attached
 from lockstep.checkpoint.owners import OwnersWriter
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.snapshot import versions
@@ -84,18 +85,11 @@ class Checkpointer:
         else:
             self._writer = CheckpointWriter(self.storage, settings, group.activity, self._fetch)
         self._writer.go_on_from(None)  # until it is restored, a run begins anew
-        self._attached: dict[str, Stateful] = {}
-        self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
+        self.attached = Attached(group, strategy.keeps_slices)
         self._mode, self._seed = settings.keep.mode, seed
         self.last: Last | None = None
         # For rank 0, where the folder is also kept elsewhere: waits until what is saved is there, too.
         self.elsewhere: Callable[[bool], None] = lambda leaving: None
-
-    def attach(self, name: str, part: Stateful) -> None:
-        """Save and restore something else along with the models; restored at once where the run already is."""
-        self._attached[name] = part
-        if name in self._unclaimed:
-            part.load_state_dict(self._unclaimed.pop(name))
 
     def save(
         self,
@@ -119,7 +113,9 @@ class Checkpointer:
                 return
         self._group.activity.enter("saving")
         self.equalize_buffers()
-        states = self.compared({"generators": generator_states(self._runtime)}, "generator states", step)
+        message = {"generators": generator_states(self._runtime), "attached": self.attached.digests()}
+        states = self.compared(message, "generator states", step)
+        attached = self.attached.states([each["attached"] for each in states])
         with self._group.activity.within("the state of all ranks", waits=True):
             of_ranks = self._strategy.state_of_ranks()
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
@@ -130,7 +126,7 @@ class Checkpointer:
                 **models,
                 **state,
                 **({} if of_ranks is None else {"of_ranks": of_ranks}),
-                "attached": {name: part.state_dict() for name, part in self._attached.items()},
+                "attached": attached,
                 "generators": [each["generators"] for each in states],
             }
             if self._group.rank == 0 or isinstance(self._writer, OwnersWriter):
@@ -157,13 +153,8 @@ class Checkpointer:
         try:
             self._weights.load(loaded.model, state, source)
             self._strategy.load_state_of_ranks(state.get("of_ranks", {}))
-            for name, part in self._attached.items():
-                if name in state["attached"]:
-                    saved = state["attached"].pop(name)
-                    part.load_state_dict(read_like(saved, part.state_dict()) if slices else saved)
-            self._unclaimed = {name: read_like(each, None) for name, each in state["attached"].items()}
-            if "cursors" in state:
-                state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
+            self.attached.load(state["attached"])
+            state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
             loaded.close()
         self._restore_generators(state["generators"], step)
@@ -267,15 +258,13 @@ class Checkpointer:
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""
         assert self.last is not None
-        return self.last.key == self._key(position) and self.last.value == value and not self._holds_tensors()
+        has_tensors = self.attached.without_tensors()[1]
+        return self.last.key == self._key(position) and self.last.value == value and not has_tensors
 
     def _key(self, position: Mapping[str, Any]) -> str:
         """What can change between two steps, without its tensors, as text to compare."""
-        attached = {name: part.state_dict() for name, part in self._attached.items()}
-        return json.dumps(codec.pack([dict(position), self._weights.hyperparameters(), attached])[0], sort_keys=True)
-
-    def _holds_tensors(self) -> bool:
-        return any(codec.pack(part.state_dict())[1] for part in self._attached.values())
+        attached, _ = self.attached.without_tensors()
+        return json.dumps([codec.pack([dict(position), self._weights.hyperparameters()])[0], attached], sort_keys=True)
 
 
 def _named(versions: Mapping[str, Any]) -> str:

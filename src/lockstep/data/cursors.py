@@ -1,19 +1,29 @@
 """Where training is in its data: a cursor for every source, saved with what its position depends on.
 
 A source is one dataset as the training loop walks it. It counts its own epochs: a loop that takes the next hundred
-batches of a source in every epoch of the run walks on where it was, and two sources in one epoch do not disturb each
+batches of a source in every epoch of the run continues where it was, and two sources in one epoch do not disturb each
 other.
+
+A cursor belongs to a live dataset, or to the name that `run.batches(..., name=...)` gives it. A loop may build its
+dataset anew for every pass: the new one inherits the cursor of one that no longer exists. After a restore, a source is
+matched by its name, or by what was saved of it: type, length and the call of `run.batches` in the code. What cannot be
+told apart is refused.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
+import gc
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 from lockstep.data.order import MicroBatch
-from lockstep.data.orders import Sequential, ShuffledBefore
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,12 +31,65 @@ logger = logging.getLogger(__name__)
 Facts = Mapping[str, Any]
 
 
+def call_site(frame: FrameType) -> str:
+    """Names the call of `run.batches` that a frame is in: the function, and the how-manieth such call of it.
+
+    Lines may move in an edit between two starts of a run; this stays the same.
+    """
+    return _site(frame.f_code, frame.f_lasti)
+
+
+@functools.cache
+def _site(code: CodeType, at: int) -> str:
+    calls = sum(each.argval in ("batches", "stream") and each.offset <= at for each in dis.get_instructions(code))
+    return f"{code.co_qualname}, call {calls}"
+
+
+class Reference:
+    """Refers to a dataset without keeping it alive, where its type allows that."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._weak: weakref.ref[Any] | None = None
+        self._strong: Any = None
+        try:
+            self._weak = weakref.ref(dataset)
+        except TypeError:  # a list or a tuple
+            self._strong = dataset
+
+    def is_to(self, dataset: Any) -> bool:
+        return (self._strong if self._weak is None else self._weak()) is dataset
+
+    @property
+    def is_dead(self) -> bool:
+        if self._weak is not None:
+            return self._weak() is None
+        return sys.getrefcount(self._strong) <= 2  # this object's own reference, and the argument of the call
+
+
+@dataclass(frozen=True)
+class Look:
+    """What an unnamed source is recognized by."""
+
+    kind: str  # the type of the dataset
+    count: int | None
+    site: str | None  # the call of run.batches
+
+    @classmethod
+    def of(cls, dataset: Any, count: int | None, site: str | None) -> Look:
+        return cls(f"{type(dataset).__module__}.{type(dataset).__qualname__}", count, site)
+
+    def __str__(self) -> str:
+        size = "" if self.count is None else f" of {self.count} examples"
+        return f"{self.kind.rpartition('.')[2]}{size}"
+
+
 @dataclass
 class Cursor:
     """The position in one source. It moves on when the step of a batch is done, not when the batch is handed out."""
 
     name: str
-    facts: dict[str, Any] | None = None  # what the position depends on; None where an old checkpoint does not say
+    look: Look | None = None  # None where the user gave the name
+    facts: dict[str, Any] | None = None  # what the position depends on, from the first pass on
     epoch: int = 0  # passes over the source: what its order is a function of
     batch: int = 0  # global batches done in this pass
     # Whether all of them are done. What follows the pass in the user's loop may not be: so the cursor stays at the end
@@ -37,11 +100,14 @@ class Cursor:
     stream: dict[str, Any] | None = None
     place: Callable[[], Any] | None = field(default=None, repr=False)  # where this rank's share of it is now
     kind: str = ""  # of stream that it is, which says what its places mean
-    dataset: Any = field(default=None, repr=False)
+    dataset: Reference | None = field(default=None, repr=False)  # None after a restore, until the source is walked
     is_open: bool = False
-    opened: int = 0  # when it was opened last, in the order of all openings
+    opened: bool = False  # since this start of the run
     to_skip: int = 0  # passes of the epoch under way that were done before the run was restored
-    before_facts: bool = False  # whether it was restored from a checkpoint that does not say
+
+    @property
+    def in_pass(self) -> bool:
+        return bool(self.batch and not self.ended)
 
     def advance(self, micro: MicroBatch) -> None:
         self.batch, self.ended = micro.batch + 1, micro.completes_epoch
@@ -55,13 +121,10 @@ class Cursor:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
             self.stream = self.place = None
 
-    @property
-    def was_shuffled_before(self) -> bool:
-        """Whether it was first walked before 0.6, in the random order of that time: it keeps that to the end."""
-        return self.before_facts or (self.facts or {}).get("order") == ShuffledBefore.name
-
     def state_dict(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes")}
+        look = self.look
+        state["look"] = None if look is None else [look.kind, look.count, look.site]
         return state if self.stream is None else {**state, "stream": self.stream}
 
 
@@ -70,28 +133,25 @@ class Cursors:
 
     def __init__(self) -> None:
         self._cursors: list[Cursor] = []
-        self._openings = 0
 
     @property
     def between_passes(self) -> bool:
         """Whether a pass of this epoch was left and none is under way: here is what follows the inner loop."""
         return any(each.passes for each in self._cursors) and not any(each.is_open for each in self._cursors)
 
-    def open(self, dataset: Any, facts: Facts, name: str | None = None) -> Cursor | None:
+    def open(self, dataset: Any, facts: Facts, name: str | None = None, site: str | None = None) -> Cursor | None:
         """The cursor of a source that is about to be walked; None where this pass was done before a restore."""
-        cursor = self.find(dataset, facts.get("count"), name)
+        cursor = self.find(dataset, facts.get("count"), name, site)
         if cursor.is_open:
             raise ConfigError(
                 f"run.batches: {cursor.name} is being walked already: its position would be counted twice. Leave the "
-                "first loop over it before, or give the second one a name of its own: run.batches(..., name='second')"
+                "first loop over it before, or give the second one its own name: run.batches(..., name='second')"
             )
-        cursor.dataset = dataset
         if cursor.to_skip:
             cursor.to_skip -= 1
             return None
         self._check(cursor, facts)
-        self._openings += 1
-        cursor.facts, cursor.is_open, cursor.opened = dict(facts), True, self._openings
+        cursor.facts, cursor.is_open, cursor.opened = dict(facts), True, True
         return cursor
 
     @property
@@ -108,34 +168,87 @@ class Cursors:
         return [{**each, "passes": 0} for each in states] if epoch_is_done else states
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        self._cursors = [_restored(state) for state in states]
+        self._cursors = [
+            Cursor(**{**state, "look": Look(*state["look"]) if state["look"] else None}, to_skip=state["passes"])
+            for state in states
+        ]
 
-    def find(self, dataset: Any, count: int | None, name: str | None) -> Cursor:
+    def knows(self, dataset: Any) -> bool:
+        return any(each.dataset is not None and each.dataset.is_to(dataset) for each in self._cursors)
+
+    @property
+    def closed(self) -> list[str]:
+        """The names of sources that no loop walks now."""
+        return [each.name for each in self._cursors if not each.is_open]
+
+    def find(self, dataset: Any, count: int | None, name: str | None, site: str | None = None) -> Cursor:
         """The cursor of a source, whether it is walked or not."""
-        cursor = self._find(dataset, count, name)
+        look = Look.of(dataset, count, site)
+        cursor = self._named(name) if name is not None else self._of_dataset(dataset, look)
         if not cursor.is_open:
-            cursor.dataset = dataset
+            cursor.dataset = Reference(dataset)
+            cursor.look = look if name is None else None
         return cursor
 
-    def _find(self, dataset: Any, count: int | None, name: str | None) -> Cursor:
-        if name is not None:
-            known = [each for each in self._cursors if each.name == name]
-            return known[0] if known else self._new(name)
+    def _named(self, name: str) -> Cursor:
+        known = [each for each in self._cursors if each.name == name]
+        return known[0] if known else self._new(name)
+
+    def _of_dataset(self, dataset: Any, look: Look) -> Cursor:
         for cursor in self._cursors:
-            if cursor.dataset is dataset:
+            if cursor.dataset is not None and cursor.dataset.is_to(dataset) and cursor.look is not None:
                 return cursor
-        # A restored source has no dataset yet: sources come back in the order in which they were first walked.
-        for cursor in self._cursors:
-            if cursor.dataset is None:
-                return cursor
-        # A loop may make its dataset anew for every pass. What is as long, of the same kind and not being walked is
-        # the same source; of several, the one that was walked longest ago.
-        alike = [
-            each
-            for each in self._cursors
-            if not each.is_open and type(each.dataset) is type(dataset) and (each.facts or {}).get("count") == count
-        ]
-        return min(alike, key=lambda each: each.opened) if alike else self._new(f"source {len(self._cursors) + 1}")
+        return self._restored(look) or self._inherited(look) or self._new(self._free_name())
+
+    def _restored(self, look: Look) -> Cursor | None:
+        """Of the cursors of a checkpoint that no source has claimed yet, the one that a new source fits."""
+        left = [each for each in self._cursors if each.dataset is None and each.look is not None]
+        tries = (
+            lambda each: each == look,
+            lambda each: (each.kind, each.count) == (look.kind, look.count),
+            lambda each: (each.kind, each.site) == (look.kind, look.site),  # its data has changed in length
+            lambda each: len(left) == 1 and each.kind == look.kind,
+        )
+        for fits in tries:
+            found = [each for each in left if each.look is not None and fits(each.look)]
+            if len(found) == 1:
+                return found[0]
+            if found:
+                raise ConfigError(
+                    f"run.batches: this {look} may be {' or '.join(each.name for each in found)} of the checkpoint: "
+                    f"their type and length are the same. Name the one that it is: run.batches(..., "
+                    f"name={found[0].name!r})"
+                )
+        if begun := [each for each in left if each.in_pass and not each.to_skip]:
+            shown = "; ".join(f"{each.name}: a {each.look}, {each.batch} batches done" for each in begun)
+            raise ConfigError(
+                f"run.batches: this {look} is none of the sources that the checkpoint is in the middle of ({shown}). "
+                f"If it is one of them, name it: run.batches(..., name={begun[0].name!r}). If it is new, give it a "
+                "name of its own"
+            )
+        return None
+
+    def _inherited(self, look: Look) -> Cursor | None:
+        """The cursor of a dataset that is gone, and that this one takes the place of."""
+        alike = [each for each in self._cursors if each.look == look and each.dataset is not None]
+        if not alike:
+            return None
+        dead = [each for each in alike if each.dataset is not None and each.dataset.is_dead]
+        if not dead:
+            gc.collect()  # a dataset that refers to itself outlives its last user
+            dead = [each for each in alike if each.dataset is not None and each.dataset.is_dead]
+        if len(dead) == 1 and len(alike) == 1:
+            return dead[0]
+        raise ConfigError(
+            f"run.batches: this {look} cannot be told from {' and '.join(each.name for each in alike)}: the same call "
+            "walks both, and their type and length are the same. Give each source a name: run.batches(..., name='a')"
+        )
+
+    def _free_name(self) -> str:
+        number = len(self._cursors) + 1
+        while any(each.name == f"source {number}" for each in self._cursors):
+            number += 1
+        return f"source {number}"
 
     def _new(self, name: str) -> Cursor:
         self._cursors.append(Cursor(name))
@@ -144,13 +257,12 @@ class Cursors:
     def _check(self, cursor: Cursor, facts: Facts) -> None:
         """Refuse to go on in the midst of a pass with anything that its position depends on being different."""
         before = cursor.facts or {}
-        in_the_midst = bool(cursor.batch and not cursor.ended)
         # Which examples there are in which place may be new in every pass: in the midst of one, it may not.
         changed = [f"{name} {before[name]!r} -> {value!r}" for name, value in facts.items()
-                   if name in before and before[name] != value and (in_the_midst or name != "examples")]  # fmt: skip
+                   if name in before and before[name] != value and (cursor.in_pass or name != "examples")]  # fmt: skip
         if not changed:
             return
-        if in_the_midst:
+        if cursor.in_pass:
             raise ConfigError(
                 f"run.batches: {cursor.batch} batches of this pass over {cursor.name} are done, and it cannot be gone "
                 f"on with {', '.join(changed)}: examples would be trained on twice, or never. Take the change back "
@@ -164,10 +276,3 @@ class Cursors:
                 "%s. Where it is a random part of other data, of which another part is for validation, examples may "
                 "have moved between the two", told,
             )  # fmt: skip
-
-
-def _restored(state: dict[str, Any]) -> Cursor:
-    facts = None if state["facts"] is None else dict(state["facts"])
-    if facts and "shuffle" in facts:  # of a version that had two orders
-        facts["order"] = ShuffledBefore.name if facts.pop("shuffle") else Sequential.name
-    return Cursor(**{**state, "facts": facts}, to_skip=state["passes"], before_facts=facts is None)

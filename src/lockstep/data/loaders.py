@@ -66,6 +66,15 @@ class Loaders:
             self._evaluating.pop(next(iter(self._evaluating))).close()
         return known
 
+    def release(self, sources: list[str]) -> None:
+        """Close the loaders of these sources, and those for evaluation: a loader keeps its dataset alive."""
+        for name in sources:
+            if (loader := self._training.pop(name, None)) is not None:
+                loader.close()
+        for loader in self._evaluating.values():
+            loader.close()
+        self._evaluating.clear()
+
     def close(self, at_once: bool = False) -> None:
         for loader in [*self._training.values(), *self._evaluating.values()]:
             loader.close(at_once)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.permutation import Indices, Permutation, sorted_words
+from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import ConfigError
 
 # Of the random numbers: what draws by one never meets what draws by another. The loader has 3, first weights have 4.
@@ -68,9 +68,6 @@ class Shuffled(Order):
             self._epoch = epoch, Permutation(self.count, ORDER_STREAM, self._seed, epoch)
         return self._epoch[1](places)
 
-    def as_before(self) -> ShuffledBefore:
-        return ShuffledBefore(self.count, self._seed)
-
 
 class Made(Order):
     """An order that is made whole for an epoch, and kept until another is asked for."""
@@ -89,19 +86,6 @@ class Made(Order):
 
     def at(self, epoch: int, places: Indices) -> Indices:
         return self.whole(epoch)[places]
-
-
-class ShuffledBefore(Made):
-    """The random order of runs that were begun before 0.6, for as long as they last. Takes 8 bytes per example."""
-
-    name = "shuffled as before 0.6"
-
-    def __init__(self, count: int, seed: int) -> None:
-        super().__init__(count)
-        self._seed = seed
-
-    def make(self, epoch: int) -> Indices:
-        return sorted_words(self.count, ORDER_STREAM, self._seed, epoch)
 
 
 class Own(Made):

@@ -70,7 +70,7 @@ def _mixed(values: Words, key: np.uint64) -> Words:
 
 
 def sorted_words(count: int, *key: int) -> Indices:
-    """A random order that is made whole: that of every run before 0.6, and still that of small data."""
+    """A random order that is made whole: that of small data."""
     # Sorting raw Philox words: numpy promises that a bit generator's words never change, but not what its shuffles do.
     words = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)

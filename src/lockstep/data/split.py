@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.data.orders import SPLIT_STREAM
-from lockstep.data.permutation import SORTED_UP_TO, Indices, Permutation, sorted_words
-
-# How the parts were drawn, as a checkpoint has it.
-KEYED, BEFORE = "keyed", "as before 0.6"
+from lockstep.data.permutation import SORTED_UP_TO, Indices, Permutation
 
 
 class Split:
@@ -25,22 +21,15 @@ class Split:
 
     def __init__(self, count: int, fractions: Mapping[str, float], seed: int, in_order: bool = False) -> None:
         self.count, self._seed = count, seed
-        self._order: Callable[[Indices], Indices] = Permutation(count, SPLIT_STREAM, seed, 0)
+        self._order = Permutation(count, SPLIT_STREAM, seed, 0)
         self._sorts = in_order or count <= SORTED_UP_TO
         self._sorted: dict[str, Indices] = {}
-        self.drawn = KEYED
         ends = np.rint(np.cumsum(list(fractions.values())) * count).astype(int)
         # What rounding left over belongs to the last part that was asked for.
         asked = max(index for index, fraction in enumerate(fractions.values()) if fraction > 0)
         ends[asked:] = count
         self.parts = {name: (int(start), int(end))
                       for name, start, end in zip(fractions, [0, *ends[:-1]], ends, strict=True)}  # fmt: skip
-
-    def draw_as_before(self) -> None:
-        """For a run that was begun before 0.6: its examples stay where they were, to the end."""
-        order = sorted_words(self.count, SPLIT_STREAM, self._seed, 0)
-        self._order, self._sorts, self._sorted = partial(np.take, order), True, {}
-        self.drawn = BEFORE
 
     def length(self, part: str) -> int:
         start, end = self.parts[part]

@@ -315,6 +315,12 @@ class Streams:
         cut = Cut(share, shares, batch_size, fill=self._fill, multiple=self._multiple, collate=collate)
         return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, evaluates=True))
 
+    def release(self) -> None:
+        """Drop the streams that no pass reads now."""
+        self._passes = [each for each in self._passes if not each.closed]
+        if not self._passes:
+            self._sources.clear()
+
     def close(self, at_once: bool = False) -> None:
         for each in self._passes:
             each.close(at_once)

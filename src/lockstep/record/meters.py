@@ -57,7 +57,8 @@ class Meter:
         self._runtime = runtime
         self._entries: list[Entry] = []
         self._losses: list[tuple[int, torch.Tensor]] = []
-        self._last: tuple[Any, Any] = (lambda: None, None)  # the tensor that was noted last, and what is kept of it
+        # The tensor that was noted last, its version, and the copy that is kept of it.
+        self._last: tuple[Any, int, Any] = (lambda: None, 0, None)
 
     def add(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
         """Note values that are means over so many examples."""
@@ -96,15 +97,16 @@ class Meter:
         return Reading(coming.arrived, finish)
 
     def _kept(self, name: str, value: Any) -> Any:
-        """A value without its graph. A loss is usually both logged and trained on: the same tensor is kept once."""
+        """A copy of a value, which the loop may write to. A loss is usually logged and trained on: it is kept once."""
         if not isinstance(value, torch.Tensor):
             return value
-        if self._last[0]() is value:
-            return self._last[1]
+        version = -1 if value.is_inference() else value._version
+        if self._last[0]() is value and self._last[1] == version >= 0:
+            return self._last[2]
         if value.numel() != 1:
             raise ConfigError(f"{name!r}: only single numbers can be logged, got shape {list(value.shape)}; log a mean")
-        kept = value.detach()
-        self._last = (weakref.ref(value), kept)
+        kept = value.detach().clone()
+        self._last = (weakref.ref(value), version, kept)
         return kept
 
 

@@ -190,6 +190,9 @@ class Strategy(abc.ABC):
         total = self.total_count(totals)
         return total / (self.total_count(counts) if counts else self._replicas_averaged)
 
+    def drop_unreduced(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Drop what an optimizer's zero_grad does not reach: gradients that wait for the last micro-batch."""
+
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         return bool(all_finite([_values(each) for each in gradients_of(parameters)], self.runtime.device))
 

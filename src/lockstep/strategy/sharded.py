@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
 from lockstep.config.strategy import ShardRule
@@ -76,7 +77,8 @@ class ShardedStrategy(Strategy):
         self._models: list[FSDPModule] = []
         self._second: list[SecondBackward] = []  # of each model
         self._scalars: list[nn.Parameter] = []
-        self._syncs = True
+        self._averaged: Any = WeakTensorKeyDictionary()  # the version of a gradient, as it was averaged
+        self._syncs, self._accumulates = True, False
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
         self._init_weights: Initialise | None = None
@@ -247,6 +249,7 @@ class ShardedStrategy(Strategy):
         if wanted == self._syncs:
             return
         self._syncs = wanted
+        self._accumulates = self._accumulates or not wanted
         for model in self._models:
             model.set_requires_gradient_sync(wanted)
 
@@ -263,15 +266,16 @@ class ShardedStrategy(Strategy):
             self._average_scalars()
 
     def _average_scalars(self) -> None:
-        """Torch does not reduce the gradients of parameters that are not split. To average what was averaged before,
-        in an earlier backward pass of the step, changes nothing."""
-        gradients = gradients_of(self._scalars)
+        """Torch does not reduce the gradients of parameters that are not split. Those that a backward pass has added to
+        are averaged; what they held before is the average already, and stays what it is."""
+        gradients = [each for each in gradients_of(self._scalars) if self._averaged.get(each) != each._version]
         if gradients and self.world_size > 1:
             mean = torch.stack([each.double() for each in gradients])
             with self._group.activity.within("the gradients of scalar parameters", waits=True):
                 dist.all_reduce(mean)
             for gradient, value in zip(gradients, mean / self.world_size, strict=True):
                 gradient.copy_(value)
+                self._averaged[gradient] = gradient._version
 
     def stepped(self) -> None:
         super().stepped()
@@ -282,6 +286,16 @@ class ShardedStrategy(Strategy):
         super().restored(modules, optimizers)
         for each in self._second:
             each.release()
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        if not self._accumulates:
+            return
+        owned = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for waiting in (each for model in self._models for each in _parameters_of_torch(model)):
+            if id(waiting.sharded_param) in owned:
+                waiting.unsharded_accumulated_grad = None
+                if hasattr(waiting, "_unsharded_param"):
+                    waiting._unsharded_param.grad = None
 
     @property
     def _replicas_averaged(self) -> int:
@@ -366,6 +380,17 @@ class ShardedStrategy(Strategy):
             for module in modules.values():
                 for buffer in module.buffers():
                     dist.broadcast(buffer, src=0)
+
+
+def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
+    """What fully_shard keeps of each parameter: only there are gradients that are not exchanged yet."""
+    for module in model.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # Torch up to 2.11 has one group or none.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from () if group is None else group.fsdp_params
 
 
 _FITTING = ", ".join(each.__name__ for each in local_step.BY_NUMBER)

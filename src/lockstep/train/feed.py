@@ -18,7 +18,6 @@ from lockstep.data.cursors import Cursor, Cursors
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.loaders import Loaders
 from lockstep.data.order import MicroBatch
-from lockstep.data.orders import Shuffled
 from lockstep.data.progress import Progress
 from lockstep.data.sources import check_stream, is_stateful, is_stream
 from lockstep.data.stream import streamed
@@ -31,6 +30,7 @@ from lockstep.strategy import graphs
 from lockstep.strategy.base import Strategy, share_of
 from lockstep.train import places
 from lockstep.train.compile_guard import CompileGuard
+from lockstep.train.gradients import GradientTracker
 from lockstep.train.step import Step
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ class Feed:
         profiler: Profiler,
         guard: CompileGuard,
         safe_point: Callable[[], bool],
-        abandon: Callable[[], None],
+        gradients: GradientTracker,
     ) -> None:
-        """`safe_point` is called where nothing is half done, and says whether to go on; `abandon` forgets gradients."""
+        """`safe_point` is called where nothing is half done, and says whether to go on."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
-        self._profiler, self._guard, self._safe_point, self._abandon = profiler, guard, safe_point, abandon
+        self._profiler, self._guard, self._safe_point, self._gradients = profiler, guard, safe_point, gradients
         self._runtime, self._fixed_shapes = runtime, runtime.fixed_shapes
         self._seed = settings.seed
         self._share, self._shuffle_buffer = share_of(strategy, group), settings.data.shuffle_buffer
@@ -101,14 +101,8 @@ class Feed:
         }
 
     def load_position(self, state: dict[str, Any]) -> None:
-        progress = dict(state["progress"])
-        cursors = state.get("cursors")
-        if cursors is None:  # of a version that counted one position for all sources
-            cursors = [{"name": "source 1", "facts": None, "epoch": progress["epoch"], "batch": progress["batch"],
-                        "ended": False, "passes": 0}]  # fmt: skip
-            progress["epoch_ended"] = False
-        self.progress.load_state_dict(progress)
-        self.cursors.load_state_dict(cursors)
+        self.progress.load_state_dict(state["progress"])
+        self.cursors.load_state_dict(state["cursors"])
 
     def batches(
         self,
@@ -121,22 +115,22 @@ class Feed:
         drop_last: bool,
         accumulate: int,
         order: Asked = None,
+        site: str | None = None,
     ) -> Iterator[Any]:
         accumulate *= self._strategy.micro_batches
+        self._release_for(dataset)
         if is_stream(dataset):
             if order is not None:
                 raise ConfigError(
                     f"run.batches: order is for data that has an index, and {type(dataset).__name__} is a stream, "
                     "which comes in the order that it has: leave it out"
                 )
-            yield from self._batches_of_stream(dataset, batch_size, collate, name, shuffle, drop_last, accumulate)
+            yield from self._batches_of_stream(dataset, batch_size, collate, name, shuffle, drop_last, accumulate, site)
             return
         self._tell_uneven_shares(batch_size)
         check_dataset(dataset, "the dataset")
         chosen = choose(order, shuffle, dataset, batch_size, self._seed)
-        source = self.cursors.find(dataset, chosen.count, name)
-        if source.was_shuffled_before and isinstance(chosen, Shuffled):
-            chosen = chosen.as_before()
+        source = self.cursors.find(dataset, chosen.count, name, site)
         plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, given=chosen, drop_last=drop_last)
         if plan.batches == 0:
             raise ConfigError(
@@ -151,7 +145,7 @@ class Feed:
             **chosen.facts(source.epoch),
         }
         is_new = not source.opened
-        cursor = self._open(dataset, facts, name)
+        cursor = self._open(dataset, facts, name, site)
         if cursor is None:
             return
         if is_new or chosen.drawn_anew:
@@ -172,6 +166,7 @@ class Feed:
         shuffle: bool,
         drop_last: bool,
         accumulate: int,
+        site: str | None,
     ) -> Iterator[Any]:
         check_stream(data, "run.batches")
         source = self._streams.source(data)
@@ -183,7 +178,7 @@ class Feed:
             "drop_last": drop_last,
             "seed": self._seed,
         }
-        cursor = self._open(data, facts, name)
+        cursor = self._open(data, facts, name, site)
         if cursor is None:
             return
         if cursor.ended:
@@ -198,10 +193,14 @@ class Feed:
         with contextlib.closing(walk.in_step(self._group)) as micros:
             yield from self._hand_out(cursor, _plain_places(micros, source.name), accumulate)
 
-    def stream(self, batches: Iterable[Any], count: Callable[[Any], int], name: str) -> Iterator[Any]:
-        cursor = self._open(batches, {}, name)
+    def stream(
+        self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str | None = None
+    ) -> Iterator[Any]:
+        self._release_for(batches)
+        cursor = self._open(batches, {}, name, site)
         if cursor is None:
             return
+        name = cursor.name
         if cursor.ended:
             cursor.leave(finished=True)
             return
@@ -259,7 +258,7 @@ class Feed:
             return False
         taken = step.count()
         progress.step += 1
-        progress.examples += sum(micro.whole for micro in taken)
+        progress.examples += step.whole
         progress.epoch_ended = any(micro.completes_epoch for micro in taken)
         progress.batch = max((micro.batch + 1 for micro in taken), default=0)
         return True
@@ -270,10 +269,17 @@ class Feed:
 
     # Inside
 
-    def _open(self, dataset: Any, facts: dict[str, Any], name: str | None) -> Cursor | None:
+    def _release_for(self, dataset: Any) -> None:
+        """Drop the references that loaders hold to datasets, before a new one is matched to a cursor: it may take the
+        place of one that nobody else holds."""
+        if not self.cursors.knows(dataset):
+            self._loaders.release(self.cursors.closed)
+            self._streams.release()
+
+    def _open(self, dataset: Any, facts: dict[str, Any], name: str | None, site: str | None) -> Cursor | None:
         self.was_asked = True
         self._forget_what_was_left()
-        cursor = self.cursors.open(dataset, facts, name)
+        cursor = self.cursors.open(dataset, facts, name, site)
         if cursor is not None and self._in_epochs and self._saved_as_done == self.progress.epoch:
             self._saved_as_done = None
             logger.warning(
@@ -303,7 +309,7 @@ class Feed:
                     break
                 micro, batch = following
                 continues = self.step is not None and self.step.has_taken(cursor)
-                self.step = self.step or Step()
+                self.step = self.step or Step(self._strategy.shares)
                 self.step.take(cursor, micro)
                 self._strategy.sync_gradients(self.step.completes_batch)
                 batch = self._strategy.move(batch, micro.number)
@@ -336,6 +342,10 @@ class Feed:
         self._strategy.sync_gradients(True)
         if self.step is not None and (self.step.counted or not self.step.pending):
             self.step = None
+        elif self.step is not None and finished and self.step.was_left:
+            self._gradients.carry_over(self.step)
+            self.progress.examples += self.step.whole
+            self.step = None
         if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
             if finished:
                 self.progress.next_epoch()
@@ -351,7 +361,7 @@ class Feed:
         """Gradients of a batch that was left half way are not the next one's: it will be handed out again, whole."""
         if self.step is not None and (self.step.was_left or self.step.is_bare):
             if self.step.was_left and self.step.pending:
-                self._abandon()
+                self._gradients.abandon(self.step)
             self.step = None
 
     def _compare(self, cursor: Cursor, facts: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.data.split import KEYED, Split
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -15,27 +14,15 @@ logger = logging.getLogger(__name__)
 class Lengths:
     """Attached to the run before it is restored. What training walks, its cursors look after; this is for the rest."""
 
-    def __init__(self, split: int | None, own: Mapping[str, int], drawing: Split | None = None) -> None:
-        """`split` has the examples that the config splits at random; `own` those of the task's other datasets.
-
-        `drawing` is that split itself: one that was drawn before 0.6 is drawn the same way again.
-        """
-        self._split, self._own, self._drawing = split, dict(own), drawing
-        self.loaded = False
+    def __init__(self, split: int | None, own: Mapping[str, int]) -> None:
+        """`split` has the examples that the config splits at random; `own` those of the task's other datasets."""
+        self._split, self._own = split, dict(own)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"split": self._split, "own": self._own, "drawn": self._drawing.drawn if self._drawing else None}
-
-    def restored(self) -> None:
-        """After a restore, also of a checkpoint that has nothing of all this."""
-        if not self.loaded and self._drawing is not None:
-            self._drawing.draw_as_before()
+        return {"split": self._split, "own": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loaded = True
         before = state["split"]
-        if self._drawing is not None and state.get("drawn") != KEYED:
-            self._drawing.draw_as_before()
         if None not in (before, self._split) and before != self._split:
             raise ConfigError(
                 f"train_data() has {self._split} examples, and had {before} when the checkpoint was made: data.split "

@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.fused import with_own_kernels
+from lockstep.strategy.loading import read_like
 from lockstep.train.ema import Average
 from lockstep.train.frozen import Frozen, refuse_other
+from lockstep.train.gradients import GradientTracker
+from lockstep.train.optimizer_state import by_name, by_number
 
 DEFAULT = "model"
 
@@ -40,6 +43,7 @@ class Models:
         self._strategy = strategy
         self.entries: dict[str, Entry] = {}
         self.optimizers: dict[str, Optimizer] = {}
+        self.gradients = GradientTracker()
         self._known: set[int] = set()  # the parameters of all modules, by identity
         # By optimizer: its model, its parameters, and in how many groups they were, all of them known.
         self._checked: dict[int, tuple[Entry, list[nn.Parameter], int]] = {}
@@ -48,6 +52,7 @@ class Models:
         self.entries[entry.name] = entry
         if entry.optimizer is not None:
             self.optimizers[entry.name] = entry.optimizer
+            self.gradients.watch(entry.name, entry.optimizer, self._strategy.drop_unreduced)
         self._known.update(id(each) for each in entry.module.parameters())
 
     def free_name(self, name: str | None) -> str:
@@ -116,11 +121,6 @@ class Models:
             "nothing of it would be saved. Give run.setup(model, optimizer) both"
         )
 
-    def clear_gradients(self) -> None:
-        for entry in self.entries.values():
-            for parameter in entry.module.parameters():
-                parameter.grad = None
-
     def hyperparameters(self) -> dict[str, Any]:
         """What can be changed of the optimizers between two steps."""
         return {
@@ -142,7 +142,19 @@ class Models:
             if model not in frozen or key not in frozen[model].names
         }
         weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
-        optimizers = {name: self._strategy.optimizer_state_dict(each) for name, each in self.optimizers.items()}
+        optimizers = {
+            name: by_name(self._strategy.optimizer_state_dict(each), each, self._parameter_names(name))
+            for name, each in self.optimizers.items()
+        }
+        for name, waiting in self.gradients.to_save().items():
+            names = self._parameter_names(name)
+            waiting["values"] = {
+                names[id(each)]: each.grad
+                for group in self.optimizers[name].param_groups
+                for each in group["params"]
+                if each.grad is not None
+            }
+            optimizers[name]["gradients"] = waiting
         averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
         return weights, {
             **({"averages": averages} if averages else {}),
@@ -153,7 +165,7 @@ class Models:
         }
 
     def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
-        saved = list(state.get("models", self.entries))  # an old checkpoint has one, and does not name it
+        saved = state["models"]
         if saved != list(self.entries):
             raise ConfigError(
                 f"{source}: holds the models {', '.join(saved)}, but run.setup was called for "
@@ -175,10 +187,15 @@ class Models:
                     f"{source}: the saved weights do not fit this model: {error}. "
                     "Resume with the task that the run was started with, or start a new run"
                 ) from None
-        optimizers = state.get("optimizers") or {DEFAULT: state.get("optimizer")}
+        optimizers = state.get("optimizers", {})
         for name, optimizer in self.optimizers.items():
-            if optimizers.get(name) is not None:
-                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, optimizers[name]))
+            if name in optimizers:
+                saved = dict(optimizers[name])
+                waiting = saved.pop("gradients", None)
+                saved = by_number(saved, optimizer, self._parameter_names(name), source)
+                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, saved))
+                if waiting is not None:
+                    self._load_gradients(name, optimizer, waiting)
         averages = state.get("averages", {})
         for name, entry in self.entries.items():
             if entry.average is not None:
@@ -196,6 +213,24 @@ class Models:
                 f"{f', nor are {len(wrong) - 1} others as they were' if len(wrong) > 1 else ''}. Resume with the task "
                 "that the run was started with, or start a new run"
             )
+
+    def _load_gradients(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        names = self._parameter_names(name)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if names[id(parameter)] in saved["values"]:
+                value = read_like(saved["values"][names[id(parameter)]], parameter)
+                parameter.grad = value.to(parameter.device, parameter.dtype)
+        self.gradients.restore(name, saved)
+
+    def _parameter_names(self, model: str) -> dict[int, str]:
+        """By identity; those of other models, which its optimizer may step as well, with the model's name."""
+        others = {
+            id(each): f"{name}: {key}"
+            for name, module in self.modules.items()
+            if name != model
+            for key, each in module.named_parameters()
+        }
+        return others | {id(each): key for key, each in self.modules[model].named_parameters()}
 
     def _saved_name(self, model: str, key: str) -> str:
         return key if len(self.entries) == 1 else f"{model}.{key}"

@@ -34,7 +34,7 @@ class OwnHooks:
         """Have the states saved with every checkpoint, and restored."""
         for name, hook in self._named.items():
             if defines(hook, STATE[0]):
-                run.attach(f"hook {name}", _State(name, hook, run))
+                run.checkpointer.attached.attach(f"hook {name}", _State(name, hook, run), elsewhere="rank 0")
         if self._named:
             run.attach("hooks", self)
 

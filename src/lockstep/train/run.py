@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -25,6 +26,7 @@ from lockstep.config.optimizing import Compile, Ema
 from lockstep.config.schema import RunSettings
 from lockstep.config.strategy import COMM_HOOKS
 from lockstep.data.choosing import Asked
+from lockstep.data.cursors import call_site
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due, Progress
 from lockstep.distributed.group import Group
@@ -112,7 +114,7 @@ class Run:
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
         self._feed = Feed(
             group, runtime, self._strategy, settings, self.profiler, self._guard,
-            self._safe_point, self._models.clear_gradients,
+            self._safe_point, self._models.gradients,
         )  # fmt: skip
         self._stepper = Stepper(
             group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler,
@@ -397,15 +399,16 @@ class Run:
         (epoch, seed, count).
         """
         return self._feed.batches(
-            dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate, order=order
-        )
+            dataset, batch_size, collate, name, shuffle=shuffle, drop_last=drop_last, accumulate=accumulate,
+            order=order, site=call_site(sys._getframe(1)),
+        )  # fmt: skip
 
     @property
     def was_asked_for_batches(self) -> bool:
         """Whether this start of the run went on training, or would have, had there been anything left to do."""
         return self._feed.was_asked
 
-    def stream(self, batches: Iterable[Any], count: Callable[[Any], int], name: str = "train") -> Iterator[Any]:
+    def stream(self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None = None) -> Iterator[Any]:
         """Batches from a source that every rank has a share of, of whatever sizes, until no rank has any left.
 
         For batches that are made elsewhere: a loader of one's own, of which rank after rank has a part (`share` of
@@ -413,7 +416,7 @@ class Run:
         counts once. An epoch that was interrupted goes on where it was, if the source has state_dict and
         load_state_dict, on as many ranks; otherwise it starts again from its beginning.
         """
-        return self._feed.stream(batches, count, name)
+        return self._feed.stream(batches, count, name, call_site(sys._getframe(1)))
 
     # The step
 
@@ -601,9 +604,13 @@ class Run:
 
     # Saving and coming back: the checkpointer
 
-    def attach(self, name: str, part: Stateful) -> None:
-        """Save and restore something else along with the models, now or after a restore."""
-        self.checkpointer.attach(name, part)
+    def attach(self, name: str, part: Stateful, *, per_rank: bool = False) -> None:
+        """Save and restore something else along with the models, now or after a restore.
+
+        Where ranks have different states, each gets its own back. On another number of ranks such a state cannot be
+        carried over: with `per_rank` it begins anew there, without it the restore is refused.
+        """
+        self.checkpointer.attached.attach(name, part, "begin anew" if per_rank else "refuse")
 
     @in_region("checkpoint")
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Mapping
 
 from lockstep.data.cursors import Cursor
 from lockstep.data.order import MicroBatch
 from lockstep.errors import ConfigError
-
-Count = Tensor | float
 
 
 class Step:
@@ -20,18 +16,29 @@ class Step:
     One that has no micro-batch at all is that of a loop which brings its own data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: int = 1) -> None:
+        """`shares` is into how many parts every global batch is divided."""
+        self._shares = shares
         self._at_hand: dict[str, tuple[Cursor, MicroBatch]] = {}
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
-        self._counts: list[Count | None] = []  # of the backward passes that no optimizer has claimed yet
-        self._claimed: dict[int, list[Count]] = {}  # by optimizer, over the micro-batches so far
+        self.taken = 0  # micro-batches so far
+        self._examples_before = 0  # of whole batches that others have taken the place of
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
         """Another micro-batch of the same step is at hand, in place of the last one of its source."""
+        before = self._at_hand.get(cursor.name)
+        if before is not None and before[1].completes_batch:  # the loop accumulates over batches
+            self._examples_before += before[1].whole
         self._at_hand[cursor.name] = (cursor, micro)
         self._micro = micro
+        self.taken += 1
+
+    @property
+    def batches(self) -> tuple[tuple[str, int, int], ...]:
+        """The global batches that it is about now."""
+        return tuple((name, cursor.epoch, micro.batch) for name, (cursor, micro) in self._at_hand.items())
 
     def has_taken(self, cursor: Cursor) -> bool:
         return cursor.name in self._at_hand
@@ -64,48 +71,32 @@ class Step:
     @property
     def weight(self) -> float:
         """What a mean over the micro-batch at hand is multiplied with."""
-        if len(self._at_hand) == 1 and self._micro is not None:
-            return self._micro.weight
-        weights = {cursor.name: micro.weight for cursor, micro in self._at_hand.values()}
-        if len(set(weights.values())) > 1:
-            shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
-            raise ConfigError(
-                f"run.backward: the batches at hand count differently ({shown}), so that a mean over them has no "
-                "weight. Give the loss as a sum and a count: run.backward(total, count=n)"
-            )
-        return next(iter(weights.values()), 1.0)
+        return self._common({cursor.name: micro.weight for cursor, micro in self._at_hand.values()}, self._shares)
 
     @property
     def scale(self) -> float:
         """What a sum over the micro-batch at hand is multiplied with."""
-        return 1.0 if self._micro is None else self._micro.scale
+        return self._common({cursor.name: micro.scale for cursor, micro in self._at_hand.values()}, 1)
+
+    def _common(self, factors: Mapping[str, float], multiple: int) -> float:
+        """The factor that the micro-batches at hand have in common. It is refused on all ranks where one has none."""
+        micros = [micro for _, micro in self._at_hand.values()]
+        if len(micros) == 1:
+            return next(iter(factors.values()))
+        uneven = any(each.whole < self._shares or each.whole % multiple for each in micros)
+        if len(set(factors.values())) > 1 or (uneven and len({each.whole for each in micros}) > 1):
+            shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
+            raise ConfigError(
+                f"run.backward: the batches of this step count differently ({shown}), so that a loss over all of them "
+                "has no weight. Take batches of equal sizes, each divided by the number of ranks, or call run.backward "
+                "in a loop over one source at a time"
+            )
+        return next(iter(factors.values()), 1.0)
 
     @property
     def examples(self) -> int:
         """How many examples a mean over the micro-batch that was handed out last counts for."""
         return 1 if self._micro is None else self._micro.examples
-
-    def computed(self, count: Count | None) -> None:
-        """Gradients of the micro-batch at hand were added up, of a mean or (with a count) of a sum."""
-        self.pending = True
-        self._counts.append(count)
-
-    def claim(self, optimizer: Any) -> list[Count]:
-        """What the gradients of an optimizer are to be divided by: the counts of the backward passes before its step,
-        in every micro-batch so far; nothing where they were means."""
-        counts, self._counts = self._counts, []
-        if not self._claimed and counts == [None]:
-            return []  # the usual case: one loss, a mean
-        counted = [each for each in counts if each is not None]
-        if counted and len(counts) > 1:
-            raise ConfigError(
-                f"run.step: {len(counts)} backward passes came before it, and {len(counted)} of them gave a sum and a "
-                "count: their gradients cannot be told apart any more. Add the losses up before run.backward, or let "
-                "each optimizer step right after its own; with accumulate, call run.step for every micro-batch"
-            )
-        claimed = self._claimed.setdefault(id(optimizer), [])
-        claimed += counted
-        return claimed
 
     def count(self) -> list[MicroBatch]:
         """Count the step, and move the cursors on; the last micro-batches of the global batches it trained on."""
@@ -113,3 +104,8 @@ class Step:
         for cursor, micro in self._at_hand.values():
             cursor.advance(micro)
         return [micro for _, micro in self._at_hand.values()]
+
+    @property
+    def whole(self) -> int:
+        """How many examples it was trained on, over all ranks."""
+        return self._examples_before + sum(micro.whole for _, micro in self._at_hand.values())

@@ -47,6 +47,7 @@ class Stepper:
         self._logs_norm = logs_norm
         self.loss_scale: LossScale | None = None  # where a model computes in float16
         self._evaluations: closures.Evaluations | None = None  # while an optimizer evaluates a closure
+        self._gradients = models.gradients
 
     @property
     def number(self) -> int:
@@ -62,6 +63,7 @@ class Stepper:
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete
         number = self.number
+        self._gradients.begin(step)
         self._guard.computed(total)
         evaluations = self._evaluations
         if evaluations is None or not evaluations.count:  # an optimizer that searches may try what is not finite
@@ -79,8 +81,8 @@ class Stepper:
             raise explained or self._group.explain(error, f"the gradients of step {number}") from error
         if evaluations is not None:
             evaluations.computed(total, factor, count)
-        else:
-            step.computed(None if count is None else count * factor)
+        step.pending = True
+        self._gradients.add(step, None if count is None else count * factor)
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
@@ -88,10 +90,10 @@ class Stepper:
         entry, optimizer, parameters = self._models.stepped_by(optimizer)
         step = self._current()
         closures.check(entry, optimizer, step, closure, self.loss_scale is not None)
-        counts = step.claim(optimizer)
         if not step.completes_batch:
             self._feed.busy_since = time.perf_counter()
             return False
+        counts = self._gradients.counts_for(optimizer)
         self._profiler.enter("optimizer")
         self._reduce(parameters, counts)
         usable = self._usable(entry, parameters)
@@ -105,7 +107,7 @@ class Stepper:
                 with dividing(optimizer, divisor):
                     self._strategy.step(optimizer)
         self._note_learning_rate(entry, optimizer)
-        optimizer.zero_grad(set_to_none=True)
+        self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
         first = self._feed.count_step()
@@ -137,7 +139,7 @@ class Stepper:
         """The step under way; a loop that brings its own data has one from its first backward pass on."""
         feed = self._feed
         if feed.step is None or (feed.step.counted and feed.step.is_bare):
-            feed.step = Step()
+            feed.step = Step(self._strategy.shares)
         return feed.step
 
     def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:

@@ -33,9 +33,8 @@ def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: 
     """
     set_up(run, task, config, _ANY_LENGTH)
     drawing = next((each.split for each in datasets if isinstance(each, Part)), None)
-    lengths = Lengths(drawing.count if drawing is not None else None, {}, drawing)
+    lengths = Lengths(drawing.count if drawing is not None else None, {})
     run.load_weights(Path(after.run), after.step, {"lengths": lengths})
-    lengths.restored()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
 from lockstep.data.sources import check_stream, is_stream
-from lockstep.data.split import Part, split_dataset
+from lockstep.data.split import split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments
 from lockstep.train.early_stop import EarlyStopping, known_as, metric_value, unknown_metric
@@ -55,12 +55,9 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
     arguments = OptimizerArguments.of(config.optimizer)
     run.attach("optimizer arguments", arguments)
-    lengths = _lengths(datasets, config)
-    run.attach("lengths", lengths)
+    run.attach("lengths", _lengths(datasets, config))
     run.attach("run length", length)
-    if run.restore() and config.data.split:
-        lengths.restored()
-        order = order_of(task, config, datasets["train"])  # of the examples that the run has had from its beginning
+    run.restore()
     for name, optimizer in run.optimizers.items():
         scheduler = schedules[name].scheduler if name in schedules else None
         for change in arguments.apply(optimizer, scheduler):
@@ -212,10 +209,8 @@ def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
         return Lengths(None, {name: count for name, count in known.items() if count is not None})
     own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name.partition("/")[0])}
     split = [_length(each) or 0 for name, each in datasets.items() if name not in own]
-    train = datasets["train"]
-    drawing = train.split if isinstance(train, Part) else None
     counts = {name: count for name, count in own.items() if count is not None}
-    return Lengths(sum(split), counts, drawing)  # a split leaves nothing out
+    return Lengths(sum(split), counts)  # a split leaves nothing out
 
 
 def check_data(data: Any, name: str) -> None:

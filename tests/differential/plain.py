@@ -1,0 +1,145 @@
+"""Runs a program in plain PyTorch, on one process: what Lockstep has to compute on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from programs import Program, Source, build_models, build_source, computed, is_walked
+from torch import Tensor, nn
+
+from lockstep.data.orders import Sequential, Shuffled
+
+DECAY = 0.8
+
+
+class PlainSource:
+    """A position in a source: a loop that is left early continues there, and a batch counts when it was stepped on."""
+
+    def __init__(self, number: int, source: Source) -> None:
+        data: Any = build_source(number, source)
+        self._rows = torch.stack([row for (row,) in list(data)])
+        self._source = source
+        shuffles = source.shuffle and source.kind != "stream"
+        self._order = Shuffled(source.length, 0) if shuffles else Sequential(source.length)
+        self.epoch, self.batch = 0, 0
+
+    def batches(self) -> Iterator[tuple[int, Tensor]]:
+        for number in range(self.batch, self._source.batches):
+            size = self._source.batch_size
+            places = np.arange(number * size, min((number + 1) * size, self._source.length))
+            yield number, self._rows[torch.from_numpy(self._order.at(self.epoch, places))]
+
+    def leave(self, finished: bool) -> None:
+        if finished or self.batch == self._source.batches:
+            self.epoch, self.batch = self.epoch + 1, 0
+
+
+class Trainer:
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.models, self._optimizers = build_models(program)
+        self._sources = [PlainSource(*each) for each in enumerate(program.sources)]
+        self.averages: list[list[Tensor] | None] = [None for _ in self.models]
+        self.step, self.seen = 0, list[Any]()
+        self._counts: dict[tuple[int, int], int] = {}
+        self._has_quit = False
+        self._kept = self._gradients()  # as they were after the last step
+
+    def train(self) -> None:
+        for epoch in range(self._program.epochs):
+            for number, walk in enumerate(self._program.walks):
+                if is_walked(walk, epoch):
+                    self._walk(number)
+
+    def _walk(self, number: int) -> None:
+        walk = self._program.walks[number]
+        sources = [self._sources[each] for each in walk.sources]
+        finished = [False for _ in sources]
+        iterators = [each.batches() for each in sources]
+        taken: list[tuple[int, Tensor]] = []
+        while True:
+            last = taken
+            taken = []
+            for place, iterator in enumerate(iterators):
+                following = next(iterator, None)
+                if following is None:
+                    finished[place] = True
+                    break
+                taken.append(following)
+            if any(finished):
+                for place, (batch, _) in enumerate(last):
+                    finished[place] = finished[place] or batch == self._program.sources[walk.sources[place]].batches - 1
+                break
+            stepped = self._train_on(number, [batch for _, batch in taken])
+            if stepped is None:
+                break
+            self.seen.append([number, torch.cat([batch for _, batch in taken])[:, :2].int().tolist()])
+            if stepped:
+                self.step += 1
+                self._kept = self._gradients()
+                for source, (batch, _) in zip(sources, taken, strict=True):
+                    source.batch = batch + 1
+                if walk.leave and self.step % walk.leave == 0:
+                    break
+        for source, ended in zip(sources, finished, strict=True):
+            source.leave(ended)
+        if any(finished):
+            self._kept = self._gradients()  # what waits at the end of a pass is carried over
+
+    def _train_on(self, number: int, batches: list[Tensor]) -> bool | None:
+        """Whether any optimizer stepped; None where the loop is left."""
+        stepped = False
+        for place, loss in enumerate(self._program.walks[number].losses):
+            before = self._counts.get((number, place), 0)
+            if before % loss.every == 0:
+                for each in loss.steps:
+                    self._optimizers[each].zero_grad()
+                    self._kept[each] = [None for _ in self._kept[each]]
+            total, count = computed(loss, self.models, batches)
+            (total if count is None else total / count).backward()
+            if self._program.quit_at == self.step and not stepped and not self._has_quit:
+                self._has_quit = True
+                self._restore_gradients()
+                return None
+            self._counts[number, place] = before + 1
+            if (before + 1) % loss.every == 0:
+                for each in loss.steps:
+                    self._step(each)
+                stepped = True
+        return stepped
+
+    def _step(self, number: int) -> None:
+        parameters = list(self.models[number].parameters())
+        if self._program.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self._program.clip)
+        if self.averages[number] is None:
+            self.averages[number] = [each.detach().clone() for each in parameters]
+        self._optimizers[number].step()
+        self._optimizers[number].zero_grad()
+        averages = self.averages[number]
+        assert averages is not None
+        for average, parameter in zip(averages, parameters, strict=True):
+            average.lerp_(parameter.detach(), 1 - DECAY)
+
+    def _gradients(self) -> list[list[Tensor | None]]:
+        found = [[each.grad for each in model.parameters()] for model in self.models]
+        return [[None if one is None else one.clone() for one in each] for each in found]
+
+    def _restore_gradients(self) -> None:
+        for model, gradients in zip(self.models, self._kept, strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+
+
+def result(program: Program) -> dict[str, Any]:
+    trainer = Trainer(program)
+    trainer.train()
+    return {
+        "step": trainer.step,
+        "seen": trainer.seen,
+        "weights": [[each.tolist() for each in model.parameters()] for model in trainer.models],
+        "averages": [None if each is None else [one.tolist() for one in each] for each in trainer.averages],
+    }

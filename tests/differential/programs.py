@@ -1,0 +1,205 @@
+"""Small training loops as data: several models, optimizers, losses and sources, in every order that people write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+FEATURES = 3
+
+
+@dataclass(frozen=True)
+class Source:
+    kind: str  # tensors, list, subset or stream
+    length: int
+    batch_size: int
+    shuffle: bool
+    named: bool
+
+    @property
+    def batches(self) -> int:
+        return -(-self.length // self.batch_size)
+
+
+@dataclass(frozen=True)
+class Loss:
+    models: tuple[int, ...]  # the batch goes through one after the other
+    detach: bool  # before the last of them
+    mean: bool  # else a sum and a count, over unequal examples
+    steps: tuple[int, ...]  # the optimizers that step with it
+    every: int  # so many batches
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One inner loop of every epoch, or of some."""
+
+    sources: tuple[int, ...]  # two are walked together
+    epochs: str  # all, first or later
+    leave: int  # 0, or: break after a step whose number this divides
+    accumulate: int
+    losses: tuple[Loss, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    optimizers: tuple[str, ...]  # one for each model
+    clip: float | None
+    ema: bool
+    sources: tuple[Source, ...]
+    walks: tuple[Walk, ...]
+    epochs: int
+    quit_at: int  # before the step that would follow this one, a loop is left once
+    zero_grad: bool  # whether the loop keeps the zero_grad() of the plain one
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Program:
+        walks = tuple(
+            Walk(tuple(each["sources"]), each["epochs"], each["leave"], each["accumulate"],
+                 tuple(Loss(tuple(loss["models"]), loss["detach"], loss["mean"], tuple(loss["steps"]), loss["every"])
+                       for loss in each["losses"]))
+            for each in data["walks"]
+        )  # fmt: skip
+        sources = tuple(Source(**each) for each in data["sources"])
+        return cls(**{**data, "optimizers": tuple(data["optimizers"]), "sources": sources, "walks": walks})
+
+
+@dataclass(frozen=True)
+class Way:
+    """How Lockstep trains a program: on so many ranks, up to a step, then resumed on others."""
+
+    ranks: int
+    strategy: str
+    until: int | None = None
+
+
+# What both sides build
+
+
+def build_models(program: Program) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()).double() for _ in program.optimizers]
+    made: list[torch.optim.Optimizer] = []
+    for model, kind in zip(models, program.optimizers, strict=True):
+        parameters = list(model.parameters())
+        if kind == "adamw":
+            made.append(torch.optim.AdamW(parameters, lr=0.01, eps=1e-2))
+        else:
+            made.append(torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if kind == "momentum" else 0.0))
+    return list(models), made
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[row] for row in self._rows])
+
+
+def build_source(number: int, source: Source) -> Dataset[Any]:
+    """Every example holds its source and its index, then its features."""
+    features = torch.randn(source.length, FEATURES, generator=torch.Generator().manual_seed(number)).double()
+    indices = torch.arange(source.length).double().reshape(-1, 1)
+    rows = torch.cat([torch.full_like(indices, number), indices, features], 1)
+    if source.kind == "list":
+        return [[row] for row in rows]  # type: ignore[return-value]
+    if source.kind == "stream":
+        return Stream(list(rows))
+    if source.kind == "subset":
+        spare = torch.zeros(1, rows.shape[1]).double()
+        return Subset(TensorDataset(torch.cat([spare, rows])), range(1, source.length + 1))
+    return TensorDataset(rows)
+
+
+def computed(loss: Loss, models: Sequence[nn.Module], batches: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """A loss over the examples at hand: a mean, or a sum and a count."""
+    losses, counts = [], []
+    for batch in batches:
+        value = batch[:, 2:]
+        for place, number in enumerate(loss.models):
+            if loss.detach and place == len(loss.models) - 1:
+                value = value.detach()
+            value = models[number](value)
+        each = (value - 0.3).square().mean(1)
+        weights = torch.ones_like(each) if loss.mean else 1 + batch[:, 1] % 3
+        losses.append((each * weights).sum() if not loss.mean else each.mean())
+        counts.append(weights.sum())
+    return torch.stack(losses).sum(), None if loss.mean else torch.stack(counts).sum()
+
+
+def is_walked(walk: Walk, epoch: int) -> bool:
+    return {"all": True, "first": epoch == 0, "later": epoch > 0}[walk.epochs]
+
+
+# How they are drawn
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    models = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(2, 9), min_size=1, max_size=2))
+    sources = tuple(
+        Source(
+            kind=draw(st.sampled_from(["tensors", "tensors", "list", "subset", "stream"])),
+            length=draw(st.sampled_from(lengths)), batch_size=draw(st.integers(1, 4)), shuffle=draw(st.booleans()),
+            named=draw(st.booleans()),
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    )  # fmt: skip
+    zero_grad = draw(st.booleans())
+    walks = tuple(_walk(draw, models, len(sources), zero_grad) for _ in range(draw(st.integers(1, 3))))
+    return Program(
+        optimizers=tuple(draw(st.sampled_from(["sgd", "momentum", "adamw"])) for _ in range(models)),
+        clip=draw(st.sampled_from([None, None, 0.05])), ema=draw(st.booleans()), sources=sources, walks=walks,
+        epochs=draw(st.integers(1, 3)), quit_at=draw(st.sampled_from([-1, -1, 0, 1, 3])),
+        zero_grad=zero_grad,
+    )  # fmt: skip
+
+
+def _walk(draw: st.DrawFn, models: int, sources: int, zero_grad: bool) -> Walk:
+    chosen = tuple(draw(st.lists(st.integers(0, sources - 1), min_size=1, max_size=2, unique=True)))
+    losses = [_loss(draw, models) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
+    if not zero_grad:
+        # Then nothing but zero_grad() would say which losses of an optimizer are added up, and which are not.
+        stepped: set[int] = set()
+        kept = []
+        for loss in losses:
+            if not stepped.intersection(loss.steps):
+                kept.append(replace(loss, every=1))
+                stepped.update(loss.steps)
+        losses = kept
+    return Walk(
+        chosen,
+        epochs=draw(st.sampled_from(["all", "all", "all", "first", "later"])),
+        leave=draw(st.sampled_from([0, 0, 0, 2, 3])),
+        accumulate=draw(st.sampled_from([1, 1, 1, 2, 3])) if len(chosen) == 1 else 1,
+        losses=tuple(losses),
+    )
+
+
+def _loss(draw: st.DrawFn, models: int) -> Loss:
+    chosen = tuple(draw(st.lists(st.integers(0, models - 1), min_size=1, max_size=models, unique=True)))
+    detach = len(chosen) > 1 and draw(st.booleans())
+    reached = chosen[-1:] if detach else chosen
+    steps = tuple(draw(st.lists(st.sampled_from(reached), min_size=1, max_size=len(reached), unique=True)))
+    return Loss(chosen, detach, draw(st.booleans()), steps, draw(st.sampled_from([1, 1, 1, 2, 3])))
+
+
+@st.composite
+def ways(draw: st.DrawFn) -> tuple[Way, ...]:
+    found = []
+    for stops in [True] * draw(st.integers(0, 2)) + [False]:
+        ranks = draw(st.integers(1, 3))
+        strategy = draw(st.sampled_from(["auto", "fsdp"]))
+        found.append(Way(ranks, strategy, draw(st.integers(1, 8)) if stops else None))
+    return tuple(found)

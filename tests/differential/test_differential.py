@@ -1,0 +1,124 @@
+"""Random loops: what plain PyTorch computes on one process, Lockstep computes on any number of ranks, resumed anywhere.
+
+`make fuzz` tries 20,000 others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plain
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from pool import Pool
+from programs import Loss, Program, Source, Walk, Way, programs, ways
+
+EXAMPLES = int(os.environ.get("LOCKSTEP_LOOPS", "200"))
+CLOSE = 1e-7
+
+# What may be refused: nothing but zero_grad(), a name or a step could say what is meant.
+REFUSED = re.compile(
+    r"still hold gradients of a backward pass|cannot be told apart any more|losses of several batches were given as a "
+    r"sum|cannot be told from source|count differently|was left between two steps|are added up over several batches"
+)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    made = {ranks: Pool(ranks) for ranks in (1, 2, 3)}
+    yield made
+    for each in made.values():
+        each.close()
+
+
+def pool_of(ranks: int, pools: dict[int, Pool]) -> Pool:
+    """The ranks that are there, or others where a program has ended them."""
+    if pools[ranks].has_ended:
+        pools[ranks] = Pool(ranks)
+    return pools[ranks]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    base = tmp_path_factory.mktemp("loops")
+    return (base / str(number) for number in itertools.count())
+
+
+def trained(program: Program, chain: tuple[Way, ...], pools: dict[int, Pool], folder: Path) -> dict[str, Any] | None:
+    """What came of it over all starts; None where the program is refused."""
+    folder.mkdir()
+    seen: list[Any] = []
+    for way in chain:
+        job = {"program": program.to_dict(), "folder": str(folder), "strategy": way.strategy, "until": way.until}
+        found = pool_of(way.ranks, pools).train(job)
+        if "refused" in found:
+            assert REFUSED.search(found["refused"]), found["refused"]
+            return None
+        seen += found["seen"]
+        if not found["left"]:
+            return {**found, "seen": seen}
+    raise AssertionError("the last start of a chain comes to its end")
+
+
+def check(program: Program, chain: tuple[Way, ...], pools: dict[int, Pool], folder: Path) -> None:
+    found = trained(program, chain, pools, folder)
+    if found is None:
+        return
+    expected = plain.result(program)
+    assert found["step"] == expected["step"]
+    assert found["seen"] == expected["seen"]
+    for name in ("weights", "averages"):
+        for model, (mine, theirs) in enumerate(zip(found[name], expected[name], strict=True)):
+            if mine is not None and theirs is not None:
+                assert _flat(mine) == pytest.approx(_flat(theirs), rel=CLOSE, abs=CLOSE), f"{name} of model {model}"
+
+
+def _flat(value: Any) -> list[float]:
+    return [one for each in value for one in _flat(each)] if isinstance(value, list) else [value]
+
+
+A = Source("tensors", 8, 4, False, False)
+ONE = Loss((0,), False, True, (0,), 1)
+SIMPLE = Program(("sgd",), None, False, (A,), (Walk((0,), "all", 0, 1, (ONE,)),), 2, -1, True)
+GAN = (Loss((0, 1), True, True, (1,), 1), Loss((0, 1), False, True, (0,), 1))
+
+
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize="LOCKSTEP_LOOPS" not in os.environ, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(programs(), ways())
+@example(SIMPLE, (Way(2, "fsdp", 1), Way(3, "auto")))
+# Two sources of one type and length had one position; after a resume, one had that of another.
+@example(
+    replace(SIMPLE, sources=(A, A), walks=(Walk((0,), "all", 1, 1, (ONE,)), Walk((1,), "all", 0, 1, (ONE,)))),
+    (Way(1, "auto"),),
+)
+@example(
+    replace(SIMPLE, sources=(A, A), walks=(Walk((0,), "first", 0, 1, (ONE,)), Walk((1,), "all", 0, 1, (ONE,)))),
+    (Way(1, "auto", 5), Way(1, "auto")),
+)
+# A sum and a count were divided for one of two optimizers.
+@example(
+    replace(
+        SIMPLE, optimizers=("sgd", "sgd"), walks=(Walk((0,), "all", 0, 1, (Loss((0, 1), False, False, (0, 1), 1),)),)
+    ),
+    (Way(2, "auto"),),
+)
+# Under fsdp, a batch that was left half way left its gradients behind.
+@example(replace(SIMPLE, walks=(Walk((0,), "all", 0, 2, (ONE,)),), quit_at=0), (Way(2, "fsdp"),))
+# Without zero_grad, a discriminator was trained on the generator's loss.
+@example(
+    replace(SIMPLE, optimizers=("sgd", "sgd"), walks=(Walk((0,), "all", 0, 1, GAN),), zero_grad=False),
+    (Way(1, "auto"),),
+)
+def test_a_loop_computes_what_plain_torch_computes(
+    pools: dict[int, Pool], folders: Iterator[Path], program: Program, chain: tuple[Way, ...]
+) -> None:
+    check(program, chain, pools, next(folders))
