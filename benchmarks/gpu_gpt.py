@@ -204,7 +204,7 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
                     clock.ended(file, loss.item())
                     return
 
-    mesh = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}, "gather": case.gather}
+    mesh = {"type": "fsdp", "mesh": {"data": -1}, "gather": case.gather}
     strategy = mesh if case.way == "fsdp" else case.way
     with tempfile.TemporaryDirectory(prefix="gpu-gpt-run-") as folder:
         lockstep.launch(loop, processes=1, runtime="cpu" if tiny else "cuda", strategy=strategy, out=folder)

@@ -120,7 +120,7 @@ def _config(size: dict[str, int], ranks: int, runtime: str, folder: Path, notes:
         "task": {"type": f"{TASK}:Heavy", **size, "notes": str(notes), "on_gpu": runtime == "cuda"},
         "runtime": runtime,
         "processes": ranks,
-        "strategy": {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}},
+        "strategy": {"type": "fsdp", "mesh": {"data": -1}},
         "train": {"steps": size["steps"] + 1, "batch_size": 4},
         "data": {"pin_memory": False},
         "launch": {"share_devices": True, "threads": 1},

@@ -31,7 +31,7 @@ MOST_WRONG = 0.10
 
 IMAGES = {"image_size": 224, "examples": 512}
 TINY_IMAGES = {"image_size": 32, "examples": 64, "classes": 10}
-FSDP = {"strategy": {"type": "spmd", "preset": "fsdp"}}
+FSDP = {"strategy": "fsdp"}
 BY_BLOCKS = {"compile": "blocks"}
 AGAIN = {"recompute": "blocks"}
 
@@ -60,7 +60,7 @@ CASES = [
     Case("GPT 1.3 B, batch 32, fsdp, recompute, compile: blocks", "1.3b",
          {"batch_size": 32, **AGAIN, **BY_BLOCKS}, FSDP),
     Case("GPT 1.3 B, batch 16, fsdp, gather: bf16", "1.3b", {"batch_size": 16},
-         {"strategy": {"type": "spmd", "preset": "fsdp", "gather": "bf16"}}),
+         {"strategy": {"type": "fsdp", "gather": "bf16"}}),
     Case("ResNet-50, batch 128, float32", "resnet", {"batch_size": 128, "precision": "float32"}),
     Case("ResNet-50, batch 256", "resnet", {"batch_size": 256}),
     Case("ResNet-50, batch 128, compile", "resnet", {"batch_size": 128, "compile": True}),

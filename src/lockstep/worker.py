@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -393,9 +394,11 @@ def _meant(error: BaseException, group: Group) -> BaseException:
     """What an error means that came in the midst of the user's code, while the rank waited for others: where a model is
     spread over ranks, they meet in its forward pass."""
     at = group.activity.now
-    if not at.waits or not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError):
         return error
-    return group.explain(error, f"{at.doing} of step {at.step}")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    doing, waits = group.activity.locate(frames[::-1]) or (at.doing, at.waits)
+    return group.explain(error, f"{doing} of step {at.step}") if waits else error
 
 
 @contextlib.contextmanager

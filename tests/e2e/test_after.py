@@ -87,7 +87,7 @@ def test_evaluate_other_data_as_a_table(run: Path) -> None:
 
 def test_predict_writes_the_same_file_on_any_number_of_processes(run: Path, tmp_path: Path) -> None:
     before = files_of(run)
-    sharded = "strategy={type: spmd, preset: fsdp}"
+    sharded = "strategy=fsdp"
     ways: dict[str, list[str]] = {"one": ["-n", "1"], "two": ["-n", "2", "--set", "data.workers=1"],
                                   "parts": ["-n", "2", "--set", sharded]}  # fmt: skip
     for name, how in ways.items():

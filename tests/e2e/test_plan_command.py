@@ -13,7 +13,7 @@ from conftest import TASK_FILE, Finished, Project
 
 STACKED = {"type": f"{TASK_FILE}:Stacked", "layers": 4, "width": 64}
 ADAM = {"type": "torch.optim.AdamW", "lr": 0.001}
-FSDP = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}
+FSDP = {"type": "fsdp", "mesh": {"data": -1}}
 GPT = Path(__file__).parents[2] / "examples" / "gpt.yaml"
 
 
@@ -109,7 +109,7 @@ def test_what_is_exchanged_is_what_ranks_of_this_machine_exchange(project: Proje
     (project.folder / "tasks.py").write_text(Path(TASK_FILE).read_text())
     (project.folder / "counting.py").write_text(COUNTING)
     rules = {"*.inner.weight": ["model", None], "*.out.weight": [None, "model"]} if "model" in mesh else {}
-    strategy = {"type": "spmd", "mesh": mesh, "preset": "tensor" if rules else "fsdp", "shard": rules}
+    strategy = {"type": "tensor" if rules else "fsdp", "mesh": mesh, "shard": rules}
     config = project.config(
         task={"type": "counting.py:Counting", "layers": 3, "width": 16}, strategy=strategy, processes=2,
         train={"steps": 4, "batch_size": 12}, checkpoint={"every": None}, log={"every": "100 steps"},
@@ -187,7 +187,7 @@ class Reads(Tiny):
 """
 
 
-MESH = "strategy={type: spmd, mesh: {data: 2, model: 2}}"
+MESH = "strategy={type: tensor, mesh: {data: 2, model: 2}}"
 LINE = "reads.py:9 return loss if loss.item() > 0 else loss * 2: reads the value of a tensor"
 
 
@@ -229,7 +229,7 @@ def test_a_search_ends_in_a_config_that_trains(project: Project) -> None:
     )
     trained = project.run("train", best, "--out", "searched")
     assert trained.code == 0, trained.text
-    assert "preset: fsdp" in best.read_text()
+    assert "type: fsdp" in best.read_text()
 
 
 @pytest.mark.long
@@ -242,4 +242,4 @@ def test_advice_says_what_it_would_bring(project: Project) -> None:
     (plan,) = json.loads(finished.out)
     (copies,) = [each for each in plan["advice"] if each["text"].startswith("every device has all weights")]
     assert "*.*.inner.weight [192, 96]" in copies["text"] and copies["gib"] > 0
-    assert "strategy: {type: spmd, preset: fsdp} splits them over the 4" in copies["text"]
+    assert "strategy: fsdp splits them over the 4" in copies["text"]

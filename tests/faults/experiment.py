@@ -21,8 +21,8 @@ TASK_FILE = Path(__file__).parent / "faulty_task.py"
 # Two units each: a layer by itself, and the rest of the model.
 STRATEGIES: dict[str, Any] = {
     sabotage.DDP: "auto",
-    sabotage.FSDP: {"type": "spmd", "preset": "fsdp", "blocks": "hidden"},
-    sabotage.HSDP: {"type": "spmd", "preset": "hsdp", "mesh": {"replica": 2, "data": 2}, "blocks": "hidden"},
+    sabotage.FSDP: {"type": "fsdp", "blocks": "hidden"},
+    sabotage.HSDP: {"type": "hsdp", "mesh": {"replica": 2, "data": 2}, "blocks": "hidden"},
 }
 
 

@@ -57,10 +57,10 @@ class Setup:
 
     world_size: int
     workers: int
-    preset: str | None  # how the model is spread over the ranks; None: each has all of it
+    strategy: str | None  # how the model is spread over the ranks; None: each has all of it
 
     def __str__(self) -> str:
-        return f"{self.world_size} ranks{f' by {self.preset}' if self.preset else ''}, {self.workers} workers"
+        return f"{self.world_size} ranks{f' by {self.strategy}' if self.strategy else ''}, {self.workers} workers"
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Storm:
 
 def _config(place: Path, setup: Setup) -> Path:
     config = {
-        "strategy": {"type": "spmd", "preset": setup.preset} if setup.preset else "auto",
+        "strategy": setup.strategy or "auto",
         "name": "storm",
         "task": {"type": str(HERE / "storm_task.py") + ":Storm"},
         "runtime": "cpu",

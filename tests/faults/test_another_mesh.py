@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
         "fail_at": {"rank": 2, "step": 10, "how": "kill", "once": "killed"},
     },
     "processes": 3,
-    "strategy": {"type": "spmd", "preset": "fsdp"},
+    "strategy": "fsdp",
     "train": {"epochs": 3, "batch_size": 12},
     "checkpoint": {"every": "4 steps"},
     "optimizer": {"type": "torch.optim.AdamW", "lr": 0.01},
@@ -68,10 +68,8 @@ def seen(folder: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("processes", "strategy"),
     [
-        pytest.param(2, "{type: spmd, preset: fsdp}", id="fsdp on 2"),
-        pytest.param(
-            4, "{type: spmd, preset: hsdp, mesh: {replica: 2, data: 2}}", id="hsdp 2x2", marks=pytest.mark.long
-        ),
+        pytest.param(2, "fsdp", id="fsdp on 2"),
+        pytest.param(4, "{type: hsdp, mesh: {replica: 2, data: 2}}", id="hsdp 2x2", marks=pytest.mark.long),
         pytest.param(2, "ddp", id="ddp on 2", marks=pytest.mark.long),
     ],
 )

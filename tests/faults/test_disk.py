@@ -14,7 +14,7 @@ from conftest import TASK_FILE, Project, small_file_system, steps_saved
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 
-FSDP = {"type": "spmd", "preset": "fsdp"}
+FSDP = "fsdp"
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_diverging_again_is_not_worth_a_restart(project: Project) -> None:
     [
         ("ddp", "the gradients of step 3"),
         pytest.param(
-            {"type": "spmd", "preset": "fsdp"},
+            "fsdp",
             "the parameters of the model of step 3",
             marks=pytest.mark.long,
             id="fsdp",

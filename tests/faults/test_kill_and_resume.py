@@ -24,8 +24,8 @@ HARD: dict[str, Any] = {
 }
 
 
-FSDP = {"type": "spmd", "preset": "fsdp"}
-HSDP = {"type": "spmd", "preset": "hsdp", "mesh": {"replica": 2, "data": 2}}
+FSDP = "fsdp"
+HSDP = {"type": "hsdp", "mesh": {"replica": 2, "data": 2}}
 
 
 def task(sleep: float = 0.0, **rest: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def assert_same_end(run: Path, reference: Path) -> None:
         pytest.param(1, 2, FSDP, marks=pytest.mark.long),
         pytest.param(0, 4, HSDP, marks=pytest.mark.long),
     ],
-    ids=lambda each: each["preset"] if isinstance(each, dict) else str(each),
+    ids=lambda each: each["type"] if isinstance(each, dict) else str(each),
 )
 def test_sigkill_of_a_rank_in_mid_epoch(project: Project, processes: int, workers: int, strategy: Any) -> None:
     data = {"split": {"train": 0.8, "val": 0.2}, "workers": workers}

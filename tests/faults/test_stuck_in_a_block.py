@@ -16,7 +16,7 @@ TASK = Path(__file__).parent / "block_task.py"
     [
         ("forward", "the forward pass of layers.b", "the parameters of layers.c"),
         pytest.param("backward", "the backward pass of layers.b", "the gradients of layers.b", marks=pytest.mark.long),
-        pytest.param("loss", "loss", "the parameters of the model", marks=pytest.mark.long),
+        pytest.param("loss", "loss", "the parameters of layers.c", marks=pytest.mark.long),
         pytest.param("validation", "validation", "the parameters of the model", marks=pytest.mark.long),
     ],
 )
@@ -25,7 +25,7 @@ def test_a_rank_that_hangs_is_named_with_the_block_and_what_others_wait_for(
 ) -> None:
     config = project.config(
         task={"type": f"{TASK}:Stuck", "where": where},
-        strategy={"type": "spmd", "preset": "fsdp"},
+        strategy="fsdp",
         train={"steps": 6, "batch_size": 12, "clip_norm": 1.0},
         validation={"every": "3 steps"},
         watch={"stall_after": "3 s", "first_time": "6 s"},

@@ -15,7 +15,7 @@ import lockstep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-STRATEGIES: list[Any] = ["single", "ddp", {"type": "spmd", "preset": "fsdp"}]
+STRATEGIES: list[Any] = ["single", "ddp", "fsdp"]
 
 
 def launched(folder: Path, strategy: Any, **how: Any) -> dict[str, Any]:

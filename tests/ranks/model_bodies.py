@@ -186,9 +186,11 @@ class HalfUsed(nn.Module):
 
 
 def unused_parameters(run: lockstep.Run) -> None:
+    """Two backward passes in a step, neither of which reaches all parameters."""
     model = HalfUsed()
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for inputs, targets in run.batches(points(), 10):
+        run.backward(F.mse_loss(run.model(inputs), targets))
         run.backward(F.mse_loss(run.model(inputs), targets))
         run.step()
 

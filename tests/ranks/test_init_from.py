@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pretrained_bodies as bodies
 import pytest
@@ -14,7 +13,7 @@ import lockstep
 from lockstep.errors import LockstepError
 
 launch = partial(lockstep.launch, processes=2, runtime="cpu", launch={"timeout": 30})
-FSDP: dict[str, Any] = {"type": "spmd", "preset": "fsdp"}
+FSDP = "fsdp"
 
 
 def test_all_ranks_begin_with_the_same_weights_under_every_strategy(tmp_path: Path) -> None:

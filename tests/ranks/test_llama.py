@@ -20,9 +20,9 @@ RULES = {
     "lm_head.weight": ["model", None],
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp-2": (2, {"preset": "fsdp"}),
-    "tensor-2": (2, {"preset": "tensor", "mesh": {"model": 2}, "shard": RULES}),
-    "fsdp-tensor-2x2": (4, {"preset": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": RULES}),
+    "fsdp-2": (2, {"type": "fsdp"}),
+    "tensor-2": (2, {"type": "tensor", "mesh": {"model": 2}, "shard": RULES}),
+    "fsdp-tensor-2x2": (4, {"type": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": RULES}),
 }
 
 
@@ -33,7 +33,7 @@ def test_llama_is_trained_as_on_one_process(mesh: str, tmp_path: Path) -> None:
     (alone,) = launch(llama_bodies.trained, processes=1)
     processes, strategy = MESHES[mesh]
     body = partial(llama_bodies.trained, recompute="blocks" if "fsdp" in mesh else None)
-    first, *_ = launch(body, processes=processes, strategy={"type": "spmd", **strategy})
+    first, *_ = launch(body, processes=processes, strategy=strategy)
     assert first.keys() == alone.keys()
     for name, weights in first.items():
         assert weights == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
@@ -42,7 +42,7 @@ def test_llama_is_trained_as_on_one_process(mesh: str, tmp_path: Path) -> None:
 def test_transformers_opens_what_several_ranks_have_written(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
-    fsdp = {"type": "spmd", "preset": "fsdp"}
+    fsdp = "fsdp"
     first, _ = lockstep.launch(llama_bodies.trained, processes=2, runtime="cpu", folder=tmp_path / "run", strategy=fsdp)
     opened = tmp_path / "opened"
     llama_bodies.config().save_pretrained(opened)

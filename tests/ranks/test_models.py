@@ -44,7 +44,7 @@ def test_two_models_are_the_same_on_one_and_three_ranks(tmp_path: Path) -> None:
 
 def test_a_batch_that_was_left_half_way_leaves_the_replicas_equal(tmp_path: Path) -> None:
     (alone,) = launch(model_bodies.left_half_way, processes=1, out=tmp_path)
-    for strategy in ("ddp", {"type": "spmd", "preset": "fsdp"}):
+    for strategy in ("ddp", "fsdp"):
         first, second = launch(model_bodies.left_half_way, processes=2, out=tmp_path, strategy=strategy)
         assert first == second and same(first, alone)
 
@@ -68,11 +68,12 @@ def test_other_methods_of_a_model_work_through_its_wrapper(tmp_path: Path) -> No
     assert (first["code"], first["width"]) == (2, 2)
 
 
-def test_parameters_without_a_gradient_are_named_with_the_remedy(tmp_path: Path) -> None:
+def test_parameters_without_a_gradient_are_named_with_the_backward_pass_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
         launch(model_bodies.unused_parameters, processes=2, out=tmp_path)
     assert "unused.weight, unused.bias: no gradient on rank" in str(failed.value)
-    assert "find_unused_parameters: true" in str(failed.value)
+    assert "in backward pass 1 of this step" in str(failed.value)
+    assert "call run.backward once, or set strategy.find_unused_parameters: true" in str(failed.value)
 
 
 def test_a_batch_size_that_the_ranks_do_not_divide_trains_the_same(tmp_path: Path) -> None:

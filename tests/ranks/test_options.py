@@ -78,9 +78,7 @@ def test_a_run_that_compresses_gradients_goes_on_bit_for_bit(tmp_path: Path, hoo
     assert_equal(run(functools.partial(option_bodies.train))[0], whole)
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp", marks=pytest.mark.long), {"type": "spmd", "preset": "fsdp"}], ids=["ddp", "fsdp"]
-)
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"], ids=["ddp", "fsdp"])
 def test_an_average_is_the_same_on_any_number_of_ranks(tmp_path: Path, strategy: Any) -> None:
     def measured(processes: int, strategy: Any) -> dict[str, float]:
         found: list[dict[str, float]] = lockstep.launch(

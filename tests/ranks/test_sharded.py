@@ -25,15 +25,14 @@ STAYING_SPLIT = {
     "layers.*.down.weight": {"spec": [None, "model"], "activations": "split"},
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp-1": (1, {"preset": "fsdp"}),
-    "fsdp-3": (3, {"preset": "fsdp", "blocks": "layers.*"}),
-    "fsdp-4": (4, {"preset": "fsdp"}),
-    "replicas-2": (2, {}),
-    "hsdp-2x2": (4, {"preset": "hsdp", "mesh": {"data": 2, "replica": 2}}),
-    "tensor-2": (2, {"preset": "tensor", "mesh": {"model": 2}, "shard": COLUMNS_AND_ROWS}),
-    "tensor-2-split": (2, {"mesh": {"model": 2}, "shard": STAYING_SPLIT}),
-    "fsdp-tensor-2x2": (4, {"preset": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": COLUMNS_AND_ROWS}),
-    "data-tensor-2x2": (4, {"mesh": {"model": 2, "data": 2}, "shard": STAYING_SPLIT}),
+    "fsdp-1": (1, {"type": "fsdp"}),
+    "fsdp-3": (3, {"type": "fsdp", "blocks": "layers.*"}),
+    "fsdp-4": (4, {"type": "fsdp"}),
+    "hsdp-2x2": (4, {"type": "hsdp", "mesh": {"data": 2, "replica": 2}}),
+    "tensor-2": (2, {"type": "tensor", "mesh": {"model": 2}, "shard": COLUMNS_AND_ROWS}),
+    "tensor-2-split": (2, {"type": "tensor", "mesh": {"model": 2}, "shard": STAYING_SPLIT}),
+    "fsdp-tensor-2x2": (4, {"type": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": COLUMNS_AND_ROWS}),
+    "data-tensor-2x2": (4, {"type": "tensor", "mesh": {"model": 2, "data": 2}, "shard": STAYING_SPLIT}),
 }
 SHORT = ("fsdp-3", "fsdp-tensor-2x2")
 
@@ -56,13 +55,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_mesh_gives_the_answer_of_one_process(mesh: str, alone: dict[str, Any], tmp_path: Path) -> None:
     """Token means, short batches, parts without an exchange, clipping by the true norm, groups, tied and frozen."""
     processes, strategy = MESHES[mesh]
-    ranks = launch(sharded_bodies.trained, processes=processes, out=tmp_path, strategy={"type": "spmd", **strategy})
+    ranks = launch(sharded_bodies.trained, processes=processes, out=tmp_path, strategy=strategy)
     for found in ranks:
         assert found["first"] == alone["first"], "initial weights are those of one process, bit for bit"
         assert found["tied"] and found["step"] == alone["step"]
         assert same(found["weights"], alone["weights"])
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-    if "fsdp" in strategy.get("preset", ""):
+    if strategy["type"] == "fsdp":
         most = max(found["parts"] for found in ranks)
         assert most < alone["parts"] / processes * 1.15, "a rank keeps its part, and no more"
 
@@ -71,16 +70,16 @@ def test_a_mesh_gives_the_answer_of_one_process(mesh: str, alone: dict[str, Any]
 def test_bf16_is_computed_as_under_ddp(tmp_path: Path) -> None:
     body = partial(sharded_bodies.trained, precision="bf16")
     by_ddp = launch(body, processes=2, out=tmp_path / "ddp", strategy="ddp")
-    split = launch(body, processes=2, out=tmp_path / "fsdp", strategy={"type": "spmd", "preset": "fsdp"})
+    split = launch(body, processes=2, out=tmp_path / "fsdp", strategy="fsdp")
     assert same(split[0]["weights"], by_ddp[0]["weights"], rel=1e-3, abs=1e-4)
-    strategy = {"type": "spmd", "preset": "fsdp", "gather": "bf16"}
+    strategy = {"type": "fsdp", "gather": "bf16"}
     rounded = launch(body, processes=2, out=tmp_path / "gather", strategy=strategy)
     assert rounded[0]["loss"] == pytest.approx(by_ddp[0]["loss"], rel=1e-2)
     assert rounded[0]["weights"] != split[0]["weights"]
 
 
 def test_methods_frozen_models_and_steps_that_are_skipped(tmp_path: Path) -> None:
-    fsdp = {"type": "spmd", "preset": "fsdp"}
+    fsdp = "fsdp"
     (alone,) = launch(sharded_bodies.in_unusual_ways, processes=1, out=tmp_path)
     ranks = launch(sharded_bodies.in_unusual_ways, processes=2, out=tmp_path, strategy=fsdp)
     assert [found["without_memory"] for found in ranks] == [False, True], "only rank 0 ever holds the whole model"
@@ -92,7 +91,7 @@ def test_methods_frozen_models_and_steps_that_are_skipped(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_optimizers_that_work_on_each_number_take_parts_of_parameters(tmp_path: Path) -> None:
     (alone,) = launch(sharded_bodies.optimizers, processes=1, out=tmp_path)
-    mesh = {"type": "spmd", "preset": "fsdp", "mesh": {"data": 1, "model": 2}, "shard": {"up.weight": ["model", None]}}
+    mesh = {"type": "fsdp", "mesh": {"data": 1, "model": 2}, "shard": {"up.weight": ["model", None]}}
     first, _ = launch(sharded_bodies.optimizers, processes=2, out=tmp_path, strategy=mesh)
     for name, weights in first.items():
         assert same(weights, alone[name]), name
@@ -100,9 +99,7 @@ def test_optimizers_that_work_on_each_number_take_parts_of_parameters(tmp_path: 
 
 def test_a_model_that_is_never_whole_anywhere(tmp_path: Path) -> None:
     (alone,) = launch(sharded_bodies.made_without_memory, processes=1, out=tmp_path)
-    first, second = launch(
-        sharded_bodies.made_without_memory, processes=2, out=tmp_path, strategy={"type": "spmd", "preset": "fsdp"}
-    )
+    first, second = launch(sharded_bodies.made_without_memory, processes=2, out=tmp_path, strategy="fsdp")
     assert first["first"] == second["first"] == alone["first"]
     assert same(first["weights"], alone["weights"]) and first["weights"] == second["weights"]
 
@@ -110,8 +107,8 @@ def test_a_model_that_is_never_whole_anywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "strategy", "message"),
     [
-        ("LBFGS", {}, "optimizer: LBFGS cannot step parameters that strategy: spmd splits.*AdamW, Adam, SGD"),
-        ("OwnRprop", {}, "optimizer: OwnRprop cannot step parameters that strategy: spmd splits.*index_put_.*AdamW"),
+        ("LBFGS", {}, "optimizer: LBFGS cannot step parameters that strategy: fsdp splits.*AdamW, Adam, SGD"),
+        ("OwnRprop", {}, "optimizer: OwnRprop cannot step parameters that strategy: fsdp splits.*index_put_.*AdamW"),
         ("sparse", {}, r"0\.weight: sparse gradients cannot be split over a mesh.*sparse=False"),
         ("", {"blocks": "layer.*"}, r"strategy.blocks: layer.\*: no module .* the nearest are layers"),
         ("", {"meshes": {"wide": {"data": 1}}, "shard": {"odd": {"spec": [None, None], "mesh": "wide"}}},
@@ -125,12 +122,12 @@ def test_what_cannot_be_split_is_refused_by_name(
     with pytest.raises(lockstep.errors.ConfigError, match=message):
         launch(
             partial(sharded_bodies.refused, what=what), processes=1, out=tmp_path,
-            strategy={"type": "spmd", "preset": "fsdp", **strategy},
+            strategy={"type": "fsdp", **strategy},
         )  # fmt: skip
 
 
 @pytest.mark.long
 def test_a_mesh_of_ranks_that_exchange_through_the_host(alone: dict[str, Any], tmp_path: Path) -> None:
-    mesh = {"type": "spmd", "preset": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": COLUMNS_AND_ROWS}
+    mesh = {"type": "fsdp", "mesh": {"data": 2, "model": 2}, "shard": COLUMNS_AND_ROWS}
     for found in launch(through_host_bodies.trained, processes=4, out=tmp_path, strategy=mesh):
         assert found["first"] == alone["first"] and same(found["weights"], alone["weights"])

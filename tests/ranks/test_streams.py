@@ -117,7 +117,7 @@ def test_ranks_exchange_counts_for_many_batches_at_once() -> None:
 
 def test_ranks_that_compute_the_same_share_read_the_same(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards")
-    mesh = {"type": "spmd", "mesh": {"data": 1, "model": 2}, "shard": {"weight": ["model", None]}}
+    mesh = {"type": "tensor", "mesh": {"data": 1, "model": 2}, "shard": {"weight": ["model", None]}}
     one, two = launch(partial(stream_bodies.walk, folder=shards, stop=2), processes=2, folder=tmp_path, strategy=mesh)
     assert one == two and len(one) == 24
 

@@ -43,8 +43,8 @@ def expected(run: Path, data: Any) -> dict[str, Any]:
         (3, {}),
         pytest.param(2, {}, marks=pytest.mark.long),
         pytest.param(3, {"validate": {"batch_size": 7, "on": "rank0"}}, marks=pytest.mark.long),
-        pytest.param(2, {"strategy": {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}}, marks=pytest.mark.long),
-        pytest.param(4, {"strategy": {"type": "spmd", "mesh": {"data": 2, "model": 2}, "preset": "tensor",
+        pytest.param(2, {"strategy": {"type": "fsdp", "mesh": {"data": -1}}}, marks=pytest.mark.long),
+        pytest.param(4, {"strategy": {"type": "tensor", "mesh": {"data": 2, "model": 2},
                          "shard": {"0.weight": ["model", None]}}}, marks=pytest.mark.long),
     ],
 )  # fmt: skip

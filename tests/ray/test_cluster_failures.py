@@ -16,7 +16,7 @@ from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 SLOW = 0.1
-FSDP = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}
+FSDP = {"type": "fsdp", "mesh": {"data": -1}}
 Keep = Callable[[list[tuple[str, ...]]], None]
 
 

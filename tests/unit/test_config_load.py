@@ -156,8 +156,8 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("scheduler: {type: linear, power: 2}", "scheduler: power: 2 is for type: polynomial, but the type is linear"),
         ("optimizer: {type: AdamW, groups: [{lr: 1}]}", "optimizer.groups[0].match: missing"),
         (
-            "strategy: {type: spmd, static_graph: true}",
-            "strategy: static_graph is for strategy: ddp, but the strategy is spmd",
+            "strategy: {type: fsdp, static_graph: true}",
+            "strategy: static_graph is for strategy: ddp, but the strategy is fsdp",
         ),
         (
             "strategy: {comm_hook: bf16}",
@@ -173,7 +173,10 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("seed: -1", "seed: input should be greater than or equal to 0, got -1"),
         ("seed: true", "seed: input should be a valid integer, got True"),
         ("runtime: tpu", "runtime: must be one of auto, cpu, cuda or xla"),
-        ("strategy: ddpp", "strategy: must be one of auto, single, ddp, threads or spmd; did you mean ddp?"),
+        (
+            "strategy: ddpp",
+            "strategy: must be one of auto, single, ddp, fsdp, hsdp, tensor, threads or spmd; did you mean ddp?",
+        ),
         ("data: {workers: -1}", "data.workers: input should be greater than or equal to 0, got -1"),
         ("data: {prefetch: 2}", "data: prefetch: 2 needs workers to do it; set data.workers to 1 or more"),
         ("data: {shuffle: 'yes'}", "data.shuffle: input should be a valid boolean, got 'yes'"),

@@ -119,3 +119,28 @@ def test_a_model_without_memory_has_no_frozen_weights_to_be_known_again_by(new_r
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"set checkpoint.save: all"):
         digest_of(model, ["weight"], Activity())
+
+
+def test_a_teacher_that_nobody_trains_is_placed_and_known_by_its_digest(
+    new_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    def distilled(run: Run, steps: int, seed: int = 1) -> Run:
+        model = base()
+        run.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        teacher = run.setup(base(seed).requires_grad_(False).eval(), name="teacher")
+        run.restore()
+        for (batch,) in run.batches(DATA, 4):
+            run.backward((run.model(batch) - teacher(batch)).square().mean())
+            run.step()
+            if run.progress.step == steps:
+                break
+        run.checkpoint()
+        return run
+
+    distilled(new_run(), 2)
+    assert {name for name in saved_names(tmp_path, 2) if name.startswith("teacher.")} == {
+        "teacher.1.running_mean", "teacher.1.running_var", "teacher.1.num_batches_tracked"
+    }  # fmt: skip
+    assert distilled(new_run(), 4).progress.step == 4
+    with pytest.raises(ConfigError, match=r"'teacher' .* other frozen weights than the model has now"):
+        distilled(new_run(), 6, seed=2)

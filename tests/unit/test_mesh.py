@@ -15,12 +15,12 @@ from lockstep.strategy.rules import shard_rules
 PARAMETERS = {"conv.weight": (32, 1, 3, 3), "fc1.weight": (128, 64), "fc1.bias": (128,), "fc2.weight": (10, 128)}
 
 
-def spmd(**values: Any) -> Strategy:
+def strategy(**values: Any) -> Strategy:
     return Strategy.model_validate({"type": "spmd", **values})
 
 
 def split(devices: int = 8, **values: Any) -> dict[str, Sharding]:
-    settings = spmd(**values)
+    settings = strategy(**values)
     return shardings(PARAMETERS, resolve_meshes(settings, devices), settings, settings.shard)
 
 
@@ -37,7 +37,7 @@ def split(devices: int = 8, **values: Any) -> dict[str, Sharding]:
     ],
 )
 def test_a_mesh_is_worked_out(mesh: Any, devices: int, expected: dict[str, int]) -> None:
-    assert resolve_meshes(spmd(mesh=mesh), devices) == {MAIN: expected}
+    assert resolve_meshes(strategy(mesh=mesh), devices) == {MAIN: expected}
 
 
 @pytest.mark.requirement("P03")
@@ -51,7 +51,7 @@ def test_a_mesh_is_worked_out(mesh: Any, devices: int, expected: dict[str, int])
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_the_numbers(mesh: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_meshes(spmd(mesh=mesh), 8)
+        resolve_meshes(strategy(mesh=mesh), 8)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_numbers(mesh: Any, message
         ({"type": "spmd", "mesh": {}}, "a mesh needs at least one axis"),
         ({"type": "spmd", "mesh": {"data": 0}}, "the size of an axis is 1 or more, or -1"),
         ({"type": "spmd", "mesh": {"data": -1, "model": -1}}, "only one axis can be -1"),
-        ({"type": "ddp", "mesh": {"data": 2}}, "mesh is for strategy: spmd, but the strategy is ddp"),
-        ({"type": "threads", "preset": "fsdp"}, "preset is for strategy: spmd"),
+        ({"type": "ddp", "mesh": {"data": 2}}, "mesh is for strategy: fsdp, hsdp or tensor, but the strategy is ddp"),
     ],
 )
 def test_a_mesh_that_makes_no_sense_is_refused_by_the_config(strategy: Any, message: str) -> None:
@@ -74,7 +73,7 @@ def test_rules_go_by_patterns_and_the_first_that_matches_counts() -> None:
     rules = {"fc1.weight": ["data", "model"], "*.weight": {"spec": ["model", None, None, None], "mesh": "wide"}}
     meshes = {"wide": {"data": 4, "model": 2}}
     only_conv = {"conv.weight": PARAMETERS["conv.weight"], "fc1.weight": PARAMETERS["fc1.weight"]}
-    settings = spmd(mesh={"data": 4, "model": 2}, meshes=meshes, shard=rules)
+    settings = strategy(mesh={"data": 4, "model": 2}, meshes=meshes, shard=rules)
     assert shardings(only_conv, resolve_meshes(settings, 8), settings, settings.shard) == {
         "fc1.weight": Sharding(MAIN, ("data", "model")),
         "conv.weight": Sharding("strategy.meshes.wide", ("model", None, None, None)),
@@ -105,7 +104,7 @@ def test_a_rule_that_does_not_fit_is_refused_by_name(rules: Any, message: str) -
 
 
 def test_fsdp_splits_large_parameters_along_their_longest_dimension_that_divides() -> None:
-    found = split(preset="fsdp")
+    found = split(type="fsdp")
     assert found == {
         "fc1.weight": Sharding(MAIN, ("data", None)),
         "fc2.weight": Sharding(MAIN, (None, "data")),
@@ -115,15 +114,15 @@ def test_fsdp_splits_large_parameters_along_their_longest_dimension_that_divides
     assert fully_sharded((64, 64), {"model": 8}) is None  # no data axis
 
 
-def test_a_rule_comes_before_the_preset() -> None:
-    found = split(preset="fsdp", mesh={"data": 4, "model": 2}, shard={"fc1.weight": [None, "model"]})
-    assert found["fc1.weight"].spec == ("data", "model"), "the preset takes a dimension that the rule leaves whole"
+def test_a_rule_comes_before_fsdp() -> None:
+    found = split(type="fsdp", mesh={"data": 4, "model": 2}, shard={"fc1.weight": [None, "model"]})
+    assert found["fc1.weight"].spec == ("data", "model"), "fsdp takes a dimension that the rule leaves whole"
     assert found["fc2.weight"].spec == (None, "data")
 
 
-def test_the_tensor_preset_needs_rules() -> None:
-    with pytest.raises(ConfigError, match=r"strategy\.preset: tensor splits by rules, and there are none"):
-        split(preset="tensor")
+def test_tensor_needs_rules() -> None:
+    with pytest.raises(ConfigError, match=r"strategy: tensor splits by rules, and there are none"):
+        split(type="tensor")
 
 
 def test_batches_are_spread_over_data_alone() -> None:

@@ -40,26 +40,26 @@ def test_copies_of_ddp_are_told_by_name() -> None:
     assert found.gib == pytest.approx(8 * 15 / 16)  # 2 of weights, 2 of gradients, 4 of Adam's
 
 
-SPMD = {"type": "spmd", "mesh": {"data": 4, "model": 4}, "preset": "tensor", "shard": {"blocks.*": ["model", None]}}
+TENSOR = {"type": "tensor", "mesh": {"data": 4, "model": 4}, "shard": {"blocks.*": ["model", None]}}
 
 
 def test_what_no_rule_splits_is_told_by_name() -> None:
     """Of two matrices of a GiB, a rule splits one over four places; the other is whole."""
     weights = [Weight("tokens.weight", 1, [65536, 4096], [65536, 4096], GIB, GIB, True),
                Weight("blocks.*.out.weight", 16, [4096, 4096], [1024, 4096], GIB // 16, GIB // 64, True)]  # fmt: skip
-    found = told(plan(weights=weights, mesh={"data": 4, "model": 4}), config(strategy=SPMD))
+    found = told(plan(weights=weights, mesh={"data": 4, "model": 4}), config(strategy=TENSOR))
     whole = one(found, "what no rule splits")
     assert "tokens.weight" in whole.text and "blocks" not in whole.text and whole.gib == pytest.approx(4 * 15 / 16)
     assert one(found, "what the rules split is there 4 times").gib == pytest.approx(1 * 3 / 4)
-    for preset in ("fsdp",):
-        split = told(plan(weights=weights, mesh={"data": 4, "model": 4}), config(strategy={**SPMD, "preset": preset}))
+    for type in ("fsdp",):
+        split = told(plan(weights=weights, mesh={"data": 4, "model": 4}), config(strategy={**TENSOR, "type": type}))
         assert not [each for each in split if "rule" in each.text]
 
 
 def test_a_first_dimension_that_is_shorter_than_the_axis_is_told() -> None:
     weights = [Weight("head.weight", 1, [2, 2**27], [1, 2**27], GIB, GIB // 2, True)]
     made = plan(weights=weights, weights_bytes=GIB, optimizer_bytes=2 * GIB)
-    found = one(told(made, config(strategy={"type": "spmd", "preset": "fsdp"})), "head.weight [2, 134217728]")
+    found = one(told(made, config(strategy="fsdp")), "head.weight [2, 134217728]")
     assert "2 places for 16 devices" in found.text and found.gib == pytest.approx(4 * (1 / 2 - 1 / 16))
 
 
@@ -70,7 +70,7 @@ def test_offload_is_for_those_who_are_short_of_memory() -> None:
         assert "offload: true" in overrides[0]
         return step(peak=6 * GIB, host_bytes=8 * GIB)
 
-    found = one(told(plan(), trace=trace), "strategy: {type: spmd, preset: fsdp, offload: true}")
+    found = one(told(plan(), trace=trace), "strategy: {type: fsdp, offload: true}")
     assert "needs 6 GiB instead of 12" in found.text and "8 GiB for each device" in found.text and found.gib == 6
     roomy = plan(peak=9 * GIB)
     assert not [each for each in told(roomy, trace=trace) if "offload" in each.text]

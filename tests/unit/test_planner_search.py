@@ -44,7 +44,7 @@ class Table:
         mesh = given["strategy"].get("mesh", {"data": self.target.count})
         count = self.target.count
         copies = {"fsdp": 1, "hsdp": mesh.get("replica", 1), "tensor": mesh["data"]}.get(
-            given["strategy"].get("preset"), count
+            given["strategy"]["type"], count
         )
         weights = self.model * copies / count
         held = self.activations / count / given["train.accumulate"] / (4 if given["train.recompute"] else 1)
@@ -104,7 +104,7 @@ def test_axes_that_a_task_has_rules_for_are_tried_within_hosts() -> None:
 
 def test_rules_of_the_config_go_along_where_the_mesh_has_their_axes() -> None:
     rules = {"a.*": ["model", None], "b.*": ["expert", None]}
-    own = config(type="spmd", mesh={"data": 2, "model": 2, "expert": 2}, shard=rules, preset="tensor")
+    own = config(type="tensor", mesh={"data": 2, "model": 2, "expert": 2}, shard=rules)
     found = searched(Table(ONE_HOST, 1, 1, ["expert", "model"]), own)
     strategies = {each.way.title: each.way.values["strategy"] for each in found}
     assert set(strategies["fsdp 4 x 2 model"]["shard"]) == {"a.*"}
@@ -152,7 +152,7 @@ def test_the_best_is_written_with_its_processes_on_all_hosts(tmp_path: Path) -> 
     own = with_values(config(), {"processes": 1})
     write(own, searched(table, own)[0], TWO_HOSTS, tmp_path / "best.yaml")
     written = load(tmp_path / "best.yaml")
-    assert written.processes == 16 and written.strategy.preset == "fsdp" and written.strategy.mesh == {"data": 16}
+    assert written.processes == 16 and written.strategy.type == "fsdp" and written.strategy.mesh == {"data": 16}
 
 
 @pytest.mark.parametrize("price", [None, 2.0])

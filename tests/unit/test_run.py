@@ -303,3 +303,17 @@ def test_what_a_run_has_no_need_of_is_not_imported() -> None:
     code = f"import sys, lockstep.worker, lockstep.train.trainer; print([m for m in {heavy} if m in sys.modules])"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "[]"
+
+
+def test_an_optimizer_that_needs_a_closure_says_so_and_what_it_cannot_be_combined_with(new_run: Runs) -> None:
+    run, model = new_run(), nn.Linear(1, 1)
+    model, optimizer = run.setup(model, torch.optim.LBFGS(model.parameters()), on_nan="skip")
+    run.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(ConfigError, match=r"LBFGS computes the loss itself.*run.step\(optimizer, closure\)"):
+        run.step()
+    with pytest.raises(ConfigError, match=r"LBFGS evaluates a closure .* cannot be used with on_nan: skip"):
+        run.step(optimizer, lambda: None)
+    run, model = new_run(), nn.Linear(1, 1)
+    model, optimizer = run.setup(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match=r"the closure called run\.backward 0 times"):
+        run.step(optimizer, lambda: None)

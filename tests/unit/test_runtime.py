@@ -56,6 +56,7 @@ def test_without_torch_xla_its_runtime_says_what_to_install() -> None:
     ("settings", "message"),
     [
         ({"strategy": "threads"}, "strategy: threads needs runtime: xla"),
+        ({"strategy": "spmd"}, "strategy: spmd needs runtime: xla, .* Use strategy: fsdp or hsdp, or tensor"),
         ({"devices": 4}, "devices: 4 is for XLA devices of one process.*set processes: 4 instead"),
     ],
 )

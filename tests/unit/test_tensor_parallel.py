@@ -29,12 +29,12 @@ class Net(nn.Module):
 
 def planned(rules: dict[str, Any], mesh: dict[str, int] | None = None, **more: Any) -> Plan:
     mesh = mesh or {"data": 2, "model": 2}
-    settings = Strategy.model_validate({"type": "spmd", "mesh": mesh, "shard": rules, **more})
+    settings = Strategy.model_validate({"type": "tensor", "mesh": mesh, "shard": rules, **more})
     meshes = resolve_meshes(settings, 4, "processes")
     model = Net()
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     ruled = by_rules(shapes, meshes, settings, settings.shard)
-    return plan(model, ruled, meshes["strategy.mesh"], settings.preset)
+    return plan(model, ruled, meshes["strategy.mesh"])
 
 
 def test_columns_rows_and_the_biases_that_go_with_them() -> None:
@@ -66,16 +66,16 @@ def test_an_axis_with_one_place_splits_nothing() -> None:
     [
         ({"norm.weight": ["model"]}, {}, r"strategy.shard.norm.weight: 'norm.weight' .* a LayerNorm .*nn.Linear"),
         ({"attention.in_proj_weight": ["model", None]}, {}, "it belongs to a MultiheadAttention"),
-        ({"up.weight": [["data", "model"], None]}, {}, "split over data, which preset: fsdp does"),
-        ({"up.weight": ["data", None]}, {"preset": "fsdp"}, "over data, which preset: fsdp does by itself"),
+        ({"up.weight": [["data", "model"], None]}, {}, "split over data, which strategy: fsdp does"),
+        ({"up.weight": ["data", None]}, {"type": "fsdp"}, "over data, which strategy: fsdp does by itself"),
         ({"up.weight": ["a", "b"]}, {"mesh": {"a": 2, "b": 2}}, "it is split over 2 axes"),
         ({"down.bias": ["model"]}, {}, "'down.bias' .* its layer is not split along its outputs"),
         ({"down.weight": [None, "model"], "down.bias": ["model"]}, {}, "'down.bias' .* not split along its outputs"),
-        ({"up.weight": ["model", None]}, {"mesh": {"model": -1, "x": 4}, "preset": "fsdp"}, "needs an axis 'data'"),
+        ({"up.weight": ["model", None]}, {"mesh": {"model": -1, "x": 4}, "type": "fsdp"}, "needs an axis 'data'"),
         ({"up.weight": ["model", None]}, {"mesh": {"data": 1, "model": 3}}, "mesh of 3 devices, but there are 4"),
         ({"table.weight": ["model", None]}, {"mesh": {"data": 1, "model": 4}}, "is 10, which model .4 devices. does"),
-        ({}, {"mesh": {"replica": 2, "data": 2}}, "the axis 'replica' is for preset: hsdp"),
-        ({}, {"preset": "hsdp"}, "strategy.preset: hsdp needs an axis 'replica'"),
+        ({}, {"mesh": {"replica": 2, "data": 2}}, "the axis 'replica' is for strategy: hsdp"),
+        ({}, {"type": "hsdp"}, "strategy: hsdp needs an axis 'replica'"),
     ],
 )  # fmt: skip
 def test_a_rule_that_cannot_be_followed_is_refused_by_name(

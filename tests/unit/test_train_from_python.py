@@ -76,7 +76,7 @@ def test_a_config_may_be_a_file_plain_data_or_the_thing_itself(here: Path, form:
         ({"task.hidden": 4}, {"task": {"hidden": 4}}),
         ({"data": {"split": {"train": 0.5, "val": 0.5}}}, {"data": {"split": {"train": 0.5, "val": 0.5}}}),
         (
-            {"strategy": {"type": "spmd", "shard": {"a.*.weight": ["data"]}}},
+            {"strategy": {"type": "tensor", "shard": {"a.*.weight": ["data"]}}},
             {"strategy": {"shard": {"a.*.weight": {"spec": ["data"]}}}},
         ),
         ({"launch": {"grace": 5}, "launch.port": 4000}, {"launch": {"type": "local", "grace": 5.0, "port": 4000}}),

@@ -89,7 +89,7 @@ ON_HOSTS = "processes: 6\nlaunch: {type: ssh, hosts: [a, b, c], nodes: 2, networ
 # Made for one way of running, by which none of the others is to stumble.
 SHARDED = (
     "runtime: xla\ndevices: 8\nxla: {chips: [0]}\n"
-    "strategy: {type: spmd, mesh: {data: 4, model: 2}, shard: {'.*weight': [model, null]}, preset: tensor}\n"
+    "strategy: {type: tensor, mesh: {data: 4, model: 2}, shard: {'.*weight': [model, null]}}\n"
 )
 
 
@@ -108,7 +108,7 @@ def test_every_combination_is_a_valid_config(combination: Combination, written: 
     if config.runtime == "xla":
         if config.strategy.mesh is not None:
             assert math.prod(config.strategy.mesh.values()) == config.devices
-        assert bool(config.strategy.shard) == (config.strategy.type == "spmd" and written is SHARDED)
+        assert bool(config.strategy.shard) == (config.strategy.has_mesh and written is SHARDED)
 
 
 def test_half_of_the_steps_are_left_and_only_the_end_is_saved_after() -> None:

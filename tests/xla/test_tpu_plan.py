@@ -22,7 +22,7 @@ pytestmark = [
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT = {"type": f"{EXAMPLES}/gpt.py:TextModel", "layers": 2, "heads": 2, "width": 256, "context": 64, "vocab": 512,
        "max_bytes": 20000}  # fmt: skip
-FSDP = {"type": "spmd", "preset": "fsdp", "mesh": {"data": -1}}
+FSDP = {"type": "fsdp", "mesh": {"data": -1}}
 LIMIT = 240.0
 
 

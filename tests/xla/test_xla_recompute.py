@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp-2": on_xla("ddp", processes=2),
     "threads-2": on_xla("threads", 2),
     "spmd-4": on_xla("spmd", 4),
-    "fsdp-4": on_xla({"type": "spmd", "preset": "fsdp"}, 4),
+    "fsdp-4": on_xla("fsdp", 4),
 }
 
 

@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "threads-8": on_xla("threads", 8),
     "spmd-4": on_xla("spmd", 4),
     "spmd-2x2": on_xla({"type": "spmd", "mesh": {"data": -1, "model": 2}, "shard": RULES}, 4),
-    "fsdp-4": on_xla({"type": "spmd", "preset": "fsdp"}, 4),
+    "fsdp-4": on_xla("fsdp", 4),
 }
 
 

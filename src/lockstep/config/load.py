@@ -129,9 +129,10 @@ def check_strategy(strategy: Strategy, runtime: str, world_size: int) -> None:
             f"strategy: single trains on one process, but there are {world_size}: each would train a model of its own. "
             "Set processes: 1, or strategy: ddp"
         )
-    if strategy.given_for_ddp and runtime == "xla":
+    for_torch = [*strategy.given_for_ddp, *(["sync_batchnorm"] if strategy.sync_batchnorm else [])]
+    if for_torch and runtime == "xla":
         raise ConfigError(
-            f"strategy.{strategy.given_for_ddp[0]}: is for torch's DistributedDataParallel, but with runtime: xla "
+            f"strategy.{for_torch[0]}: is for torch's DistributedDataParallel, but with runtime: xla "
             "gradients are averaged in the program, or by the hosts: leave it out"
         )
     if spans_processes(strategy, runtime):

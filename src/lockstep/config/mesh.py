@@ -26,7 +26,7 @@ def resolve_meshes(settings: Strategy, devices: int, remedy: str = "devices") ->
     shapes = {MAIN: settings.mesh or {DATA_AXIS: -1}}
     shapes |= {f"strategy.meshes.{name}": shape for name, shape in settings.meshes.items()}
     resolved = {name: _resolved(name, shape, devices, remedy) for name, shape in shapes.items()}
-    _check_preset(settings.preset, resolved[MAIN])
+    _check_axes(settings.type, resolved[MAIN])
     return resolved
 
 
@@ -37,7 +37,7 @@ def shares(shape: Shape) -> int:
 
 def spans_processes(settings: Strategy, runtime: str) -> bool:
     """Whether the mesh is one of processes: XLA has its own devices to make one of."""
-    return settings.type == "spmd" and runtime in ("cpu", "cuda")
+    return settings.has_mesh and runtime in ("cpu", "cuda")
 
 
 def batch_shares(settings: Strategy, runtime: str, processes: int) -> int:
@@ -53,20 +53,20 @@ def processes_of(settings: Strategy) -> int | None:
     return None if -1 in sizes else math.prod(sizes)
 
 
-def _check_preset(preset: str | None, shape: Shape) -> None:
+def _check_axes(strategy: str, shape: Shape) -> None:
     text = ", ".join(f"{axis}: {size}" for axis, size in shape.items())
-    needed = {"fsdp": (DATA_AXIS,), "hsdp": BATCH_AXES}.get(preset or "", ())
+    needed = {"fsdp": (DATA_AXIS,), "hsdp": BATCH_AXES}.get(strategy, ())
     missing = [axis for axis in needed if axis not in shape]
     if missing:
         example = ", ".join(f"{axis}: {2 if axis == REPLICA_AXIS else -1}" for axis in needed)
         raise ConfigError(
-            f"strategy.preset: {preset} needs an axis {missing[0]!r}, but {MAIN} is {{{text}}}: write for example "
+            f"strategy: {strategy} needs an axis {missing[0]!r}, but {MAIN} is {{{text}}}: write for example "
             f"mesh: {{{example}}}"
         )
-    if REPLICA_AXIS in shape and preset != "hsdp":
+    if REPLICA_AXIS in shape and strategy != "hsdp":
         raise ConfigError(
-            f"{MAIN}: {{{text}}}: the axis {REPLICA_AXIS!r} is for preset: hsdp, which keeps a copy of the model for "
-            f"each of its places; name it {DATA_AXIS!r}, or set the preset"
+            f"{MAIN}: {{{text}}}: the axis {REPLICA_AXIS!r} is for strategy: hsdp, which keeps a copy of the model for "
+            f"each of its places; name it {DATA_AXIS!r}, or set type: hsdp"
         )
 
 

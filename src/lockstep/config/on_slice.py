@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 def check_slice(settings: RunSettings, found: Accelerator, remedy: str) -> None:
     """Raises where it could not; `remedy` is where the slice is named."""
     _check_devices(settings, found)
-    if settings.strategy.type == "spmd":
+    if settings.strategy.has_mesh:
         _check_mesh(settings, found, remedy)
     else:
         _check_replicas(settings, found)
@@ -21,7 +21,7 @@ def ranks_per_host(settings: RunSettings, accelerator: Accelerator) -> int:
     """Processes on every host: one drives all devices of a mesh, and ddp has one for each chip."""
     if settings.processes != "auto":
         return settings.processes
-    if settings.strategy.type in ("spmd", "threads", "single"):
+    if settings.strategy.has_mesh or settings.strategy.type in ("threads", "single"):
         return 1
     chips = settings.xla.chips
     return accelerator.chips_per_host if chips is None else len(chips)
@@ -50,8 +50,8 @@ def _check_devices(settings: RunSettings, found: Accelerator) -> None:
 def _check_mesh(settings: RunSettings, found: Accelerator, remedy: str) -> None:
     if settings.processes not in ("auto", 1):
         raise ConfigError(
-            f"processes: {settings.processes} with strategy: spmd, where one process of a host drives all of its "
-            "chips: leave processes out"
+            f"processes: {settings.processes} with strategy: {settings.strategy.type}, where one process of a host "
+            "drives all of its chips: leave processes out"
         )
     chips = settings.xla.chips
     devices = found.devices if chips is None else len(chips) * found.devices_per_chip

@@ -10,6 +10,9 @@ from lockstep.config.component import as_mapping
 from lockstep.config.section import Section
 from lockstep.config.values import import_path
 
+# Strategies that spread a model over a mesh: of processes on cpu and cuda, of devices on xla. `spmd` is for xla alone:
+# it splits by rules, where there are any.
+MESH_TYPES = ("fsdp", "hsdp", "tensor", "spmd")
 COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
 
 
@@ -72,7 +75,11 @@ class CommHook(Section):
 class Strategy(Section):
     """How the model and the batch are spread over the processes and devices."""
 
-    type: Literal["auto", "single", "ddp", "threads", "spmd"] = "auto"
+    type: Literal["auto", "single", "ddp", "fsdp", "hsdp", "tensor", "threads", "spmd"] = Field(
+        "auto",
+        description="fsdp: split every block over data; hsdp: the same, with a copy for each place of the axis "
+        "replica; tensor: split by the rules of shard; threads, spmd: xla only",
+    )
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
     bucket_mb: int = Field(25, gt=0, le=2**40)
@@ -80,7 +87,7 @@ class Strategy(Section):
     gradient_as_bucket_view: bool | None = Field(
         None, description="ddp: gradients live in the buckets they travel in; null: on GPUs"
     )
-    sync_batchnorm: bool = Field(False, description="ddp: BatchNorm normalises by the batches of all processes")
+    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the batches of all processes")
     comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
         None, description="ddp: how buckets of gradients travel"
     )
@@ -88,11 +95,6 @@ class Strategy(Section):
     meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
         {}, description="parameter-name pattern -> how to split it; the first that matches counts"
-    )
-    preset: Literal["fsdp", "hsdp", "tensor"] | None = Field(
-        None,
-        description="fsdp: split every block over data; hsdp: the same, with a copy for each of the axis replica; "
-        "tensor: by the rules, which must be there",
     )
     blocks: str | None = Field(
         None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
@@ -104,12 +106,21 @@ class Strategy(Section):
     )
 
     @model_validator(mode="after")
-    def _meshes_are_for_spmd(self) -> Strategy:
-        given = [name for name in ("mesh", "meshes", "shard", "preset", "offload") if getattr(self, name)]
+    def _some_are_for_meshes(self) -> Strategy:
+        given = [name for name in ("mesh", "meshes", "shard", "offload") if getattr(self, name)]
         given += ["gather"] if self.gather != "float32" else []
-        if given and self.type != "spmd":
-            raise ValueError(f"{given[0]} is for strategy: spmd, but the strategy is {self.type}")
+        if given and not self.has_mesh:
+            raise ValueError(f"{given[0]} is for strategy: fsdp, hsdp or tensor, but the strategy is {self.type}")
         return self
+
+    @property
+    def has_mesh(self) -> bool:
+        return self.type in MESH_TYPES
+
+    @property
+    def splits_all(self) -> bool:
+        """Whether every parameter is split over the data axis, without a rule that says so."""
+        return self.type in ("fsdp", "hsdp")
 
     def has_bucket_views(self, on_gpu: bool) -> bool:
         """Whether ddp's gradients live in its buckets, which saves a copy of them: on GPUs, unless told otherwise."""
@@ -118,11 +129,13 @@ class Strategy(Section):
     @property
     def given_for_ddp(self) -> list[str]:
         """What only torch's DistributedDataParallel can do."""
-        names = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "comm_hook")
+        names = ("static_graph", "gradient_as_bucket_view", "comm_hook")
         return [name for name in names if getattr(self, name)]
 
     @model_validator(mode="after")
     def _some_are_for_ddp(self) -> Strategy:
         if self.given_for_ddp and self.type not in ("auto", "ddp"):
             raise ValueError(f"{self.given_for_ddp[0]} is for strategy: ddp, but the strategy is {self.type}")
+        if self.sync_batchnorm and self.type in ("single", "threads", "spmd"):
+            raise ValueError(f"sync_batchnorm is for ddp, fsdp, hsdp and tensor, but the strategy is {self.type}")
         return self

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from time import monotonic
+from types import FrameType
 from typing import NamedTuple
 
 _LONGEST_TEXT = 2000
@@ -45,6 +46,8 @@ class Activity:
         self.total_steps: int | None = None  # how many there will be, where that is known
         self.memory: int | None = None  # the most bytes of its device so far, as the training thread last asked
         self.busy: float | None = None  # seconds of a step before this rank was ready to exchange gradients, of late
+        # Finds, by the stacks of threads, the part of a model that this rank is in, and whether it waits for others.
+        self.locate: Callable[[Sequence[FrameType]], tuple[str, bool] | None] = lambda stacks: None
         self._known = {STARTING}
         self._now: tuple[int, int, str, bool, bool, float, float] = (0, 0, STARTING, False, True, monotonic(), 0.0)
 

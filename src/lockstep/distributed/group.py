@@ -142,7 +142,7 @@ class Group:
         return door.closed_behind(self._connected_at_once)
 
     def join_alone(self, backend: str) -> None:
-        """For a world of one, where torch's own parts want a group all the same; nothing listens anywhere."""
+        """Give a world of one a process group as well, for torch's parts and collectives of the user's code."""
         if self.world_size == 1 and not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             self._joined_alone = True

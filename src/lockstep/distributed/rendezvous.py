@@ -101,7 +101,9 @@ def join(
     """Form the group with all other ranks, with explicit rank, world size and limit."""
     rank, world_size = topology.place.rank, topology.world_size
     if world_size == 1:
-        return Group(0, 1, timeout, activity=activity)
+        alone = Group(0, 1, timeout, activity=activity)
+        alone.join_alone(runtime.backend)
+        return alone
     assert store is not None
     limit = timedelta(seconds=timeout)
     extra: dict[str, Any] = {"device_id": runtime.device} if runtime.backend == "nccl" else {}

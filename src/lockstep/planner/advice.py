@@ -49,17 +49,17 @@ def _copies(plan: Plan, config: RunConfig) -> Iterator[Advice]:
     step, count = plan.step, plan.target.count
     if count < 2 or step.host_bytes:
         return
-    if config.strategy.type != "spmd":
+    if not config.strategy.has_mesh:
         # Of a plan that names no parameters, all together.
         static = _with_state(step, step.weights) or 2 * step.weights_bytes + step.optimizer_bytes
         saved = static * (1 - 1 / count)
         if saved > _WORTH_SAYING * step.peak:
             yield _saving(
                 "every device has all weights, gradients and optimizer state"
-                f"{_largest(step.weights)}: strategy: {{type: spmd, preset: fsdp}} splits them over the {count}", saved,
+                f"{_largest(step.weights)}: strategy: fsdp splits them over the {count}", saved,
             )  # fmt: skip
         return
-    if config.strategy.preset in ("fsdp", "hsdp"):
+    if config.strategy.splits_all:
         return
     data = step.mesh.get(DATA_AXIS, 1)
     whole = [each for each in step.weights if each.local_bytes == each.bytes]
@@ -67,21 +67,21 @@ def _copies(plan: Plan, config: RunConfig) -> Iterator[Advice]:
     if saved > _WORTH_SAYING * step.peak:
         yield _saving(
             f"what no rule splits, every device has whole{_largest(whole)}: a rule in strategy.shard splits it, or "
-            "preset: fsdp beside the rules", saved,
+            "strategy: fsdp beside the rules", saved,
         )  # fmt: skip
     split = [each for each in step.weights if each.local_bytes < each.bytes]
     saved = _with_state(step, split, local=True) * (1 - 1 / data)
     if data > 1 and saved > _WORTH_SAYING * step.peak:
         yield _saving(
-            f"what the rules split is there {data} times, once for every place of {DATA_AXIS}: preset: fsdp beside the "
-            "rules splits it over them too", saved,
+            f"what the rules split is there {data} times, once for every place of {DATA_AXIS}: strategy: fsdp beside "
+            "the rules splits it over them too", saved,
         )  # fmt: skip
 
 
 def _barely_split(plan: Plan, config: RunConfig) -> Iterator[Advice]:
     """fully_shard splits along the first dimension: where that is shorter than the axis, devices are left out."""
     step, data = plan.step, plan.step.mesh.get(DATA_AXIS, 1)
-    if config.strategy.preset not in ("fsdp", "hsdp") or data < 2:
+    if not config.strategy.splits_all or data < 2:
         return
     found = [each for each in step.weights if each.shape and each.shape[0] < data and each.local_bytes > 0]
     saved = _with_state(step, found, local=True) - _with_state(step, found) / data
@@ -146,15 +146,13 @@ def _offload(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
     if static < _WORTH_SAYING * step.peak or step.peak < _SHORT_OF_MEMORY * plan.capacity:
         return
     spread = ["strategy.offload=true"]
-    if config.strategy.type != "spmd":
-        spread = ["strategy={type: spmd, preset: fsdp, mesh: {data: -1}, offload: true}"]
+    if not config.strategy.has_mesh:
+        spread = ["strategy={type: fsdp, mesh: {data: -1}, offload: true}"]
     other = _again(plan, trace, spread)
     if other is None or other.host_bytes == 0 or step.peak - other.peak <= _WORTH_SAYING * step.peak:
         return
     local = sum(each.local_bytes * each.count for each in other.weights)
-    how = (
-        "strategy.offload" if config.strategy.type == "spmd" else "strategy: {type: spmd, preset: fsdp, offload: true}"
-    )
+    how = "strategy.offload" if config.strategy.has_mesh else "strategy: {type: fsdp, offload: true}"
     yield Advice(
         f"{how} needs {other.peak / GIB:.3g} GiB instead of {step.peak / GIB:.3g}: weights, gradients and optimizer "
         f"state are in the host's memory, {other.host_bytes / GIB:.3g} GiB for each device; about "

@@ -77,7 +77,7 @@ class PretendDdp(Strategy):
     A hook that makes thin matrices of gradients, or is the user's own, is planned as if they went as they are.
     """
 
-    name: ClassVar[str] = "ddp"
+    name = "ddp"
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)

@@ -113,7 +113,7 @@ def _singles(plan: Plan, config: RunConfig) -> Iterator[Asked]:
         yield dict(_RECOMPUTE), ""
     if count > 1 and own.type in ("auto", "ddp"):
         kept = {"blocks": own.blocks} if own.blocks is not None else {}
-        yield {"strategy": {"type": "spmd", "preset": "fsdp", "mesh": {DATA_AXIS: count}, **kept}}, ""
+        yield {"strategy": {"type": "fsdp", "mesh": {DATA_AXIS: count}, **kept}}, ""
     if train.precision in ("float32", "tf32") and "bf16" in plan.target.device.peak:
         yield {"train.precision": "bf16"}, "rounds more"
     if not train.compile and config.runtime != "cpu":

@@ -72,13 +72,13 @@ class Tried:
 
 
 def spreads(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[Spread]:
-    """Every mesh and preset that multiplies out, whole models first. `axes` are those that there are rules for."""
+    """Every mesh and strategy that multiplies out, whole models first. `axes` are those that there are rules for."""
     count, own = target.count, config.strategy
     kept = {name: value for name in _KEPT if (value := getattr(own, name)) not in (None, "float32", False)}
     rules = {pattern: rule.model_dump(mode="json") for pattern, rule in own.shard.items()}
 
-    def over(title: str, preset: str, mesh: dict[str, int], family: str, rules: dict[str, Any]) -> Spread:
-        strategy = {"type": "spmd", "preset": preset, "mesh": mesh, **({"shard": rules} if rules else {}), **kept}
+    def over(title: str, type: str, mesh: dict[str, int], family: str, rules: dict[str, Any]) -> Spread:
+        strategy = {"type": type, "mesh": mesh, **({"shard": rules} if rules else {}), **kept}
         return Spread(title, strategy, shares(mesh), family)
 
     if count == 1:

@@ -179,7 +179,7 @@ def _parameters(run: Run) -> Iterator[figures.Named]:
 
 
 def _mesh_of(config: RunConfig, world_size: int) -> dict[str, int]:
-    if config.strategy.type != "spmd":
+    if not config.strategy.has_mesh:
         return {DATA_AXIS: world_size}
     return dict(resolve_meshes(config.strategy, world_size)[MAIN])
 

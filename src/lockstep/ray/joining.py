@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.rollcall.report import Report
 from lockstep.distributed.topology import Topology
@@ -50,7 +47,7 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
     index = device_index(worker, place.local_rank) if settings.runtime == "cuda" else None
 
     def adapt(device: Runtime) -> None:
-        if backend in XLA_BACKENDS and settings.strategy.type != "spmd" and topology.world_size > 1:
+        if backend in XLA_BACKENDS and not settings.strategy.has_mesh and topology.world_size > 1:
             meeting.enter_context(xla.store_of_torch(topology.address, xla_port, place.rank == 0))
             xla.join(place.rank, topology.world_size, xla_port, config.join_timeout_s)
         elif backend == "gloo":
@@ -58,8 +55,6 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
 
     with contextlib.ExitStack() as meeting:  # until the roll call has found everybody
         present = stack.enter_context(met(settings, topology, load_source, index, adapt))
-    if topology.world_size == 1:
-        dist.init_process_group(present.runtime.backend, store=HashStore(), rank=0, world_size=1)
     mine = next(each for each in present.reports if each.rank == place.rank)
     _logger.info(
         "Worker %d: %s device initialized: %s for worker rank %d (physical device %s)",

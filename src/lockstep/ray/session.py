@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import ray.train
-import torch.distributed as dist
 
 from lockstep import worker
 from lockstep.config.schema import RunConfig, RunSettings
@@ -114,8 +113,6 @@ class Session:
         """Take the group apart where all is done; a training function that is still at work loses it by itself."""
         if not self.training:
             self.present.leave()
-            if dist.is_initialized():  # of a world of one
-                dist.destroy_process_group()
         self._joined.close()
 
 

@@ -109,7 +109,8 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
         strategy = settings.strategy.model_copy(update={"type": "ddp", "mesh": shape})
         return settings.model_copy(update={"strategy": strategy})
     mesh = {"data": data or -1, "model": model or (1 if data is None else -1)}
-    update: dict[str, Any] = {"strategy": settings.strategy.model_copy(update={"type": "spmd", "mesh": mesh})}
+    type = settings.strategy.type if settings.strategy.has_mesh else "spmd"
+    update: dict[str, Any] = {"strategy": settings.strategy.model_copy(update={"type": type, "mesh": mesh})}
     if family == "CPU" and settings.devices == "auto":  # pretend to have as many as the mesh needs
         update["devices"] = (data or 1) * (model or 1)
     return settings.model_copy(update=update)

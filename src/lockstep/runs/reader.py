@@ -16,6 +16,7 @@ from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
+from lockstep.config.strategy import MESH_TYPES
 from lockstep.config.text_file import read_bytes, read_text
 from lockstep.errors import ConfigError
 from lockstep.record.holder import Holder
@@ -207,7 +208,7 @@ def _topology(folder: Path, config: Mapping[str, Any]) -> Topology:
 def _mesh(config: Mapping[str, Any], size: int) -> dict[str, int]:
     """The axes that ranks lie along; none where the mesh is not one of processes."""
     strategy = config.get("strategy")
-    axes = strategy.get("mesh") if isinstance(strategy, dict) and strategy.get("type") == "spmd" else None
+    axes = strategy.get("mesh") if isinstance(strategy, dict) and strategy.get("type") in MESH_TYPES else None
     if not isinstance(axes, dict) or not all(type(each) is int for each in axes.values()):
         return {}
     known = 1

@@ -40,7 +40,7 @@ def resolve(settings: RunSettings) -> tuple[str, int]:
 
 def _mesh_asks(settings: RunSettings) -> int | None:
     """For how many processes a mesh has places, where it says so; several hosts are counted by whoever starts them."""
-    alone = settings.strategy.type == "spmd" and settings.launch.type == "local"
+    alone = settings.strategy.has_mesh and settings.launch.type == "local"
     return processes_of(settings.strategy) if alone else None
 
 
@@ -48,6 +48,11 @@ def _refuse_xla_settings(settings: RunSettings, runtime: str) -> None:
     """What only XLA can do must not be silently ignored elsewhere."""
     if settings.strategy.type == "threads":
         raise ConfigError(f"strategy: threads needs runtime: xla, but the runtime is {runtime}")
+    if settings.strategy.type == "spmd":
+        raise ConfigError(
+            f"strategy: spmd needs runtime: xla, but the runtime is {runtime}. Use strategy: fsdp or hsdp, or tensor "
+            "with the rules of strategy.shard"
+        )
     if settings.devices not in ("auto", 1):
         raise ConfigError(
             f"devices: {settings.devices} is for XLA devices of one process, but the runtime is {runtime}: "

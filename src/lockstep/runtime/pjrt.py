@@ -63,15 +63,15 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
         raise ConfigError(f"devices: {settings.devices} cannot be set for a TPU: name its chips with xla.chips: [0]")
     if settings.xla.chips is not None and family != "TPU":
         raise ConfigError(f"xla.chips: {list(settings.xla.chips)} names TPU chips, but the device family is {family}")
-    if strategy == "spmd" and processes > 1 and family == "CPU":
+    if settings.strategy.has_mesh and processes > 1 and family == "CPU":
         raise ConfigError(
-            f"strategy: spmd with {processes} processes cannot work on PJRT CPU: every process there is a world of its "
-            f"own, so no mesh can span them. Use processes: 1 with devices: {processes}, or strategy: ddp"
+            f"strategy: {strategy} with {processes} processes cannot work on PJRT CPU: every process there is a world "
+            f"of its own, so no mesh can span them. Use processes: 1 with devices: {processes}, or strategy: ddp"
         )
     if settings.strategy.offload:
         raise ConfigError(
             "strategy.offload: XLA keeps parameters on its devices, and cannot keep them on the host: take it away, or "
-            "use more devices (preset: fsdp splits parameters and optimizer state over them)"
+            "use more devices (strategy: fsdp splits parameters and optimizer state over them)"
         )
     if settings.strategy.gather != "float32":
         raise ConfigError(

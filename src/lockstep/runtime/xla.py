@@ -28,7 +28,7 @@ class XlaRuntime(Runtime):
 
     def __init__(self, local_rank: int, local_world_size: int, settings: RunSettings) -> None:
         self.family = pjrt.device_family(settings, os.environ)
-        self.spmd = settings.strategy.type == "spmd"
+        self.spmd = settings.strategy.has_mesh
         self._seeds: dict[str, int] = {}  # of the program under way, by device
         self._drawn_again: set[str] = set()  # devices that have drawn numbers a second time since it began
         with _logging_left_alone():
@@ -251,9 +251,9 @@ def _load(settings: RunSettings, local_rank: int, local_world_size: int, family:
     touched = torch_xla._XLAC._xla_runtime_is_initialized()
     if touched and spmd and not xr.is_spmd():
         raise ConfigError(
-            "strategy: spmd must be switched on before any XLA device is used, but something in this process has used "
-            "one already: move what does so (a tensor on 'xla', torch_xla.device()) out of the task file's import "
-            "and into the task's methods"
+            f"strategy: {settings.strategy.type} must be switched on before any XLA device is used, but something in "
+            "this process has used one already: move what does so (a tensor on 'xla', torch_xla.device()) out of the "
+            "task file's import and into the task's methods"
         )
     if spmd:
         xr.use_spmd()

@@ -17,7 +17,7 @@ def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strate
     check_strategy(settings, runtime.name, world_size)
     if runtime.name == "xla":
         return _on_xla(settings, runtime, world_size)
-    if settings.type == "spmd":
+    if settings.has_mesh:
         from lockstep.strategy.sharded import ShardedStrategy
 
         return ShardedStrategy(runtime, settings, group)
@@ -33,7 +33,7 @@ def _on_xla(settings: StrategySettings, runtime: Runtime, world_size: int) -> St
     from lockstep.strategy.xla_ddp import XlaDdpStrategy
 
     assert isinstance(runtime, XlaRuntime)
-    if settings.type == "spmd":
+    if settings.has_mesh:
         return SpmdStrategy(runtime, settings, world_size)
     if settings.type == "threads":
         return ThreadsStrategy(runtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ class Strategy(abc.ABC):
     evaluating and saving.
     """
 
-    name: ClassVar[str]
+    name: str
     # Whether placing gives every rank what rank 0's model has; where not, each must have the same before.
     places_rank_0: ClassVar[bool] = True
     # Whether there is something to do in reduce_gradients, since the backward pass exchanges nothing.
@@ -128,7 +129,21 @@ class Strategy(abc.ABC):
         """A batch on the device that is to work on it; `number` says which micro-batch of its global batch it is."""
         return self.runtime.move(batch)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenates the tensors of all shares along the first dimension, with gradients."""
+        return tensor
+
+    def _refuse_to_gather(self) -> ConfigError:
+        return ConfigError(
+            f"run.all_gather: strategy: {self.name} on runtime: xla cannot exchange tensors in the midst of a step. "
+            "Use strategy: spmd or fsdp, where a batch is that of all devices already"
+        )
+
     # Gradients
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """What an error of the backward pass means to the user, where that depends on the strategy."""
+        return None
 
     def sync_gradients(self, wanted: bool) -> None:  # noqa: B027
         """Whether the next forward and backward pass exchanges gradients (only the last micro-batch of a batch's)."""
@@ -170,12 +185,16 @@ class Strategy(abc.ABC):
         on_device = [torch.as_tensor(each, dtype=self.runtime.count_dtype, device=device) for each in counts]
         return torch.stack([each.detach().reshape(()) for each in on_device]).sum()
 
+    def mean_over_ranks(self, totals: Sequence[Tensor | float], counts: Sequence[Tensor | float]) -> Tensor:
+        """The mean over the global batch of what ranks have as weighed means, or as sums over these counts."""
+        total = self.total_count(totals)
+        return total / (self.total_count(counts) if counts else self._replicas_averaged)
+
     def drop_unreduced(self, optimizer: Optimizer) -> None:  # noqa: B027
         """Drop what an optimizer's zero_grad does not reach: gradients that wait for the last micro-batch."""
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
-        finite = [_values(each).isfinite().all() for each in gradients_of(parameters)]
-        return not finite or bool(torch.stack(finite).all())
+        return bool(all_finite([_values(each) for each in gradients_of(parameters)], self.runtime.device))
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
         """Scale gradients down to a norm; the one that they had."""
@@ -189,9 +208,9 @@ class Strategy(abc.ABC):
         """The norm of all gradients together, those of all ranks where each has a part."""
         return torch.nn.utils.get_total_norm([_values(each) for each in gradients_of(parameters)])
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Have an optimizer change the parameters."""
-        optimizer.step()
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Have an optimizer change the parameters; with a closure, it computes loss and gradients itself."""
+        optimizer.step() if closure is None else optimizer.step(closure)
 
     def stepped(self) -> None:
         """An optimizer has changed the parameters: here the step ends."""
@@ -279,6 +298,17 @@ def prefixed(modules: Modules, module: str, name: str) -> str:
 
 def gradients_of(parameters: Parameters) -> list[Tensor]:
     return [each.grad for each in parameters if each.grad is not None]
+
+
+def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether all numbers are finite, by the largest of each tensor: a kernel or two for all of them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for each in tensors:
+        if each.numel():
+            kinds.setdefault((each.dtype, each.device), []).append(each)
+    largest = [torch.stack(list(torch._foreach_norm(each, math.inf))) for each in kinds.values()]
+    found = [each.isfinite().all().to(device) for each in largest]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=device)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:

@@ -7,18 +7,18 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.base import Modules, Strategy
+from lockstep.strategy import gathering
+from lockstep.strategy.base import Modules, Strategy, gradients_of
 from lockstep.strategy.synced_norm import synchronise
 
 if TYPE_CHECKING:
@@ -41,14 +41,18 @@ class Replica(DistributedDataParallel):
     """
 
     _warned = False
+    passes = 0  # backward passes since an optimizer stepped
+    _awaited = False  # whether torch averages what the next backward pass computes
+    _reached = False  # whether a backward pass has come to the first parameter, the last to get its gradient
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # A model that is frozen for a while (the discriminator, while the generator learns) has nothing to exchange.
         if torch.is_grad_enabled() and any(each.requires_grad for each in self.module.parameters()):
+            self._awaited = True
             try:
                 return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                raise _naming_unused(error, self._names()) from None
+                raise _naming_unused(error, self._names(), self.passes) from None
         if not torch.is_grad_enabled() and not self._warned:
             self._warned = True
             logger.warning(
@@ -57,9 +61,45 @@ class Replica(DistributedDataParallel):
             )
         return self.module(*inputs, **keywords)
 
-    def _names(self) -> list[str]:
-        """Of the parameters, in the order in which DDP counts them."""
-        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+    def fix_bucket_layout(self) -> None:
+        """Make DDP choose its final gradient buckets now, before the first step.
+
+        DDP starts with one bucket and regroups after its first backward pass. With three ranks or more the order in
+        which an element is summed depends on its place in a bucket, so the first step after a resume would round
+        differently from the same step of a run that was never interrupted. It is told here that gradients come in the
+        order of its parameters, which are in the reverse order of the model's. Left to the first forward pass, ranks
+        would wait for each other in the midst of it.
+        """
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+        next(each for each in self.module.parameters() if each.requires_grad).register_post_accumulate_grad_hook(
+            self._reach
+        )
+
+    def _reach(self, parameter: Tensor) -> None:
+        self._reached = True
+
+    def computed(self, last: bool) -> None:
+        """Average what torch does not: of several backward passes after a forward pass, it averages the first.
+
+        All gradients are averaged again. That changes nothing in what was averaged before.
+        """
+        if self._reached and last and not self._awaited:
+            for gradient in gradients_of(list(self.module.parameters())):
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        self.passes += self._reached
+        self._awaited, self._reached = self._awaited and not self._reached, False
+
+    def _names(self) -> list[tuple[int, str]]:
+        """The parameters in the order of the model, with the numbers that DDP has for them."""
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        last = len(names) - 1
+        return [(at if self.find_unused_parameters else last - at, name) for at, name in enumerate(names)]
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return (parameters, sparse) if self.find_unused_parameters else (parameters[::-1], sparse[::-1])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -91,29 +131,8 @@ class Replica(DistributedDataParallel):
                 vars(module).pop("forward", None)
 
 
-class StaticReplica(Replica):
-    """For models that use the same parameters in every step, which DDP finds out in the first: some may be unused."""
-
-    def fix_bucket_layout(self) -> None:
-        """The same buckets that _fix_bucket_layout makes, and before the first step for the same reason.
-
-        A backward pass over zeros would be the one that DDP learns the graph from. Instead it is told that gradients
-        come in the order of its parameters, which are in the reverse order of the model's.
-        """
-        self._set_static_graph()  # type: ignore[no-untyped-call]
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-
-    def _names(self) -> list[str]:
-        return super()._names()[::-1]
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return parameters[::-1], sparse[::-1]
-
-
 class DdpStrategy(Strategy):
-    name: ClassVar[str] = "ddp"
+    name = "ddp"
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)
@@ -133,11 +152,15 @@ class DdpStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.runtime.device)  # first, since DDP looks at where the parameters are
+        if not any(each.requires_grad for each in model.parameters()):  # nothing to exchange, and DDP refuses it
+            with torch.no_grad():
+                self.runtime.broadcast([*model.parameters(), *model.buffers()])
+            return model
         settings = self._settings
         # A static graph finds what is unused by itself, in its first step.
         finds_unused = settings.find_unused_parameters and not settings.static_graph
         on_gpu = self.runtime.device.type == "cuda"
-        replica = (StaticReplica if settings.static_graph else Replica)(
+        replica = Replica(
             model,
             device_ids=[self.runtime.device.index] if on_gpu else None,
             output_device=settings.output_device if on_gpu else None,
@@ -146,16 +169,28 @@ class DdpStrategy(Strategy):
             gradient_as_bucket_view=settings.has_bucket_views(on_gpu),
             **_NO_BROADCAST,
         )
-        if isinstance(replica, StaticReplica):
-            replica.fix_bucket_layout()
-        elif not finds_unused:
-            _fix_bucket_layout(replica)
+        if settings.static_graph:
+            replica._set_static_graph()  # type: ignore[no-untyped-call]
+        replica.fix_bucket_layout()
         if settings.comm_hook is not None:
             from lockstep.strategy.comm_hooks import register
 
             self._hooks.append(register(replica, settings.comm_hook, self._own_hook))
         self._replicas.append(replica)
         return replica
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return gathering.all_gather(tensor, dist.get_rank(), is_leader=True, copies=1)
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """DDP's complaint about a parameter that gets a gradient twice after one forward pass."""
+        if "mark a variable ready only once" not in str(error):
+            return None
+        return ConfigError(
+            "run.backward: parameters got a gradient twice after one forward pass, before all others had one, so that "
+            "the ranks cannot average them. Add the losses up and call run.backward once, call the model once for each "
+            "run.backward, or set strategy.find_unused_parameters: true"
+        )
 
     def sync_gradients(self, wanted: bool) -> None:
         if not wanted and self._settings.static_graph:
@@ -166,6 +201,16 @@ class DdpStrategy(Strategy):
         for replica in self._replicas:
             # What DDP's own no_sync() sets; a context manager cannot span the caller's forward and backward.
             replica.require_backward_grad_sync = wanted
+
+    def computed(self, last: bool) -> None:
+        super().computed(last)
+        for replica in self._replicas:
+            replica.computed(last)
+
+    def stepped(self) -> None:
+        super().stepped()
+        for replica in self._replicas:
+            replica.passes = 0
 
     @property
     def _replicas_averaged(self) -> int:
@@ -196,53 +241,27 @@ class DdpStrategy(Strategy):
                 dist.broadcast(buffer, src=0)
 
 
-def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
-    """Make DDP choose its final gradient buckets now, before the first step.
-
-    DDP starts with one bucket and regroups after its first backward pass. With three ranks or more the order in
-    which an element is summed depends on its place in a bucket, so the first step after a resume would round
-    differently from the same step of a run that was never interrupted. After a backward pass over zeros, it can
-    regroup here in both cases. Left to the first forward pass, ranks would wait for each other in the midst of it.
-    """
-    parameters = [p for p in wrapped.module.parameters() if p.requires_grad]
-    sparse = _with_sparse_gradients(wrapped.module)
-    wrapped.reducer.prepare_for_backward([])
-    with torch.enable_grad():
-        # Gradients become ready in the reverse of this order, as they do in a network that is used front to back.
-        zeros = [_zero_of(parameter, id(parameter) in sparse) for parameter in parameters]
-        torch.stack(zeros).sum().backward()  # type: ignore[no-untyped-call]
-    wrapped.reducer._rebuild_buckets()
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def _with_sparse_gradients(module: nn.Module) -> set[int]:
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    return {id(each.weight) for each in module.modules() if isinstance(each, tables) and each.sparse}
-
-
-def _zero_of(parameter: Tensor, sparse: bool) -> Tensor:
-    """A zero that depends on a parameter, and gives it the kind of gradient that DDP expects of it."""
-    if not sparse:
-        return (parameter * 0).sum().float()
-    first = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-    return (F.embedding(first, parameter, sparse=True) * 0).sum().float()
-
-
 def _is_method_of(module: nn.Module, found: Any) -> bool:
     """Whether it is a method that computes; those that every module has are called on the module itself."""
     return inspect.ismethod(found) and found.__self__ is module and not hasattr(nn.Module, found.__name__)
 
 
-def _naming_unused(error: RuntimeError, names: list[str]) -> Exception:
+def _naming_unused(error: RuntimeError, names: list[tuple[int, str]], passes: int) -> Exception:
     """DDP's complaint about parameters that got no gradient, with their names in place of their numbers."""
     text = str(error)
     found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", text)
     if "Expected to have finished reduction" not in text or found is None:
         return error
-    unused = [names[int(number)] for number in found[2].split() if int(number) < len(names)]
+    numbers = {int(number) for number in found[2].split()}
+    unused = ", ".join(name for number, name in names if number in numbers)
+    if passes:
+        return ConfigError(
+            f"{unused}: no gradient on rank {found[1]} in backward pass {passes} of this step, so that the ranks "
+            "cannot average it. Add up the losses of a step and call run.backward once, or set "
+            "strategy.find_unused_parameters: true, which looks for such parameters in every pass"
+        )
     return ConfigError(
-        f"{', '.join(unused)}: no gradient on rank {found[1]} in the step before, so that the ranks cannot average it. "
+        f"{unused}: no gradient on rank {found[1]} in the step before, so that the ranks cannot average it. "
         "Use these parameters in the loss, take them out of training with requires_grad_(False) before run.setup, or "
         "set strategy.find_unused_parameters: true, which looks for them in every step"
     )

@@ -43,10 +43,10 @@ def shardings(
     settings: StrategySettings,
     rules: Mapping[str, ShardRule],
 ) -> dict[str, Sharding]:
-    """How every parameter is split, by its shape; those that no rule and no preset speaks of are kept whole."""
+    """How every parameter is split, by its shape; those that neither a rule nor fsdp splits are kept whole."""
     ruled = by_rules(parameters, meshes, settings, rules)
     found = {name: Sharding(each.mesh, each.rule.spec) for name, each in ruled.items()}
-    if settings.preset in ("fsdp", "hsdp"):
+    if settings.splits_all:
         for name, shape in parameters.items():
             spec = fully_sharded(shape, meshes[MAIN], found[name].spec if name in found else None)
             if spec is not None and found.get(name, Sharding(MAIN, ())).mesh == MAIN:
@@ -61,8 +61,8 @@ def by_rules(
     rules: Mapping[str, ShardRule],
 ) -> dict[str, Ruled]:
     """The rule that counts for each parameter that one speaks of; a rule that fits none, or not, is refused."""
-    if settings.preset == "tensor" and not rules:
-        raise ConfigError("strategy.preset: tensor splits by rules, and there are none: give strategy.shard")
+    if settings.type == "tensor" and not rules:
+        raise ConfigError("strategy: tensor splits by rules, and there are none: give strategy.shard")
     found: dict[str, Ruled] = {}
     for pattern, rule in rules.items():
         matching = [name for name in parameters if fnmatch.fnmatchcase(name, pattern)]
@@ -77,8 +77,8 @@ def by_rules(
         for name in matching:
             if name not in found:
                 _check(pattern, name, parameters[name], rule.spec, meshes[mesh])
-                if settings.preset in ("fsdp", "hsdp") and mesh == MAIN:
-                    _refuse_twice(pattern, name, rule.spec, settings.preset)
+                if settings.splits_all and mesh == MAIN:
+                    _refuse_twice(pattern, name, rule.spec, settings.type)
                 found[name] = Ruled(pattern, mesh, rule)
     return found
 
@@ -122,12 +122,12 @@ def batch_spec(dimensions: int, mesh: Shape) -> tuple[AxisNames, ...]:
     return (first, *[None] * (dimensions - 1))
 
 
-def _refuse_twice(pattern: str, name: str, spec: Sequence[AxisNames], preset: str) -> None:
+def _refuse_twice(pattern: str, name: str, spec: Sequence[AxisNames], strategy: str) -> None:
     twice = [axis for entry in spec for axis in axes_of(entry) if axis in BATCH_AXES]
     if twice:
         raise ConfigError(
-            f"strategy.shard.{pattern}: {_text(spec)} splits {name!r} over {twice[0]}, which preset: {preset} does by "
-            f"itself: leave {twice[0]} out of the rule (null), or the preset"
+            f"strategy.shard.{pattern}: {_text(spec)} splits {name!r} over {twice[0]}, which strategy: {strategy} does "
+            f"by itself: leave {twice[0]} out of the rule (null), or use strategy: tensor"
         )
 
 

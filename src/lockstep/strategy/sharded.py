@@ -1,6 +1,6 @@
 """A mesh of processes, by torch's own parts: fully_shard over the data axis, DTensor for rules over the others.
 
-The same words as under XLA's SPMD. Every parameter becomes a DTensor of which a rank keeps its part; a block is put
+The settings are the same as on XLA. Every parameter becomes a DTensor of which a rank keeps its part; a block is put
 together just before it computes, and taken apart again. Ranks along the axes that batches are spread over have a share
 of the batch each; ranks along the other axes work on one share together.
 """
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
 from lockstep.config.strategy import ShardRule
@@ -30,17 +31,27 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import local_step, placing, tensor_parallel
+from lockstep.strategy import gathering, local_step, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, require_memory
+from lockstep.strategy.base import (
+    Modules,
+    Parameters,
+    Strategy,
+    all_finite,
+    gradients_of,
+    named_parameters,
+    require_memory,
+)
+from lockstep.strategy.block_tracker import BlockTracker
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
 from lockstep.strategy.methods import let_methods_compute
+from lockstep.strategy.second_backward import SecondBackward
 from lockstep.strategy.slices import local_part, slice_of
+from lockstep.strategy.synced_norm import synchronise
 from lockstep.strategy.views import without_views
-from lockstep.strategy.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +60,30 @@ _WHOLE = "whole"
 
 
 class ShardedStrategy(Strategy):
-    name: ClassVar[str] = "spmd"
     keeps_slices: ClassVar[bool] = True
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, group: Group) -> None:
         super().__init__(runtime, group.world_size)
+        self.name = settings.type
         self._settings, self._group = settings, group
         self._shapes = meshing.resolve_meshes(settings, group.world_size, "processes")
         self._shape = self._shapes[meshing.MAIN]
         self._rules = dict(settings.shard)
-        more = {} if settings.preset in ("fsdp", "hsdp") else {_WHOLE: 1}
+        more = {} if settings.splits_all else {_WHOLE: 1}
         more |= {} if DATA_AXIS in self._shape else {DATA_AXIS: 1}
         self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=(*BATCH_AXES, _WHOLE))
-        axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.preset or "", (DATA_AXIS, _WHOLE))
+        axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
         self._models: list[FSDPModule] = []
+        self._second: list[SecondBackward] = []  # of each model
+        self._scalars: list[nn.Parameter] = []
+        self._averaged: Any = WeakTensorKeyDictionary()  # the version of a gradient, as it was averaged
         self._syncs, self._accumulates = True, False
         self._seed = 0
         self._holders: dict[int, int] = {}  # by the identity of a parameter
         self._init_weights: Initialise | None = None
+        self._tracker = BlockTracker()
+        group.activity.locate = self._tracker.locate
 
     # Where things are
 
@@ -110,6 +126,10 @@ class ShardedStrategy(Strategy):
 
     # Placing
 
+    def convert(self, model: nn.Module) -> None:
+        if self._settings.sync_batchnorm and self.world_size > 1:
+            synchronise(model, copies=self.world_size // self.shares)
+
     def build(self, make: Callable[[], Any]) -> Any:
         """Rank 0 makes the model as it is; the others make it without memory, where its code allows that."""
         if self._group.rank == 0:
@@ -134,7 +154,7 @@ class ShardedStrategy(Strategy):
         _refuse_sparse(model)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         ruled = meshing.by_rules(shapes, self._shapes, self._settings, self._rules)
-        plan = tensor_parallel.plan(model, ruled, self._shape, self._settings.preset)
+        plan = tensor_parallel.plan(model, ruled, self._shape)
         owned = placing.owned_by(model)
         units = placing.units(model, find_blocks(model, self._settings.blocks))
         filling = placing.Filling(model, self._group, self.runtime.device, self._seed, self._init_weights)
@@ -153,25 +173,23 @@ class ShardedStrategy(Strategy):
                     filling.fill_buffers()
                     tensor_parallel.apply(model, plan, self._mesh)
                 unit.register_forward_hook(without_views)  # before torch's own, which must not be given one
-                where = Whereabouts(self._group.activity, name) if self.world_size > 1 else None
-                if where is not None:
-                    where.before_split(unit)
-                self._split(unit)
-                if where is not None:
-                    where.after_split(unit)
+                self._split(unit, {each for each in model.parameters() if each.dim() == 0})
+                self._tracker.add(name, unit)
                 self._group.activity.progress()
         self._replaced += [(each.before, each.now) for each in owned.values()]
         model.register_forward_hook(_taken_apart)
         let_methods_compute(model)
         assert isinstance(model, FSDPModule)
         self._models.append(model)
+        self._second.append(SecondBackward(model))
+        self._scalars += [each for each in model.parameters() if each.dim() == 0 and each.requires_grad]
         text = " x ".join(f"{axis} {size}" for axis, size in self._shape.items())
         logger.info("mesh %s; %d blocks, %d of %d parameters split by rules", text, len(units) - 1,
                     len(plan.parameters), len(shapes))  # fmt: skip
         return model
 
-    def _split(self, unit: nn.Module) -> None:
-        how: dict[str, Any] = {}
+    def _split(self, unit: nn.Module, scalars: set[nn.Parameter]) -> None:
+        how: dict[str, Any] = {"ignored_params": scalars}  # there is nothing to split: every rank has them
         if self._settings.offload and self.runtime.device.type != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
         if self._settings.gather == "bf16":
@@ -182,7 +200,7 @@ class ShardedStrategy(Strategy):
     def place_optimizer(self, optimizer: Optimizer) -> None:
         """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
         if isinstance(optimizer, (LBFGS, SparseAdam)):
-            raise _does_not_fit(optimizer, "it needs whole parameters")
+            raise self._does_not_fit(optimizer, "it needs whole parameters")
         self._give_new_parameters(optimizer)
         filling = placing.Filling(nn.Module(), self._group, self.runtime.device)
         for parameter, state in optimizer.state.items():
@@ -206,13 +224,24 @@ class ShardedStrategy(Strategy):
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         try:
-            local_step.step(optimizer)
+            if closure is None:
+                local_step.step(optimizer)
+            else:
+                optimizer.step(closure)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
             if "DTensor" not in str(error) and "sharding" not in str(error).lower():
                 raise
-            raise _does_not_fit(optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})") from None
+            raise self._does_not_fit(
+                optimizer, f"torch cannot do its arithmetic on their parts ({_first(error)})"
+            ) from None
+
+    def _does_not_fit(self, optimizer: Optimizer, why: str) -> ConfigError:
+        return ConfigError(
+            f"optimizer: {type(optimizer).__name__} cannot step parameters that strategy: {self.name} splits: {why}. "
+            f"Use one that works on each number by itself ({_FITTING}), or strategy: ddp"
+        )
 
     # Gradients
 
@@ -223,6 +252,40 @@ class ShardedStrategy(Strategy):
         self._accumulates = self._accumulates or not wanted
         for model in self._models:
             model.set_requires_gradient_sync(wanted)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        return gathering.all_gather(tensor, self.share, self.speaks, self.world_size // self.shares)
+
+    def computed(self, last: bool) -> None:
+        super().computed(last)
+        for each in self._second:
+            each.computed()
+        if last:
+            self._average_scalars()
+
+    def _average_scalars(self) -> None:
+        """Torch does not reduce the gradients of parameters that are not split. Those that a backward pass has added to
+        are averaged; what they held before is the average already, and stays what it is."""
+        gradients = [each for each in gradients_of(self._scalars) if self._averaged.get(each) != each._version]
+        if gradients and self.world_size > 1:
+            mean = torch.stack([each.double() for each in gradients])
+            with self._group.activity.within("the gradients of scalar parameters", waits=True):
+                dist.all_reduce(mean)
+            for gradient, value in zip(gradients, mean / self.world_size, strict=True):
+                gradient.copy_(value)
+                self._averaged[gradient] = gradient._version
+
+    def stepped(self) -> None:
+        super().stepped()
+        for each in self._second:
+            each.release()
+
+    def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
+        super().restored(modules, optimizers)
+        for each in self._second:
+            each.release()
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
         if not self._accumulates:
@@ -248,10 +311,7 @@ class ShardedStrategy(Strategy):
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         """On all ranks, or on none: each has a part of every gradient."""
-        parts = [local_part(each) for each in gradients_of(parameters)]
-        finite = torch.ones((), device=self.runtime.device)
-        for each in parts:
-            finite *= each.isfinite().all().to(finite)
+        finite = all_finite([local_part(each) for each in gradients_of(parameters)], self.runtime.device).float()
         if self.world_size > 1:
             with self._group.activity.within("whether all gradients are finite", waits=True):
                 dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -334,13 +394,6 @@ def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
 
 
 _FITTING = ", ".join(each.__name__ for each in local_step.BY_NUMBER)
-
-
-def _does_not_fit(optimizer: Optimizer, why: str) -> ConfigError:
-    return ConfigError(
-        f"optimizer: {type(optimizer).__name__} cannot step parameters that strategy: spmd splits: {why}. Use one that "
-        f"works on each number by itself ({_FITTING}), or strategy: ddp"
-    )
 
 
 def _first(error: Exception) -> str:

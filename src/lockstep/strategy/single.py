@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from lockstep.strategy.base import Modules, Strategy, named_parameters, to_device
 
 
 class SingleStrategy(Strategy):
-    name: ClassVar[str] = "single"
+    name = "single"
 
     def place(self, model: nn.Module) -> nn.Module:
         return to_device(model, self.runtime.device)

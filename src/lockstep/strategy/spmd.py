@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class SpmdStrategy(Strategy):
-    name: ClassVar[str] = "spmd"
     places_rank_0: ClassVar[bool] = False  # all processes make the same model, and mark the same parts of it
     gathers_state: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)
+        self.name = settings.type
         import torch_xla.distributed.spmd as xs
 
         self._xs, self._settings = xs, settings

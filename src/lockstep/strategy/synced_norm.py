@@ -1,19 +1,25 @@
 """BatchNorm over the batches of all processes: its mean and variance are those of the whole global batch.
 
 Torch's SyncBatchNorm is for GPUs alone. On other devices, and where GPUs are shared and gloo is between them, the same
-is computed here by ordinary operations.
+is computed here by ordinary operations. A layer with a forward of its own (BatchNorm and an activation) keeps it: only
+the normalisation inside of it is exchanged.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import TorchFunctionMode
+
+from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -21,51 +27,110 @@ logger = logging.getLogger(__name__)
 class SyncedBatchNorm(_BatchNorm):
     """In training, by ordinary operations over all ranks."""
 
+    copies: int  # ranks that compute the same share of a batch
+
     def forward(self, input: Tensor) -> Tensor:
-        return self._by_hand(input) if self.training else super().forward(input)
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        momentum = self.momentum
+        if self.num_batches_tracked is not None and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
+        return _over_ranks(
+            input, self.running_mean if self.track_running_stats else None, self.running_var, self.weight, self.bias,
+            momentum or 0.0, self.eps, self.copies,
+        )  # fmt: skip
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of at least two dimensions, got {list(input.shape)}")
 
-    def _by_hand(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
-        over = [dimension for dimension in range(input.dim()) if dimension != 1]
-        # In double precision, where a difference of two large sums is still exact enough.
-        mine = input.double()
-        here = torch.full((1, input.shape[1]), mine.numel() / input.shape[1], dtype=mine.dtype, device=input.device)
-        sums = torch.stack([mine.sum(over), mine.square().sum(over)])
-        total, squares, count = _SumOverRanks.apply(torch.cat([sums, here]))  # type: ignore[no-untyped-call]
-        mean = total / count
-        variance = (squares / count - mean.square()).clamp(min=0)
-        if self.track_running_stats:
-            self._remember(mean.detach(), (variance * count / (count - 1).clamp(min=1)).detach())
-        shape = [1, -1, *[1] * (input.dim() - 2)]
-        found = ((mine - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)).to(input.dtype)
-        if self.affine:
-            found = found * self.weight.view(shape) + self.bias.view(shape)
-        return cast(Tensor, found)
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
-
-
-def synchronise(model: nn.Module) -> None:
-    """Make every BatchNorm layer one that is computed over all ranks. Layers stay the same objects, with the same
-    parameters, buffers and hooks."""
-    layers = [
-        each for each in model.modules()
+def synchronise(model: nn.Module, copies: int = 1) -> None:
+    """Make every BatchNorm layer one that is computed over all ranks, of which so many have the same share of a batch.
+    Layers stay the same objects, with the same parameters, buffers and hooks."""
+    layers = {
+        name: each for name, each in model.named_modules()
         if isinstance(each, _BatchNorm) and not isinstance(each, (nn.SyncBatchNorm, SyncedBatchNorm, LazyModuleMixin))
-    ]  # fmt: skip
-    by_torch = dist.get_backend() == "nccl"
-    for layer in layers:
+    }  # fmt: skip
+    by_torch = dist.get_backend() == "nccl" and copies == 1
+    for name, layer in layers.items():
+        if type(layer).forward is not _BatchNorm.forward or "forward" in vars(layer):
+            vars(layer)["forward"] = _OwnForward(layer.forward, layer, name, copies)
+            continue
         layer.__class__ = nn.SyncBatchNorm if by_torch else SyncedBatchNorm
-        vars(layer)["process_group"] = None
-    logger.info("sync_batchnorm: %d layers normalise by the batches of all ranks", len(layers))
+        vars(layer).update(process_group=None, copies=copies)
+    if layers:
+        logger.info("sync_batchnorm: %d layers normalise by the batches of all ranks", len(layers))
+
+
+class _OwnForward:
+    """The forward of a layer, in which batch_norm is computed over all ranks."""
+
+    def __init__(self, forward: Callable[..., Any], layer: nn.Module, name: str, copies: int) -> None:
+        self._forward, self._layer, self._name, self._copies = forward, layer, name, copies
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not self._layer.training:
+            return self._forward(*inputs, **named)
+        with _Normalisation(self._copies) as found:
+            output = self._forward(*inputs, **named)
+        if not found.used:
+            raise ConfigError(
+                f"strategy.sync_batchnorm: the forward of {self._name} ({type(self._layer).__name__}) does not call "
+                "torch's batch_norm, so its statistics cannot be computed over all ranks. Call super().forward() or "
+                "torch.nn.functional.batch_norm in it, or set sync_batchnorm: false"
+            )
+        return output
+
+
+class _Normalisation(TorchFunctionMode):
+    """Within, torch.nn.functional.batch_norm normalises by the batches of all ranks."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self._copies, self.used = copies, False
+
+    def __torch_function__(self, function: Any, types: Any, inputs: Any = (), named: Any = None) -> Any:
+        if function is not F.batch_norm:
+            return function(*inputs, **(named or {}))
+        self.used = True
+        return self._batch_norm(*inputs, **(named or {}))
+
+    def _batch_norm(
+        self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return _over_ranks(input, running_mean, running_var, weight, bias, momentum, eps, self._copies)
+
+
+def _over_ranks(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    momentum: float, eps: float, copies: int,
+) -> Tensor:  # fmt: skip
+    over = [dimension for dimension in range(input.dim()) if dimension != 1]
+    # In double precision, where a difference of two large sums is still exact enough.
+    mine = input.double()
+    here = torch.full((1, input.shape[1]), mine.numel() / input.shape[1], dtype=mine.dtype, device=input.device)
+    sums = torch.stack([mine.sum(over), mine.square().sum(over)])
+    total, squares, count = _SumOverRanks.apply(torch.cat([sums, here]))  # type: ignore[no-untyped-call]
+    mean = total / count
+    variance = (squares / count - mean.square()).clamp(min=0)
+    if running_mean is not None and running_var is not None:
+        examples = count.detach() / copies
+        unbiased = variance.detach() * examples / (examples - 1).clamp(min=1)
+        running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    shape = [1, -1, *[1] * (input.dim() - 2)]
+    found = ((mine - mean.view(shape)) * (variance + eps).rsqrt().view(shape)).to(input.dtype)
+    if weight is not None:
+        found = found * weight.view(shape)
+    if bias is not None:
+        found = found + bias.view(shape)
+    return cast(Tensor, found)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, Shape
+from lockstep.config.mesh import BATCH_AXES, Shape
 from lockstep.config.strategy import AxisNames, ShardRule
 from lockstep.errors import ConfigError
 from lockstep.strategy.mesh import MAIN, Ruled, axes_of
@@ -48,7 +48,7 @@ class Plan:
     layers: Mapping[str, Layer]  # by the name of the module
 
 
-def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape, preset: str | None) -> Plan:
+def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape) -> Plan:
     """What rules mean for the layers of a model; one that cannot be followed is refused by the parameter's name."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
@@ -58,7 +58,7 @@ def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape, preset: str
     splits: dict[str, Split] = {}
     layers: dict[str, Layer] = {}
     for name, each in ruled.items():
-        found = _split(name, each, shape, preset)
+        found = _split(name, each, shape)
         if found is None:
             continue
         for module_name, module, key in owners[id(by_name[name])]:
@@ -73,7 +73,7 @@ def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape, preset: str
             if isinstance(module, nn.Linear) and module.bias is not None:
                 columns = isinstance(found.placement, Shard) and found.placement.dim == 0
                 splits[_joined(module_name, "bias")] = Split(found.axis, Shard(0) if columns else Replicate())
-    _check_biases(ruled, by_name, splits, shape, preset)
+    _check_biases(ruled, by_name, splits, shape)
     return Plan(splits, layers)
 
 
@@ -112,16 +112,14 @@ class _Exit:
         return output.redistribute(placements=self._leaves).to_local()
 
 
-def _split(name: str, each: Ruled, shape: Shape, preset: str | None) -> Split | None:
+def _split(name: str, each: Ruled, shape: Shape) -> Split | None:
     """None where the axis has one place, and nothing is split."""
     if each.mesh != MAIN:
         raise _refused(name, each, "it goes by a mesh of its own, and on cpu and cuda there is one, strategy.mesh")
     used = [(dimension, axis) for dimension, entry in enumerate(each.rule.spec) for axis in axes_of(entry)]
     over_data = [axis for _, axis in used if axis in BATCH_AXES]
-    if over_data and preset in ("fsdp", "hsdp"):
-        raise _refused(name, each, f"preset: {preset} already splits it over {DATA_AXIS}: leave {over_data[0]} out")
     if over_data:
-        raise _refused(name, each, f"it is split over {over_data[0]}, which preset: fsdp does, for all parameters")
+        raise _refused(name, each, f"it is split over {over_data[0]}, which strategy: fsdp does, for all parameters")
     used = [(dimension, axis) for dimension, axis in used if shape[axis] > 1]
     if len(used) > 1:
         raise _refused(name, each, f"it is split over {len(used)} axes")
@@ -144,13 +142,12 @@ def _check_biases(
     parameters: Mapping[str, nn.Parameter],
     splits: Mapping[str, Split],
     shape: Shape,
-    preset: str | None,
 ) -> None:
     """A bias is split as the outputs of its layer are, whether a rule says so or not; a rule must not say otherwise."""
     for name, each in ruled.items():
         if name in splits and parameters[name].dim() > 1:
             continue
-        asked = _split(name, each, shape, preset)
+        asked = _split(name, each, shape)
         if asked is not None and splits.get(name) != asked:
             raise _refused(name, each, "the weight of its layer is not split along its outputs over this axis")
 

@@ -65,7 +65,7 @@ class Replicas(nn.Module):
 
 
 class ThreadsStrategy(Strategy):
-    name: ClassVar[str] = "threads"
+    name = "threads"
     reduces_in_step: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime) -> None:
@@ -113,6 +113,9 @@ class ThreadsStrategy(Strategy):
         # Not started yet: the loop may go on with what it computed (a second loss, a value to log), and nobody may
         # touch the tensors of a device while its thread is at work.
         self._written_down.add(self._at_work)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        raise self._refuse_to_gather()
 
     def reduce_gradients(self, parameters: Parameters) -> None:
         self._wait_for_all()

@@ -26,7 +26,7 @@ class XlaDdpStrategy(Strategy):
     its own (PJRT CPU), gradients travel through the hosts' group in a few large buckets.
     """
 
-    name: ClassVar[str] = "ddp"
+    name = "ddp"
     reduces_in_step: ClassVar[bool] = True
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
@@ -70,6 +70,9 @@ class XlaDdpStrategy(Strategy):
         total = super().total_count(counts)
         self.runtime.all_reduce(total)
         return total
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        raise self._refuse_to_gather()
 
     def reduce_gradients(self, parameters: Parameters) -> None:
         gradients = gradients_of(parameters)

@@ -34,8 +34,13 @@ def is_of_peft(model: nn.Module) -> bool:
 
 def are_left_out(model: nn.Module, setting: str) -> bool:
     """Whether the frozen weights of a model are left out of its checkpoints, by `checkpoint.save`."""
-    wanted = setting == "trainable" or (setting == "auto" and is_of_peft(model))
+    wanted = setting == "trainable" or (setting == "auto" and (is_of_peft(model) or is_all_frozen(model)))
     return wanted and any(not each.requires_grad for each in model.parameters())
+
+
+def is_all_frozen(model: nn.Module) -> bool:
+    """Whether nobody trains it: a teacher, a reference model."""
+    return not any(each.requires_grad for each in model.parameters())
 
 
 def names_of(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
 from lockstep.data.orders import Order
 from lockstep.errors import ConfigError
+from lockstep.train.closures import needs_closure
 from lockstep.train.hooks import Hook
 from lockstep.train.measuring import loss_and_values
 from lockstep.train.own_hooks import OwnHooks
@@ -82,11 +83,29 @@ def _after_hooks_of_ones_own(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> 
 
 def _usual_step(run: Run, task: Task, batch: Any) -> bool:
     """Forward, backward, step; whether the batch is complete."""
+    if run.optimizer is not None and needs_closure(run.optimizer):
+        return _step_with_closure(run, task, batch)
+    _log_loss(run, *_computed(run, task, batch))
+    return run.step()
+
+
+def _step_with_closure(run: Run, task: Task, batch: Any) -> bool:
+    """For an optimizer that computes the loss itself, several times; the first is logged."""
+    computed: list[tuple[Any, dict[str, Any]]] = []
+    stepped = run.step(closure=lambda: computed.append(_computed(run, task, batch)))
+    _log_loss(run, *computed[0])
+    return stepped
+
+
+def _computed(run: Run, task: Task, batch: Any) -> tuple[Any, dict[str, Any]]:
     with run.autocast():
         loss, values = loss_and_values(task.loss(run.model, batch), task)
     run.backward(loss)
+    return loss, values
+
+
+def _log_loss(run: Run, loss: Any, values: dict[str, Any]) -> None:
     run.log(**{"train/loss": loss}, **{f"train/{name}": value for name, value in values.items()})
-    return run.step()
 
 
 def _own_step(run: Run, task: Task, batch: Any) -> bool:

@@ -60,15 +60,18 @@ def _weights_of(name: str, models: Mapping[str, nn.Module], config: RunConfig) -
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
     """One optimizer, or one for every model: of the config, else of the task, else AdamW."""
+    trained = [name for name, each in models.items() if any(p.requires_grad for p in each.parameters())]
+    if not trained:
+        raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
     if config.optimizer is None:
         own = task.optimizer(made)
-        return own if own is not None else {name: torch.optim.AdamW(each.parameters()) for name, each in models.items()}
+        return own if own is not None else {name: torch.optim.AdamW(models[name].parameters()) for name in trained}
     given: Mapping[str, list[Any]]
     if config.optimizer.groups:
         given = parameter_groups(models, config.optimizer.groups)
     else:
         given = {name: [p for p in each.parameters() if p.requires_grad] for name, each in models.items()}
-    return {name: _made(config.optimizer, "optimizer", Optimizer, given[name]) for name in models}
+    return {name: _made(config.optimizer, "optimizer", Optimizer, given[name]) for name in trained}
 
 
 def _schedules(

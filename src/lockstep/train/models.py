@@ -79,6 +79,9 @@ class Models:
 
     def only(self) -> Entry:
         self.require_any()
+        trained = [each for each in self.entries.values() if each.optimizer is not None]
+        if len(trained) == 1:
+            return trained[0]
         if len(self.entries) > 1:
             raise ConfigError(
                 f"this run trains several models ({', '.join(self.entries)}): name the one that is meant, as in "

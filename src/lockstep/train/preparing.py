@@ -21,6 +21,7 @@ from lockstep.strategy.compile_cache import keep_compiled_code
 from lockstep.strategy.compiled import compile_blocks, compile_whole
 from lockstep.strategy.float8 import use_float8
 from lockstep.strategy.fused import use_fused_step
+from lockstep.strategy.initial import has_no_memory
 from lockstep.strategy.recompute import recompute as recompute_modules
 from lockstep.train import frozen, pretrained
 from lockstep.train.compile_guard import be_patient_while_compiling
@@ -113,16 +114,21 @@ class Preparation:
             return None
         return pretrained.Pretrained(init_from, self._group, self._strategy)
 
-    def _frozen(self, model: nn.Module) -> frozen.Frozen:
+    def _frozen(self, model: nn.Module) -> frozen.Frozen | None:
         names = frozen.names_of(model)
-        name = "the digest of the frozen weights"
-        digest = self._group.agree(lambda: frozen.digest_of(model, names, self._group.activity), name)
-        return frozen.Frozen(frozenset(names), digest)
+
+        def digest() -> str | None:
+            if self._settings.checkpoint.save == "auto" and has_no_memory(model):
+                return None  # a teacher that is never whole anywhere to be known again by: it is saved
+            return frozen.digest_of(model, names, self._group.activity)
+
+        found = self._group.agree(digest, "the digest of the frozen weights")
+        return None if found is None else frozen.Frozen(frozenset(names), found)
 
 
-def check_model(model: nn.Module, precision: str) -> None:
+def check_model(model: nn.Module, optimizer: Optimizer | None, precision: str) -> None:
     """Refuse what cannot be trained."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
     if precision not in get_args(Precision):
         raise ConfigError(f"run.setup: precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")

@@ -329,7 +329,7 @@ class Run:
         chosen, first = self._models.free_name(name), not self._models.entries
         if self._restored:
             raise ConfigError(f"run.setup of {chosen!r} comes after run.restore: set up every model before restoring")
-        check_model(model, precision)
+        check_model(model, optimizer, precision)
         self._strategy.check_precision(precision)
         self.runtime.use_precision(precision)
         if precision == "fp16" and self._stepper.loss_scale is None:
@@ -449,17 +449,30 @@ class Run:
         with self._checks.computing(loss, step is None or step.is_bare, step is None or step.completes_batch):
             self._stepper.backward(loss, count)
 
-    def step(self, optimizer: Optimizer | None = None) -> bool:
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenates the tensors of all ranks along their first dimension, which may differ in length.
+
+        Gradients flow back to every rank: a loss over gathered examples has the gradients that it has on one process. A
+        rank whose share of the last batch is empty adds nothing. Called by all ranks.
+        """
+        step = self._feed.step
+        mine = tensor[:0] if step is not None and step.examples == 0 and tensor.dim() else tensor
+        with self._activity.within("run.all_gather", waits=self.world_size > 1):
+            return self._strategy.all_gather(mine)
+
+    def step(self, optimizer: Optimizer | None = None, closure: Callable[[], object] | None = None) -> bool:
         """Step an optimizer and clear its gradients; False, doing nothing, while micro-batches are missing.
 
         With several optimizers each is stepped on its own; together they are one step of the run. In a loop that does
-        not use `batches`, this is where a run that was asked to stop saves itself and leaves, on all ranks at once.
+        not use `batches`, this is where a run that was asked to stop saves itself and leaves, on all ranks at once. A
+        `closure` is for an optimizer that computes the loss itself (LBFGS, SAM): it calls the model and run.backward on
+        the current batch.
         """
         if not self._requests.begun:
             self._require_restore()
             self._requests.begun = self._activity.begun = True
         with self._checks.stepping(optimizer):
-            stepped = self._stepper.step(optimizer)
+            stepped = self._stepper.step(optimizer, closure)
         if stepped and self._feed.step is not None and self._feed.step.is_bare:
             self._after_own_step(optimizer)
         return stepped

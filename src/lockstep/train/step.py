@@ -66,6 +66,11 @@ class Step:
         return all(micro.completes_batch for _, micro in self._at_hand.values())
 
     @property
+    def is_part(self) -> bool:
+        """Whether the current micro-batch is one of several of its global batch."""
+        return any(micro.number > 0 or not micro.completes_batch for _, micro in self._at_hand.values())
+
+    @property
     def weight(self) -> float:
         """What a mean over the micro-batch at hand is multiplied with."""
         return self._common({cursor.name: micro.weight for cursor, micro in self._at_hand.values()}, self._shares)

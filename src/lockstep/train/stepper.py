@@ -16,6 +16,7 @@ from lockstep.profiler.base import Profiler
 from lockstep.record.journal import Journal
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.fused import divides_gradients, dividing
+from lockstep.train import closures
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.feed import Feed
 from lockstep.train.groups import MATCH
@@ -45,6 +46,7 @@ class Stepper:
         self._guard, self._profiler = guard, profiler
         self._logs_norm = logs_norm
         self.loss_scale: LossScale | None = None  # where a model computes in float16
+        self._evaluations: closures.Evaluations | None = None  # while an optimizer evaluates a closure
         self._gradients = models.gradients
 
     @property
@@ -63,7 +65,9 @@ class Stepper:
         number = self.number
         self._gradients.begin(step)
         self._guard.computed(total)
-        self._journal.note_loss(number, total)
+        evaluations = self._evaluations
+        if evaluations is None or not evaluations.count:  # an optimizer that searches may try what is not finite
+            self._journal.note_loss(number, total)
         self._activity.enter("gradient reduction" if exchanges else "backward", number, waits=exchanges)
         self._be_patient_while_compiling()
         self._profiler.enter("backward")
@@ -73,15 +77,19 @@ class Stepper:
         except CheckpointError as error:
             raise _computed_otherwise(error) from error
         except RuntimeError as error:
-            raise self._group.explain(error, f"the gradients of step {number}") from error
+            explained = self._strategy.explain(error)
+            raise explained or self._group.explain(error, f"the gradients of step {number}") from error
+        if evaluations is not None:
+            evaluations.computed(total, factor, count)
         step.pending = True
         self._gradients.add(step, None if count is None else count * factor)
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
-    def step(self, optimizer: Optimizer | None) -> bool:
+    def step(self, optimizer: Optimizer | None, closure: closures.Closure | None = None) -> bool:
         entry, optimizer, parameters = self._models.stepped_by(optimizer)
         step = self._current()
+        closures.check(entry, optimizer, step, closure, self.loss_scale is not None)
         if not step.completes_batch:
             self._feed.busy_since = time.perf_counter()
             return False
@@ -90,11 +98,14 @@ class Stepper:
         self._reduce(parameters, counts)
         usable = self._usable(entry, parameters)
         if usable:
-            divisor = self._clip(entry, optimizer, parameters)
+            divisor = self._clip(entry, optimizer, parameters) if closure is None else None
             if entry.average is not None:
                 entry.average.begin()
-            with dividing(optimizer, divisor):
-                self._strategy.step(optimizer)
+            if closure is not None:
+                self._evaluate(entry, optimizer, parameters, closure)
+            else:
+                with dividing(optimizer, divisor):
+                    self._strategy.step(optimizer)
         self._note_learning_rate(entry, optimizer)
         self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
@@ -107,6 +118,22 @@ class Stepper:
         self._activity.enter("the end", self._feed.progress.step)
         self._profiler.enter(None)
         return True
+
+    def _evaluate(
+        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], closure: closures.Closure
+    ) -> None:
+        """Step an optimizer that computes loss and gradients itself, by a closure."""
+
+        def clip() -> None:
+            self._clip(entry, optimizer, parameters, may_divide=False)
+
+        if any(each.grad is not None for each in parameters):  # SAM begins with gradients that are there already
+            clip()
+        self._evaluations = evaluations = closures.Evaluations(self._strategy, optimizer, parameters, clip)
+        try:
+            self._strategy.step(optimizer, lambda: evaluations.evaluate(closure))
+        finally:
+            self._evaluations = None
 
     def _current(self) -> Step:
         """The step under way; a loop that brings its own data has one from its first backward pass on."""
@@ -152,13 +179,15 @@ class Stepper:
             self._journal.skipped(number, f"overflowed float16; the loss is scaled by {scale.next:g} from here on")
         return usable
 
-    def _clip(self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter]) -> Tensor | None:
+    def _clip(
+        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], may_divide: bool = True
+    ) -> Tensor | None:
         """Clip, and note the norm that gradients had before; where none is asked for, none is computed.
 
         What is returned, the optimizer is to divide gradients by, if anything: that saves a pass over all of them.
         """
         divisor = None
-        if entry.clip_norm is not None and divides_gradients(optimizer):
+        if entry.clip_norm is not None and may_divide and divides_gradients(optimizer):
             norm = self._strategy.gradient_norm(parameters)
             divisor = torch.clamp((norm + 1e-6) / entry.clip_norm, min=1.0).float()
         elif entry.clip_norm is not None:

@@ -44,7 +44,6 @@ _UNSHARDED = (
     "strategy.mesh=null",
     "strategy.meshes={}",
     "strategy.shard={}",
-    "strategy.preset=null",
     "strategy.offload=false",
     "strategy.gather=float32",
 )
@@ -56,15 +55,15 @@ _HOSTS = ("runtime=cpu", "launch.type=ssh", "processes=auto", *_ANY_DEVICES, *_U
 _XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
 _RAY = ("runtime=cpu", *_PLAIN, "launch.type=ray")
 # A config's rules for sharding stay; both meshes have the axes that rules name, data and model.
-_SPMD = ("runtime=xla", "xla.device=CPU", "xla.chips=null", *_HERE, "devices=4", "strategy.type=spmd")
-_SHARED, _NO_PRESET = "launch.share_devices=true", "strategy.preset=null"
+_XLA_MESH = ("runtime=xla", "xla.device=CPU", "xla.chips=null", *_HERE, "devices=4")
+_SHARED, _SPMD = "launch.share_devices=true", "strategy.type=spmd"
 _SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy.type=threads"
 _ONE, _TWO, _THREE, _FOUR = "processes=1", "processes=2", "processes=3", "processes=4"
 _MESH_4, _MESH_2X2 = "strategy.mesh={data: 4, model: 1}", "strategy.mesh={data: 2, model: 2}"
-_FSDP, _HSDP = "strategy.preset=fsdp", "strategy.preset=hsdp"
-# The same words on a mesh of processes.
-_OVER_CPUS = ("runtime=cpu", *_ANY_DEVICES, *_HERE, "strategy.type=spmd")
-_OVER_GPUS = ("runtime=cuda", *_ANY_DEVICES, *_HERE, "strategy.type=spmd")
+_FSDP, _HSDP = "strategy.type=fsdp", "strategy.type=hsdp"
+# The same on a mesh of processes. Over one place of data, fsdp leaves the rules alone: a task may have none.
+_OVER_CPUS = ("runtime=cpu", *_ANY_DEVICES, *_HERE)
+_OVER_GPUS = ("runtime=cuda", *_ANY_DEVICES, *_HERE)
 _TORCH_XLA = ("torch_xla",)
 # TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
 # order of the same one.
@@ -80,7 +79,7 @@ COMBINATIONS = (
     Combination("cpu-fsdp-3", (*_OVER_CPUS, _THREE, "strategy.mesh={data: 3, model: 1}", _FSDP), shares=3),
     Combination("cpu-fsdp-4", (*_OVER_CPUS, _FOUR, _MESH_4, _FSDP), shares=4),
     Combination("cpu-hsdp-2x2", (*_OVER_CPUS, _FOUR, "strategy.mesh={replica: 2, data: 2, model: 1}", _HSDP), shares=4),
-    Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, "strategy.mesh={data: 1, model: 2}", _NO_PRESET)),
+    Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, "strategy.mesh={data: 1, model: 2}", _FSDP)),
     Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP), shares=2),
     Combination(
         "cpu-torchrun-fsdp-2",
@@ -101,10 +100,10 @@ COMBINATIONS = (
     Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
     Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), shares=2, packages=_TORCH_XLA),
     Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-4", (*_SPMD, _ONE, _MESH_4), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-2x2", (*_SPMD, _ONE, _MESH_2X2), shares=2, packages=_TORCH_XLA),
-    Combination("xla-fsdp-4", (*_SPMD, _ONE, _MESH_4, _FSDP), shares=4, packages=_TORCH_XLA),
-    Combination("xla-fsdp-tensor-2x2", (*_SPMD, _ONE, _MESH_2X2, _FSDP), shares=2, packages=_TORCH_XLA),
+    Combination("xla-spmd-4", (*_XLA_MESH, _ONE, _MESH_4, _SPMD), shares=4, packages=_TORCH_XLA),
+    Combination("xla-spmd-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _SPMD), shares=2, packages=_TORCH_XLA),
+    Combination("xla-fsdp-4", (*_XLA_MESH, _ONE, _MESH_4, _FSDP), shares=4, packages=_TORCH_XLA),
+    Combination("xla-fsdp-tensor-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _FSDP), shares=2, packages=_TORCH_XLA),
     Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), gpus=1, env=_NO_TF32),
     Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, _SHARED), shares=2, gpus=1, env=_NO_TF32),
     Combination("cuda-fsdp-1", (*_OVER_GPUS, _ONE, "strategy.mesh={data: 1, model: 1}", _FSDP), gpus=1, env=_NO_TF32),
@@ -117,7 +116,7 @@ COMBINATIONS = (
     ),
     Combination(
         "cuda-shared-tensor-2",
-        (*_OVER_GPUS, _TWO, "strategy.mesh={data: 1, model: 2}", _NO_PRESET, _SHARED),
+        (*_OVER_GPUS, _TWO, "strategy.mesh={data: 1, model: 2}", _FSDP, _SHARED),
         gpus=1,
         env=_NO_TF32,
     ),

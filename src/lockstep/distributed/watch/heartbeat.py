@@ -133,17 +133,26 @@ class Heartbeat:
         if now.number != self._told[0]:
             self._told, self._debugged = (now.number, self._clock.paused), 0.0
         taken = time.monotonic() - now.since - (self._clock.paused - self._told[1])
-        frame = sys._current_frames().get(self._training_thread) if taken > _INTERVAL / 2 else None
+        stacks = sys._current_frames() if taken > _INTERVAL / 2 else {}
+        frame = stacks.get(self._training_thread)
         if in_debugger(frame):
             self._debugged = taken  # whoever looks at it takes their time
         still = max(taken - self._debugged, 0.0)
         where = user_line(frame) if frame is not None else ""
+        doing, waits = self._located(stacks) or (now.doing, now.waits)
         return Beat(
-            self._count, now.number, now.step, now.doing, now.waits, now.first, now.limit, round(still, 1), where,
+            self._count, now.number, now.step, doing, waits, now.first, now.limit, round(still, 1), where,
             self._activity.begun, self._activity.restores, self._activity.exchanges, self._host,
             self._activity.total_steps, self._activity.busy,
             resident_memory() if self.tells_resident_memory else self._activity.memory,
         )  # fmt: skip
+
+    def _located(self, stacks: dict[int, FrameType]) -> tuple[str, bool] | None:
+        """Where in a sharded model this rank is, unless it waits for something that has a name."""
+        if self._activity.now.doing.startswith(("'", '"')):
+            return None
+        mine = stacks.pop(self._training_thread, None)
+        return self._activity.locate([*([mine] if mine else []), *stacks.values()]) if mine else None
 
     def _mind_the_store(self) -> None:
         """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""

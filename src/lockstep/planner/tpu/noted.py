@@ -146,7 +146,7 @@ def world(size: int, register: Register) -> Iterator[PretendGroup]:
         assert isinstance(runtime, XlaRuntime)
         check_strategy(settings, runtime.name, group.world_size)
         made: NotedSpmd | NotedDdp | NotedSingle
-        if settings.type == "spmd":
+        if settings.has_mesh:
             made = NotedSpmd(runtime, settings, group.world_size)
         elif group.world_size > 1:
             made = NotedDdp(runtime, settings, group.world_size)

@@ -59,7 +59,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     from lockstep.train.task import create_task
     from lockstep.train.trainer import datasets_of
 
-    over_all = config.strategy.type == "spmd"
+    over_all = config.strategy.has_mesh
     ranks = 1 if over_all else target.devices
     settings = config.model_copy(
         update={
