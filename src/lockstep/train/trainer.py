@@ -122,6 +122,8 @@ def _metric_names(
     if not tried:
         return there, True
     found, complete = run.names_of(measure, next(iter(tried.values())), batch_size, collate)
+    if measure.one_pass and any(name.startswith("train/") and name not in there for _, name in asked):
+        run.names_of(measure.of_loss, datasets["train"], batch_size, collate)
     there.update({f"train/{name}": 0.0 for name in measure.beside_loss})
     there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
     return there, complete
