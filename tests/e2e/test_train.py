@@ -37,7 +37,7 @@ def test_a_run_and_its_folder(project: Project) -> None:
             "samples_per_second"} <= end.keys()  # fmt: skip
     assert (end["status"], end["epoch"], end["step"]) == ("completed", 2, 14)
     assert (end["world_size"], end["runtime"], end["strategy"]) == (2, "cpu", "ddp")
-    assert {"train/loss", "val/loss", "val/accuracy"} <= end["metrics"].keys()
+    assert {"train/epoch_loss", "val/loss", "val/accuracy"} <= end["metrics"].keys()
     # The epoch is there from the first row on, and validation comes after the training of its epoch.
     assert [(row["epoch"], row["step"], "val/loss" in row) for row in rows(run)] == [
         (0, 5, False), (1, 7, True), (1, 10, False), (2, 14, True), (2, 14, False),
@@ -116,7 +116,7 @@ def test_without_validation_data_training_metrics_decide(project: Project) -> No
     end = summary(run)
     assert (end["status"], end["epoch"]) == ("stopped early", 2)
     assert not any("val/loss" in row for row in rows(run))
-    assert end["best"]["metric"] == "train/loss"
+    assert end["best"]["metric"] == "train/epoch_loss"
 
 
 @pytest.mark.requirement("D16")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
+from lockstep.checkpoint.manifest import read
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
 from lockstep.errors import ConfigError, HookFailed
@@ -59,7 +60,7 @@ class Noting(lockstep.Hook):
         return self._note("step", run)
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
-        assert metrics.keys() == {"train/loss", "val/loss"}
+        assert metrics.keys() == {"train/epoch_loss", "val/loss"}
         return self._note("validation", run)
 
     def after_epoch(self, run: Run) -> str | None:
@@ -315,10 +316,10 @@ def rows(run: Run) -> list[dict[str, Any]]:
 def test_values_beside_the_loss_and_several_sets_have_names_of_their_own(new_run: Callable[..., Run]) -> None:
     run = new_run()
     keep = {"keep": {"metric": "val/few/half"}, "async": False}
-    stop = {"criteria": [{"metric": "train/half"}, {"metric": "val/all/loss"}], "patience": 9}
+    stop = {"criteria": [{"metric": "train/epoch_half"}, {"metric": "val/all/loss"}], "patience": 9}
     found = fit(run, config(task=f"{__name__}:Beside", checkpoint=keep, early_stop=stop))
     names = {f"val/{name}/{value}" for name in ("all", "few") for value in ("loss", "half", "shift")}
-    assert set(found["metrics"]) == names | {"train/loss", "train/half", "train/shift"}
+    assert set(found["metrics"]) == names | {"train/epoch_loss", "train/epoch_half", "train/epoch_shift"}
     assert found["best"]["metric"] == "val/few/half"
     metrics = found["metrics"]
     assert metrics["val/all/half"] == pytest.approx(metrics["val/all/loss"] / 2, rel=1e-6)
@@ -327,6 +328,19 @@ def test_values_beside_the_loss_and_several_sets_have_names_of_their_own(new_run
     assert len(trained) == 5
     assert all(row["train/half"] == pytest.approx(row["train/loss"] / 2, rel=1e-6) for row in trained)
     assert sum(row["train/shift"] for row in trained) / 5 == pytest.approx(metrics["val/all/shift"], abs=1e-7)
+
+
+def test_every_row_of_a_step_has_names_of_its_own_and_epochs_are_counted_alike(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+    metrics = fit(run, config(train={"epochs": 2, "batch_size": 2}, checkpoint={"every": "3 steps"}))["metrics"]
+    written = rows(run)
+    names = [(row["step"], name) for row in written for name in row if name not in ("step", "epoch")]
+    assert len(names) == len(set(names))
+    interval = [row["train/loss"] for row in written if "train/loss" in row]
+    assert metrics["train/epoch_loss"] == pytest.approx(sum(interval[5:]) / 5, rel=1e-6)
+    epochs = {row["step"]: row["epoch"] for row in written}
+    saved = {step: read(run.checkpointer.storage.path(step))["epoch"] for step in run.checkpointer.storage.steps()}
+    assert saved and saved == {step: epochs[step] for step in saved} and saved[10] == 2
 
 
 forward_passes: list[int] = []
@@ -379,7 +393,8 @@ def test_a_validation_batch_takes_one_forward_pass_by_evaluate_step(new_run: Cal
         metrics = fit(run, config(task=f"{__name__}:{task}"))["metrics"]
         found[task] = {name: value for name, value in metrics.items() if name.startswith("val/")}
         passes[task] = len(forward_passes)
-    assert found["OnePass"] == found["ThreePasses"] and found["OnePass"].keys() == {"val/loss", "val/near", "val/median"}
+    assert found["OnePass"] == found["ThreePasses"]
+    assert found["OnePass"].keys() == {"val/loss", "val/near", "val/median"}
     assert passes == {"ThreePasses": 3 * 6, "OnePass": 6}  # five batches, and one to know the names
 
 
@@ -411,18 +426,18 @@ class Twice(OnePass):
         return {}
 
 
-def test_evaluate_step_with_metrics_is_refused_and_values_beside_the_loss_are_known(new_run: Callable[..., Run]) -> None:
+def test_evaluate_step_with_metrics_is_refused_and_the_values_of_loss_are_known(new_run: Callable[..., Run]) -> None:
     with pytest.raises(ConfigError, match="defines evaluate_step and metrics, but evaluate_step replaces metrics"):
         fit(new_run(), config(task=f"{__name__}:Twice"))
-    with pytest.raises(ConfigError, match="there is no metric 'train/hlaf': did you mean train/half"):
-        fit(new_run(), config(task=f"{__name__}:OnePass", early_stop={"criteria": [{"metric": "train/hlaf"}]}))
+    with pytest.raises(ConfigError, match="there is no metric 'train/epoch_hlaf': did you mean train/epoch_half"):
+        fit(new_run(), config(task=f"{__name__}:OnePass", early_stop={"criteria": [{"metric": "train/epoch_hlaf"}]}))
 
 
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
         ({"early_stop": {}}, r"early_stop.criteria\[0\].metric: there is no metric 'val/loss': did you mean val/"),
-        ({"early_stop": {"criteria": [{"metric": "train/hlaf"}]}}, "did you mean train/half"),
+        ({"early_stop": {"criteria": [{"metric": "train/epoch_hlaf"}]}}, "did you mean train/epoch_half"),
         ({"checkpoint": {"keep": {"metric": "val/fwe/loss"}}}, "did you mean val/few/loss"),
     ],
 )

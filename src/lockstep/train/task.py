@@ -61,7 +61,7 @@ class Task(abc.ABC):
     def evaluate_step(
         self, model: nn.Module, batch: Any
     ) -> Mapping[str, Tensor | Mean] | tuple[Mapping[str, Tensor | Mean], Mapping[str, Any]]:
-        """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as in `loss`, or one
+        """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as `loss`, or one
         value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `whole_set`, return
         `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost a forward pass of their own."""
         raise NotImplementedError
