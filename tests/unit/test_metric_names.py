@@ -46,7 +46,7 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest(
         ({"early_stop": {}}, [], False),  # val/loss stands for train/epoch_loss
         ({"checkpoint": {"keep": {"metric": "val/accuracy", "mode": "max"}}}, VALIDATED, False),
         ({"checkpoint": {"keep": {"metric": "val/x", "best": 0}}}, VALIDATED, False),  # nobody asks for it
-        ({"early_stop": {"criteria": [{"metric": "train/generator"}]}}, [], True),  # what a task of its own logs
+        ({"early_stop": {"criteria": [{"metric": "train/epoch_generator"}]}}, [], True),  # what a task of its own logs
         ({}, ["val/made"], True),  # the default is no wish
     ],
 )

@@ -90,7 +90,7 @@ def train(
             conclude(ended.folder, ended.result, ended.config, mirrors[0])
     folders.require_bucket(out, "--out")
     loaded = local.resolved(loaded, say)
-    local.warm_up(local.plan(loaded, ""))
+    local.check(loaded)
     folder = folders.new(out, "--out", loaded)
     with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
         fitting.check(loaded, folder, say)
@@ -176,8 +176,8 @@ def resume(
                 ended = cluster.train(loaded, changed, held=True)
                 conclude(ended.folder, ended.result, ended.config, mirror)
             loaded = local.resolved(loaded, say)
+            local.check(loaded)
             changed(loaded)
-            local.warm_up(local.plan(loaded, str(folder)))
             fitting.check(loaded, folder, say)
             conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
@@ -227,6 +227,7 @@ def _tell_queued(queued: queue.Queued) -> None:
 def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
     from lockstep.distributed.topology import Topology, launched
+    from lockstep.train.made_parts import check_made
     from lockstep.train.parts import check_parts
 
     if launched(os.environ):
@@ -243,7 +244,10 @@ def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     else:
         config = local.resolved(config, say)
         plan = local.plan(config, folder).render()
-    check_parts(config, trained_here=not (config.launch.type == "ray" and cluster.is_elsewhere(config)))
+    here = not (config.launch.type == "ray" and cluster.is_elsewhere(config))
+    check_parts(config, trained_here=here)
+    if here:
+        check_made(config)
     _print(config, plan)
 
 

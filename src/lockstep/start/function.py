@@ -72,14 +72,24 @@ def train(
     folders.require_bucket(where, "out:")
     loaded = local.resolved(loaded, _tell)
     if loaded.processes == 1:
+        _check_here(loaded)
         folder = folders.new(where, "out:", loaded)
         fitting.check(loaded, folder, _tell)
         return _here(loaded, folder)
-    local.warm_up(local.plan(loaded, ""))
+    local.check(loaded)
     folder = folders.new(where, "out:", loaded)
     fitting.check(loaded, folder, _tell)
     with folder_lock.locked(folder), mirrored(folder, loaded, _tell):
         return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
+
+
+def _check_here(config: RunConfig) -> None:
+    """In this process, which is going to import all of it anyway."""
+    from lockstep.train.made_parts import check_made
+    from lockstep.train.parts import check_parts
+
+    check_parts(config, trained_here=False)
+    check_made(config)
 
 
 def _refuse_while_importing() -> None:

@@ -148,6 +148,9 @@ def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], op
                 )  # fmt: skip
         elif ("val" if name.startswith("val/") else "train") not in open_ended:
             raise ConfigError(unknown_metric(path, name, there))
+        elif not name.startswith("val/") and "/" in name and not name.rpartition("/")[2].startswith("epoch_"):
+            raise ConfigError(f"{path}: {name} is the mean since the last row: name {epoch_name(name)}, that since the "
+                              "last validation")  # fmt: skip
 
 
 def datasets_of(task: Task, config: RunConfig) -> Datasets:
