@@ -133,7 +133,8 @@ def resume(
         # As this version reads it: what a run of an older one does not say is the default, not a change.
         before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
-        refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
+        differing = changes(before, loaded.plain())
+        refuse_wrong_changes(differing, loaded.plain())
 
         def go_back(folder: Path, first: bool = True) -> None:
             if first:
@@ -163,6 +164,7 @@ def resume(
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
         folder = run.folder()
+        checkpoint.refuse_less(folder, wanted, differing, loaded.checkpoint.keep.mode)
         if loaded.launch.type != "local":
             fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
         if loaded.launch.type == "slurm":

@@ -28,7 +28,7 @@ from lockstep.record import folder_lock, run_folder
 from lockstep.record.start_files import START_FILES
 
 MARK_FILE = ".bucket.json"
-_TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs")
+_TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs", "code")
 
 
 @dataclass(frozen=True)
