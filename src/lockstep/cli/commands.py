@@ -106,7 +106,7 @@ def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
     if given and not value:
         following = arguments[arguments.index(given) + 1 :]
         value = following[0] if following and not following[0].startswith("--") else ""
-    error.possibilities = [f"--set {path}={value or 'VALUE'}" for path in paths]
+    vars(error)["possibilities"] = [f"--set {path}={value or 'VALUE'}" for path in paths]
 
 
 def _say_what_is_deprecated(otherwise: Callable[..., None]) -> Callable[..., None]:

@@ -27,6 +27,7 @@ from lockstep.mirror import staging, url
 from lockstep.mirror.mirror import mirrored
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, loggers, run_folder
+from lockstep.runs.closing import closing_lines
 from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 from lockstep.train.requests import Preempted
@@ -68,8 +69,13 @@ def launch(
         checked = checked.model_copy(update={"runtime": family, "processes": count})
     try:
         if topology is None and count > 1:
-            return _launch_processes(main, checked, place)
-        return [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
+            script.require_guard("lockstep.launch")
+            script.require_importable(main)
+            returned = _launch_processes(main, checked, place)
+        else:
+            returned = [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
+        place.tell_how_it_ended()
+        return returned
     except Preempted:
         place.tell_how_to_go_on()
         raise
@@ -128,6 +134,13 @@ class _Folder:
         script.write(folder, self._script)
         made = staging.named(self._made or folder)  # as the user named it
         _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
+
+    def tell_how_it_ended(self) -> None:
+        """The lines that `lockstep train` ends with."""
+        if self._made is not None:
+            where = staging.named(self._made)
+            for line in closing_lines(self._made, where, self._script.how_to_go_on(where)):
+                _say(line)
 
     def tell_how_to_go_on(self) -> None:
         if self._made is not None:  # by this process, which speaks for all

@@ -76,6 +76,15 @@ def train(
         folder = folders.new(where, "out:", loaded)
         fitting.check(loaded, folder, _tell)
         return _here(loaded, folder)
+    from lockstep.launcher import script
+
+    script.require_guard(_CALLER)
+    if loaded.task.type.startswith("__main__:"):
+        name = loaded.task.type.partition(":")[2]
+        raise ConfigError(
+            f"{_CALLER}: task {name} was typed into this session, where {loaded.processes} ranks cannot import it "
+            f'from: write it to a file, and give task="file.py:{name}"; or set processes=1'
+        )
     local.check(loaded)
     folder = folders.new(where, "out:", loaded)
     fitting.check(loaded, folder, _tell)
@@ -156,10 +165,7 @@ def _import_path(given: Any, name: str) -> str:
     if "." in task.__module__ or (not file.endswith(".py") and task.__module__ != "__main__"):
         return f"{task.__module__}:{task.__name__}"  # inside of a package, which may import by its own name
     if not file.endswith(".py"):
-        raise ConfigError(
-            f"{_CALLER}: {name} {task.__name__} was typed into this session, where ranks cannot import it from: write "
-            f'it to a file, and give {name}="file.py:{task.__name__}"'
-        )
+        return f"__main__:{task.__name__}"  # typed into this session: for one process, which is this one
     return f"{Path(file).resolve()}:{task.__name__}"
 
 

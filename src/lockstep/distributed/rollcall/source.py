@@ -60,7 +60,7 @@ def root_of(module: Any, home: Path) -> Path:
 def _file_of(thing: Any) -> str | None:
     try:
         return inspect.getsourcefile(thing)
-    except TypeError:
+    except (TypeError, OSError):  # of a class that was typed into an interpreter
         return None
 
 
