@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import runtime
 from lockstep.config.plain import finite
@@ -31,7 +31,7 @@ from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
-from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.mark import mirrored
 from lockstep.record import chronicle as chronicles
 from lockstep.record import display, folder_lock, run_folder
 from lockstep.record.chronicle import Chronicle
@@ -46,6 +46,9 @@ from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
 from lockstep.train.task import import_object
 from lockstep.train.work import carry_out
+
+if TYPE_CHECKING:
+    from lockstep.mirror.mirror import Mirror
 
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 

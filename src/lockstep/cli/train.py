@@ -73,7 +73,7 @@ def train(
     if loaded.launch.type == "slurm":
         _tell_queued(queue.train(loaded, _on_disk(out)))
         return
-    from lockstep.mirror.mirror import mirrored
+    from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock
 
     if loaded.launch.type == "ray":
@@ -120,7 +120,7 @@ def resume(
     from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import Topology, launched
-    from lockstep.mirror.mirror import mirrored
+    from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock, run_folder
 
     wanted = checkpoint.Wanted(step, best)

@@ -54,7 +54,7 @@ def train(
         )
     if tasks.trains_here(loaded, os.environ):
         return _as_rank(loaded, where)
-    from lockstep.mirror.mirror import mirrored
+    from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock
 
     if loaded.launch.type == "ray":

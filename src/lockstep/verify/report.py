@@ -193,8 +193,9 @@ def _by_counts(report: Report, control: Comparison) -> Sequence[str]:
     return [
         "the loss is a mean over unequal counts: one process that takes its batches in halves differs as well, at step "
         f"{control.first_step} by {control.at_first:.1e}, without any other rank. It is a mean over "
-        "tokens, or over labels that are not -100, as `model(**batch).loss` of Hugging Face is. Divide by the count of the whole batch: `n = "
-        '(batch["labels"][:, 1:] != -100).sum()`, then `return lockstep.Mean(model(**batch).loss * n, n)` '
+        "tokens, or over labels that are not -100, as `model(**batch).loss` of Hugging Face is. Divide by the count of "
+        'the whole batch: `n = (batch["labels"][:, 1:] != -100).sum()`, then `return lockstep.Mean(model(**batch).loss '
+        "* n, n)` "
         "(docs/coming-from.md)"
     ]
 
