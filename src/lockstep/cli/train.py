@@ -90,6 +90,7 @@ def train(
             conclude(ended.folder, ended.result, ended.config, mirrors[0])
     folders.require_bucket(out, "--out")
     loaded = local.resolved(loaded, say)
+    folders.require_place(out, "--out")
     local.check(loaded)
     folder = folders.new(out, "--out", loaded)
     with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
