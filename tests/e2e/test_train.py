@@ -29,8 +29,8 @@ def test_a_run_and_its_folder(project: Project) -> None:
     run = project.only_run()
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
     assert {path.name for path in run.iterdir() if not path.name.startswith(".")} == {
-        "checkpoints", "code", "config.yaml", "lags.jsonl", "live.json", "logs", "metrics.jsonl", "report.html", "summary.json",
-        "tensorboard", "timeline.jsonl", "topology.json",
+        "checkpoints", "code", "config.yaml", "lags.jsonl", "live.json", "logs", "metrics.jsonl", "report.html",
+        "summary.json", "tensorboard", "timeline.jsonl", "topology.json",
     }  # fmt: skip
     end = summary(run)
     assert {"status", "epoch", "step", "world_size", "runtime", "strategy", "metrics", "best", "seconds",
