@@ -60,7 +60,7 @@ class Digits(lockstep.Task):
         """Over an axis `model`, where the mesh has one: the hidden layer's outputs, and what reads them."""
         return {"fc1.weight": ["model", None], "fc2.weight": [None, "model"]}
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def evaluate_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)
         return {

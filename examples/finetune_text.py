@@ -111,9 +111,12 @@ class FinetuneText(lockstep.Task):
         losses, counted, _ = self.judged(model, batch)
         return lockstep.Mean(losses.sum(), counted.sum())
 
-    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-        _, counted, right = self.judged(model, batch)
-        return {"token_accuracy": lockstep.Mean((right & counted).sum(), counted.sum())}
+    def evaluate_step(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        losses, counted, right = self.judged(model, batch)
+        return {
+            "loss": lockstep.Mean(losses.sum(), counted.sum()),
+            "token_accuracy": lockstep.Mean((right & counted).sum(), counted.sum()),
+        }
 
     def judged(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """For every token but the first: its loss, whether it counts, whether it would have been guessed."""

@@ -176,7 +176,7 @@ class TextModel(lockstep.Task):
         inputs, targets = self._inputs_and_targets(batch)
         return model(inputs, targets).mean()
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def evaluate_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         inputs, targets = self._inputs_and_targets(batch)
         logits = model(inputs)
         token_loss = token_losses(logits, targets)

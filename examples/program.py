@@ -92,7 +92,9 @@ def train_and_test(task: lockstep.Task, chosen: argparse.Namespace, run: lockste
             if step % chosen.log_steps == 0:
                 print_update(run, epoch + 1, step, mean_over_ranks(run, loss), rate)
         main_print(run, f"Epoch {epoch + 1} train end {now()}")
-        measured = run.evaluate(lambda batch: task.metrics(run.module, batch), test, chosen.batch_size, name="test")
+        measured = run.evaluate(
+            lambda batch: task.evaluate_step(run.module, batch), test, chosen.batch_size, name="test"
+        )
         accuracy = 100 * measured["accuracy"]
         best = max(best, accuracy)
         main_print(run, f"Epoch {epoch + 1} test end {now()}, Accuracy={accuracy:.2f}")

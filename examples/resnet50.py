@@ -104,7 +104,7 @@ class ImageNet(lockstep.Task):
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def evaluate_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)
         return {

@@ -27,7 +27,7 @@ def rows(count: int, every: int = 1, **more: Any) -> list[dict[str, Any]]:
         found.append({"step": step, "epoch": step // 100, "train/loss": loss, "lr": 0.01, "gradient_norm": 1.0 + loss,
                       **more, "examples_per_second": 1000.0 + step % 13})  # fmt: skip
         if step % 100 == 0:
-            found.append({"step": step, "epoch": step // 100, "train/loss": 0.5, "val/loss": 1.0 / step})
+            found.append({"step": step, "epoch": step // 100, "train/epoch_loss": 0.5, "val/loss": 1.0 / step})
     return found
 
 

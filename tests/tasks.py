@@ -204,6 +204,20 @@ class SummedLoss(Tiny):
         return super().loss(model, batch) * len(batch[0])
 
 
+class TokenMean(Tiny):
+    """A mean over the labels that are not -100, of which ranks have different numbers."""
+
+    def __init__(self, mended: bool = False, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.mended = mended
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Any:
+        labels = batch[1].masked_fill(batch[0][:, 0] > 0, -100)
+        loss = F.cross_entropy(model(batch[0]), labels)
+        count = (labels != -100).sum()
+        return lockstep.Mean(loss * count, count) if self.mended else loss
+
+
 class WrongReduction(Tiny):
     """Forward passes are right; of what several ranks found, the first one's counts too much."""
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep import runtime
 from lockstep.config.plain import finite
@@ -26,16 +26,17 @@ from lockstep.distributed.rendezvous import meet
 from lockstep.distributed.rollcall.faults import SHOWN
 from lockstep.distributed.rollcall.hold import hold
 from lockstep.distributed.rollcall.report import Evidence, Report, comparable, table
-from lockstep.distributed.rollcall.source import source_files
+from lockstep.distributed.rollcall.source import Source, source_files
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
-from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.mark import mirrored
 from lockstep.record import chronicle as chronicles
 from lockstep.record import display, folder_lock, run_folder
 from lockstep.record.chronicle import Chronicle
+from lockstep.record.code import keep_code
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.start_files import brought_here
@@ -46,6 +47,9 @@ from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
 from lockstep.train.task import import_object
 from lockstep.train.work import carry_out
+
+if TYPE_CHECKING:
+    from lockstep.mirror.mirror import Mirror
 
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
@@ -214,6 +218,7 @@ class Present:
     reports: list[Report]  # of everybody on rank 0; on the others, their own
     seconds: float  # how long the roll call took
     heartbeat: Heartbeat
+    source: Source
 
     def leave(self) -> None:
         activity = self.group.activity
@@ -249,10 +254,11 @@ def met(
     heart.tells_resident_memory = family == "cpu"
     with _beating(heart) as heartbeat:
         config = comparable(settings.model_dump(mode="json", by_alias=True))
-        evidence = Evidence(config, source_files(load_source()))
+        source = source_files(load_source())
+        evidence = Evidence(config, source.digests)
         began = time.monotonic()
         reports, group = hold(topology, device, store, settings.launch, evidence, activity)
-        yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat)
+        yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat, source)
 
 
 @contextlib.contextmanager
@@ -417,6 +423,7 @@ def _announce(present: Present, folder: Path) -> None:
     logger.info("on %s, %s, pid %d", topology.place.host, present.runtime.device, os.getpid())
     if topology.place.rank != 0:
         return
+    keep_code(folder, present.source.root, present.source.digests, logger.warning)
     found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
     write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
     if topology.world_size > 1:

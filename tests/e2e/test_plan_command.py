@@ -19,6 +19,7 @@ GPT = Path(__file__).parents[2] / "examples" / "gpt.yaml"
 
 def planned(project: Project, *arguments: Any, **values: Any) -> dict[str, Any]:
     finished = project.run("plan", project.config(**values), "--quick", "--json", *arguments)
+    assert "tracing a step ..." in finished.err, "it says what it is doing"
     assert finished.code == 0, finished.text
     (found,) = json.loads(finished.out)
     return dict(found)
@@ -168,6 +169,7 @@ def test_the_largest_batch_is_one_that_fits(project: Project) -> None:
     small.write_text("watch: {memory: 0.81, peak: {float32: 1}, bandwidth: 10, link: 1, network: 1, per_host: 1}\n")
     config = project.config(task={**STACKED, "examples": 50_000}, train={"steps": 2, "batch_size": 64})
     told = [project.run("plan", config, "--on", "watch", "--devices", small, "--json")]
+    assert "the largest batch: trying" in told[0].err
     (plan,) = json.loads(told[0].out)
     assert plan["largest_batch_was_traced"] and plan["largest_batch"] > 64
     for batch, code in ((plan["largest_batch"], 0), (int(plan["largest_batch"] * 1.05), 1)):

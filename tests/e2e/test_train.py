@@ -29,15 +29,15 @@ def test_a_run_and_its_folder(project: Project) -> None:
     run = project.only_run()
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
     assert {path.name for path in run.iterdir() if not path.name.startswith(".")} == {
-        "checkpoints", "config.yaml", "lags.jsonl", "live.json", "logs", "metrics.jsonl", "report.html", "summary.json",
-        "tensorboard", "timeline.jsonl", "topology.json",
+        "checkpoints", "code", "config.yaml", "lags.jsonl", "live.json", "logs", "metrics.jsonl", "report.html",
+        "summary.json", "tensorboard", "timeline.jsonl", "topology.json",
     }  # fmt: skip
     end = summary(run)
     assert {"status", "epoch", "step", "world_size", "runtime", "strategy", "metrics", "best", "seconds",
             "samples_per_second"} <= end.keys()  # fmt: skip
     assert (end["status"], end["epoch"], end["step"]) == ("completed", 2, 14)
     assert (end["world_size"], end["runtime"], end["strategy"]) == (2, "cpu", "ddp")
-    assert {"train/loss", "val/loss", "val/accuracy"} <= end["metrics"].keys()
+    assert {"train/epoch_loss", "val/loss", "val/accuracy"} <= end["metrics"].keys()
     # The epoch is there from the first row on, and validation comes after the training of its epoch.
     assert [(row["epoch"], row["step"], "val/loss" in row) for row in rows(run)] == [
         (0, 5, False), (1, 7, True), (1, 10, False), (2, 14, True), (2, 14, False),
@@ -99,13 +99,14 @@ def test_early_stopping_ends_all_ranks_and_is_remembered(project: Project) -> No
     assert summary(first)["epoch"] == 3
 
 
-def test_a_metric_that_will_never_be_there_is_told_before_the_first_step(project: Project) -> None:
-    """And not after the first epoch, with nothing saved."""
+def test_a_metric_that_will_never_be_there_is_told_before_any_rank_starts(project: Project) -> None:
+    """And not after the first epoch, with nothing saved, nor as the failure of a rank."""
     mistake = {"checkpoint": {"keep": {"metric": "val/acuracy", "mode": "max"}}}
     finished = project.run("train", project.config(processes=2, **mistake))
     assert finished.code == 2, finished.text
-    assert "checkpoint.keep.metric: there is no metric 'val/acuracy': did you mean val/accuracy?" in finished.err
-    assert not (project.only_run() / "metrics.jsonl").exists()
+    told = "lockstep: checkpoint.keep.metric: there is no metric 'val/acuracy': did you mean val/accuracy?"
+    assert finished.err.startswith(told) and "rank" not in finished.text
+    assert not (project.folder / "runs").exists(), "no folder of a run that never was"
 
 
 @pytest.mark.requirement("D06")
@@ -116,7 +117,7 @@ def test_without_validation_data_training_metrics_decide(project: Project) -> No
     end = summary(run)
     assert (end["status"], end["epoch"]) == ("stopped early", 2)
     assert not any("val/loss" in row for row in rows(run))
-    assert end["best"]["metric"] == "train/loss"
+    assert end["best"]["metric"] == "train/epoch_loss"
 
 
 @pytest.mark.requirement("D16")

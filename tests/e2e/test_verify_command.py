@@ -73,6 +73,19 @@ def test_dropout_is_told_from_a_mistake(project: Project) -> None:
     assert "the task draws random numbers while it trains" in finished.out
     assert "Compare without them: --set task.dropout=0" in finished.out
     assert "cpu-ddp-2    random" in finished.out
+    assert finished.out.endswith("\nnot comparable: random\n") and "do not agree" not in finished.out
+
+
+def test_a_mean_over_tokens_is_named_with_the_line_that_mends_it(project: Project) -> None:
+    """As `model(**batch).loss` of Hugging Face is: a mean over the labels that are not -100."""
+    config = project.config(task={"type": f"{TASK_FILE}:TokenMean"})
+    finished = project.run(
+        "verify", config, "--only", "cpu-ddp-2", "--steps", "3", "--no-resume", "--out", "kept", limit=LIMIT
+    )
+    assert finished.code == 1 and "the loss is a mean over unequal counts" in finished.out, finished.text
+    mended = project.config(task={"type": f"{TASK_FILE}:TokenMean", "mended": True})
+    finished = project.run("verify", mended, "--only", "cpu-ddp-2", "--steps", "3", "--no-resume", limit=LIMIT)
+    assert finished.code == 0, finished.text
 
 
 @pytest.mark.long

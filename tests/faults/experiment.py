@@ -101,7 +101,7 @@ def _project(folder: Path) -> Project:
 def _differences(run: Path, reference: Path) -> list[str]:
     """Where the end of a run is not bit for bit that of another."""
     found = []
-    for name in ("train/loss", "val/loss", "val/accuracy"):
+    for name in ("train/epoch_loss", "val/loss", "val/accuracy"):
         ours, theirs = ([(row["step"], row[name]) for row in rows(each) if name in row] for each in (run, reference))
         if ours != theirs:
             found.append(f"{name}: {ours} instead of {theirs}")

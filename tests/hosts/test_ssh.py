@@ -23,7 +23,7 @@ from lockstep.runs.reader import read_run
 
 def differences(run: Path, reference: Path) -> list[str]:
     """Where a run is not bit for bit another one."""
-    names = ("train/loss", "val/loss", "val/accuracy")
+    names = ("train/epoch_loss", "val/loss", "val/accuracy")
     ours, theirs = ([[row.get(name) for name in names] for row in rows(each)] for each in (run, reference))
     found = [] if ours == theirs else [f"{ours} instead of {theirs}"]
     weights, others = (

@@ -210,7 +210,12 @@ def test_one_script_runs_by_itself_under_torchrun_and_under_lockstep_run(tmp_pat
     assert finished.returncode == 0, finished.stderr
     found = json.loads(out.read_text())
     assert found["world_size"] == 2 and found["steps"] == 10
-    assert len(list((tmp_path / "runs").iterdir())) == 1, "one run folder, named once"
+    (run,) = (tmp_path / "runs").iterdir()  # one run folder, named once
+    assert finished.stderr.count("lockstep: completed: epoch 2, step 10 in ") == 1
+    assert (
+        f"lockstep: run folder: {run}" in finished.stderr
+        and "lockstep: train further:  lockstep resume" in finished.stderr
+    )
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
@@ -218,7 +223,9 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script.write_text("import lockstep\ndef main(run): pass\nlockstep.launch(main, processes=2, runtime='cpu')\n")
     finished = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert finished.returncode != 0
-    assert 'Put the call under `if __name__ == "__main__":`' in finished.stderr
+    told = f"{script}:3: lockstep.launch is called at the top level of the script, which every rank imports"
+    last = finished.stderr.strip().splitlines()[-1]
+    assert told in last and last.endswith('Put the call under `if __name__ == "__main__":`'), "and no rank was started"
 
 
 def test_the_summary_of_an_own_loop_has_its_metrics_and_its_best(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_ranks_that_run_out_at_different_times_are_weighed_by_what_is_there(proj
     model.load_state_dict(last_weights(run))
     expected = float(F.cross_entropy(model(inputs), labels).detach())
     assert validated(run) == pytest.approx([expected], rel=1e-5)
-    assert summary(run)["metrics"]["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert summary(run)["metrics"]["train/epoch_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

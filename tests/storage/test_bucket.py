@@ -19,7 +19,8 @@ from lockstep.config.schema import Checkpoint, Keep, RunSettings
 from lockstep.errors import BucketBehind, CheckpointError, ConfigError
 from lockstep.mirror import lease, staging
 from lockstep.mirror.bucket import Bucket
-from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.mark import mirrored
+from lockstep.mirror.mirror import Mirror
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url, parse, place
 from lockstep.record.holder import Holder

@@ -19,7 +19,10 @@ from lockstep.launcher import room
 from lockstep.record import run_folder
 from lockstep.record.writers import JsonlWriter, read_rows, write_json
 
-TASK = "import lockstep\nclass Mine(lockstep.Task):\n    def __init__(self, hidden=3): pass\n"
+TASK = (
+    "import lockstep\nclass Mine(lockstep.Task):\n    def __init__(self, hidden=3): pass\n"
+    "    def model(self): pass\n    def train_data(self): pass\n    def loss(self, model, batch): pass\n"
+)
 CONFIG = "task: task_of_mine.py:Mine\nprocesses: 2\nruntime: cpu\n"
 
 

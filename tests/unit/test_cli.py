@@ -104,6 +104,15 @@ def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> N
     assert outcomes == [[code, []] for _, code in commands], finished.stderr
 
 
+def test_a_rank_imports_buckets_and_loggers_where_its_config_names_them() -> None:
+    code = (
+        "import sys, lockstep.launcher.preload, lockstep.worker, lockstep.launcher.function\n"
+        "there = [each for each in sys.modules if each.startswith(('lockstep.mirror.', 'lockstep.record.to_'))]\n"
+        "assert set(there) <= {'lockstep.mirror.mark', 'lockstep.mirror.url'}, there"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, lockstep; lockstep.ConfigError; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -124,17 +124,17 @@ def test_a_restored_policy_decides_as_one_that_was_never_interrupted(cut: int) -
 @pytest.mark.requirement("D06")
 def test_without_validation_data_training_metrics_decide() -> None:
     policy = stopping(1)
-    assert policy.update({"train/loss": 1.0}) is None
-    assert policy.update({"train/loss": 2.0}) == "no improvement of val/loss (best 1) in 1 validations"
+    assert policy.update({"train/epoch_loss": 1.0}) is None
+    assert policy.update({"train/epoch_loss": 2.0}) == "no improvement of val/loss (best 1) in 1 validations"
 
 
 @pytest.mark.parametrize(
     ("metrics", "name", "expected"),
     [
-        ({"val/loss": 1.0, "train/loss": 2.0}, "val/loss", 1.0),
-        ({"val/loss": 1.0, "train/loss": 2.0}, "train/loss", 2.0),
-        ({"train/loss": 2.0}, "val/loss", 2.0),
-        ({"val/loss": 0.0, "train/loss": 2.0}, "val/loss", 0.0),
+        ({"val/loss": 1.0, "train/epoch_loss": 2.0}, "val/loss", 1.0),
+        ({"val/loss": 1.0, "train/epoch_loss": 2.0}, "train/epoch_loss", 2.0),
+        ({"train/epoch_loss": 2.0}, "val/loss", 2.0),
+        ({"val/loss": 0.0, "train/epoch_loss": 2.0}, "val/loss", 0.0),
     ],
 )
 def test_a_metric_is_found_by_its_name(metrics: dict[str, float], name: str, expected: float) -> None:
@@ -144,14 +144,14 @@ def test_a_metric_is_found_by_its_name(metrics: dict[str, float], name: str, exp
 def test_a_metric_that_is_not_there_is_told_with_those_that_are() -> None:
     policy = stopping(1, "any", LOSS, {"metric": "val/acuracy"})
     with pytest.raises(ConfigError) as refused:
-        policy.update({"val/loss": 1.0, "train/loss": 2.0})
+        policy.update({"val/loss": 1.0, "train/epoch_loss": 2.0})
     assert str(refused.value) == (
-        "early_stop.criteria[1].metric: there is no metric 'val/acuracy'. This run has train/loss, val/loss"
+        "early_stop.criteria[1].metric: there is no metric 'val/acuracy'. This run has train/epoch_loss, val/loss"
     )
 
 
 def test_training_metrics_do_not_stand_for_validation_metrics_of_another_kind() -> None:
-    """`train/loss` is no `val/x`, and a `val/` metric is never taken for a training one."""
+    """`train/epoch_loss` is no `val/x`, and a `val/` metric is never taken for a training one."""
     with pytest.raises(ConfigError, match="there is no metric 'accuracy': did you mean val/accuracy"):
         metric_value({"val/accuracy": 1.0}, "accuracy", "scheduler.monitor")
 

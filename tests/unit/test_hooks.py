@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
+from lockstep.checkpoint.manifest import read
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
 from lockstep.errors import ConfigError, HookFailed
@@ -58,7 +60,7 @@ class Noting(lockstep.Hook):
         return self._note("step", run)
 
     def after_validation(self, run: Run, metrics: dict[str, Any]) -> str | None:
-        assert metrics.keys() == {"train/loss", "val/loss"}
+        assert metrics.keys() == {"train/epoch_loss", "val/loss"}
         return self._note("validation", run)
 
     def after_epoch(self, run: Run) -> str | None:
@@ -314,10 +316,10 @@ def rows(run: Run) -> list[dict[str, Any]]:
 def test_values_beside_the_loss_and_several_sets_have_names_of_their_own(new_run: Callable[..., Run]) -> None:
     run = new_run()
     keep = {"keep": {"metric": "val/few/half"}, "async": False}
-    stop = {"criteria": [{"metric": "train/half"}, {"metric": "val/all/loss"}], "patience": 9}
+    stop = {"criteria": [{"metric": "train/epoch_half"}, {"metric": "val/all/loss"}], "patience": 9}
     found = fit(run, config(task=f"{__name__}:Beside", checkpoint=keep, early_stop=stop))
     names = {f"val/{name}/{value}" for name in ("all", "few") for value in ("loss", "half", "shift")}
-    assert set(found["metrics"]) == names | {"train/loss", "train/half", "train/shift"}
+    assert set(found["metrics"]) == names | {"train/epoch_loss", "train/epoch_half", "train/epoch_shift"}
     assert found["best"]["metric"] == "val/few/half"
     metrics = found["metrics"]
     assert metrics["val/all/half"] == pytest.approx(metrics["val/all/loss"] / 2, rel=1e-6)
@@ -328,11 +330,114 @@ def test_values_beside_the_loss_and_several_sets_have_names_of_their_own(new_run
     assert sum(row["train/shift"] for row in trained) / 5 == pytest.approx(metrics["val/all/shift"], abs=1e-7)
 
 
+def test_every_row_of_a_step_has_names_of_its_own_and_epochs_are_counted_alike(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+    metrics = fit(run, config(train={"epochs": 2, "batch_size": 2}, checkpoint={"every": "3 steps"}))["metrics"]
+    written = rows(run)
+    names = [(row["step"], name) for row in written for name in row if name not in ("step", "epoch")]
+    assert len(names) == len(set(names))
+    interval = [row["train/loss"] for row in written if "train/loss" in row]
+    assert metrics["train/epoch_loss"] == pytest.approx(sum(interval[5:]) / 5, rel=1e-6)
+    epochs = {row["step"]: row["epoch"] for row in written}
+    saved = {step: read(run.checkpointer.storage.path(step))["epoch"] for step in run.checkpointer.storage.steps()}
+    assert saved and saved == {step: epochs[step] for step in saved} and saved[10] == 2
+
+
+forward_passes: list[int] = []
+
+
+class Counting(nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            forward_passes.append(len(given))
+        return super().forward(given)
+
+
+class ThreePasses(Line):
+    """What a task measures, written as three methods."""
+
+    def model(self) -> nn.Module:
+        return Counting(1, 1)
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"near": ((model(batch[0]) - batch[1]).abs() < 0.5).float().reshape(-1)}
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        return {"errors": (model(batch[0]) - batch[1]).abs()}
+
+    def whole_set(self, outputs: Any) -> Any:
+        return {"median": outputs["errors"].median()}
+
+
+class OnePass(Line):
+    """The same, from one forward pass."""
+
+    model, whole_set = ThreePasses.model, ThreePasses.whole_set  # type: ignore[assignment]
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        return loss, {"half": loss / 2}
+
+    def evaluate_step(self, model: nn.Module, batch: Any) -> Any:
+        apart = model(batch[0]) - batch[1]
+        metrics = {"loss": apart.square().mean(), "near": (apart.abs() < 0.5).float().reshape(-1)}
+        return metrics, {"errors": apart.abs()}
+
+
+def test_a_validation_batch_takes_one_forward_pass_by_evaluate_step(new_run: Callable[..., Run]) -> None:
+    found, passes = {}, {}
+    for task in ("ThreePasses", "OnePass"):
+        forward_passes.clear()
+        run = new_run()
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # of the run before
+        metrics = fit(run, config(task=f"{__name__}:{task}"))["metrics"]
+        found[task] = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        passes[task] = len(forward_passes)
+    assert found["OnePass"] == found["ThreePasses"]
+    assert found["OnePass"].keys() == {"val/loss", "val/near", "val/median"}
+    assert passes == {"ThreePasses": 3 * 6, "OnePass": 6}  # five batches, and one to know the names
+
+
+class Bare(Line):
+    returned: Any = None
+
+    def evaluate_step(self, model: nn.Module, batch: Any) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (torch.ones(2), r"Bare.evaluate_step\(\) returned a tensor of shape \[2\]: return metrics by name"),
+        ({"near": torch.ones(2)}, "returned near, but no 'loss'"),
+        ({"loss": torch.ones(2), "near": torch.tensor(1.0)}, "metric 'near' is a single number"),
+    ],
+)
+def test_what_evaluate_step_returns_is_checked(
+    returned: Any, told: str, new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bare, "returned", returned)
+    with pytest.raises(ConfigError, match=told):
+        fit(new_run(), config(task=f"{__name__}:Bare"))
+
+
+class Twice(OnePass):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {}
+
+
+def test_evaluate_step_with_metrics_is_refused_and_the_values_of_loss_are_known(new_run: Callable[..., Run]) -> None:
+    with pytest.raises(ConfigError, match="defines evaluate_step and metrics, but evaluate_step replaces metrics"):
+        fit(new_run(), config(task=f"{__name__}:Twice"))
+    with pytest.raises(ConfigError, match="there is no metric 'train/epoch_hlaf': did you mean train/epoch_half"):
+        fit(new_run(), config(task=f"{__name__}:OnePass", early_stop={"criteria": [{"metric": "train/epoch_hlaf"}]}))
+
+
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
         ({"early_stop": {}}, r"early_stop.criteria\[0\].metric: there is no metric 'val/loss': did you mean val/"),
-        ({"early_stop": {"criteria": [{"metric": "train/hlaf"}]}}, "did you mean train/half"),
+        ({"early_stop": {"criteria": [{"metric": "train/epoch_hlaf"}]}}, "did you mean train/epoch_half"),
         ({"checkpoint": {"keep": {"metric": "val/fwe/loss"}}}, "did you mean val/few/loss"),
     ],
 )

@@ -19,7 +19,7 @@ VALIDATED = ["val/loss", "val/accuracy"]
 
 
 def check(sections: dict[str, Any], monitors: list[str], validated: list[str], *open_ended: str) -> None:
-    there = dict.fromkeys(["train/loss", *validated], 0.0)
+    there = dict.fromkeys(["train/epoch_loss", *validated], 0.0)
     check_metrics(metrics_asked_for(config(**sections), monitors), there, open_ended)
 
 
@@ -43,10 +43,10 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest(
     [
         ({}, VALIDATED, False),
         ({}, [], False),
-        ({"early_stop": {}}, [], False),  # val/loss stands for train/loss
+        ({"early_stop": {}}, [], False),  # val/loss stands for train/epoch_loss
         ({"checkpoint": {"keep": {"metric": "val/accuracy", "mode": "max"}}}, VALIDATED, False),
         ({"checkpoint": {"keep": {"metric": "val/x", "best": 0}}}, VALIDATED, False),  # nobody asks for it
-        ({"early_stop": {"criteria": [{"metric": "train/generator"}]}}, [], True),  # what a task of its own logs
+        ({"early_stop": {"criteria": [{"metric": "train/epoch_generator"}]}}, [], True),  # what a task of its own logs
         ({}, ["val/made"], True),  # the default is no wish
     ],
 )

@@ -22,7 +22,7 @@ from lockstep.runs.live import live_of
 from lockstep.runs.page import report_page
 from lockstep.runs.reader import LOST, read_run, status_of
 from lockstep.runs.report import leave_report, write_report
-from lockstep.runs.series import Curve, curves
+from lockstep.runs.series import Curve
 from lockstep.runs.series import thinned as thinned_curve
 from lockstep.runs.timeline import Entry, Span, seconds_by_kind, spans_of
 from run_folders import BEGAN, completed, failed, lines, rows
@@ -105,18 +105,12 @@ def test_thinning_keeps_the_highest_and_the_lowest() -> None:
     assert few.means == (3.0, 4.0) and not few.low
 
 
-def test_the_mean_since_a_validation_is_no_point_of_the_training_curve() -> None:
-    found = curves(
-        [{"step": 1, "train/loss": 1.0, "examples_per_second": 5.0}, {"step": 1, "train/loss": 9.0, "val/loss": 2}]
-    )
-    assert found["train/loss"].values == [1.0] and found["val/loss"].values == [2.0]
-    assert curves([{"step": 1, "train/loss": 9.0}])["train/loss"].values == [9.0]
-
-
 def test_charts_have_what_belongs_together() -> None:
     names = {
         "val/loss": "loss",
         "train/loss": "loss",
+        "train/epoch_loss": "loss",
+        "epoch_gradient_norm": "gradient norm",
         "val/night/loss": "loss",
         "lr": "learning rate",
         "lr/1": "learning rate",
@@ -217,6 +211,6 @@ def test_several_runs_share_the_size_of_a_page(tmp_path: Path) -> None:
     found = [read_run(completed(tmp_path / str(at), count=5000)) for at in range(3)]
     data = page_data(found)
     assert len(data["runs"]) == 3 and len(json.dumps(data)) < 1_000_000
-    assert data["charts"][0] == {"title": "loss", "names": ["train/loss", "val/loss"]}
+    assert data["charts"][0] == {"title": "loss", "names": ["train/epoch_loss", "train/loss", "val/loss"]}
     assert data["runs"][0]["timeline"]["spans"][0][1] == BEGAN
     assert len(rows(5000)) == 5050

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_what_ranks_cannot_import_is_refused(module: ModuleType, monkeypatch: py
         (3, "every rank makes its own"),
     ]:
         with pytest.raises(ConfigError, match=why):
-            lockstep.train(BASE, task=task)
+            lockstep.train(BASE, task=task, processes=2)
     with pytest.raises(ConfigError, match="the config must be a file, a mapping or a RunConfig, got type"):
         lockstep.train(module.Mine)
 
@@ -153,3 +154,44 @@ def test_a_file_that_trains_when_it_is_imported_is_told(here: Path) -> None:
     assert not task_module.loading
     del sys.modules["unguarded"]
     sys.path.remove(str(here))
+
+
+TYPED = """
+import torch, lockstep
+from torch.utils.data import TensorDataset
+
+class Line(lockstep.Task):
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def train_data(self):
+        return TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+"""
+
+
+def test_a_task_that_was_typed_in_trains_on_one_process(tmp_path: Path) -> None:
+    code = f"{TYPED}\nprint(lockstep.train(task=Line, processes=1, runtime='cpu')['status'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("completed\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("if True:\n    x = 1\nlockstep.train({'task': 'x.py:X'}, processes=2)", ":9: lockstep.train is called at the"),
+        (
+            "if __name__ == '__main__':\n    def other(run): pass\n    lockstep.launch(other, processes=2)",
+            ':8: other is defined under `if __name__ == "__main__":`, which ranks do not run',
+        ),
+    ],
+)
+def test_a_script_that_ranks_cannot_import_is_told_what_to_move(script: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(TYPED.replace("Line", "X"))
+    (tmp_path / "mine.py").write_text(f"import lockstep\n\ndef main(run):\n    pass\n\n\n{script}\n")
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("lockstep.errors.LaunchError:") and told in last, done.stderr
+    assert not (tmp_path / "runs").exists()

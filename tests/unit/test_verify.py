@@ -256,6 +256,7 @@ def test_losses_that_differ_by_design_come_with_the_remedy() -> None:
     found = of(FIRST, unjudged, random=True, random_arguments=["dropout"])
     assert not found.agrees
     assert "Compare without them: --set task.dropout=0" in report.conclusion(found)
+    assert report.conclusion(found).endswith("\nnot comparable: random") and "agree" not in report.conclusion(found)
     different = row("cpu-ddp-2", judged("differs", {1: 2.1, 2: 1.0}))
     assert "norm1 normalise by the statistics of a rank's share" in report.conclusion(
         of(FIRST, different, batch_norm=["norm1"])
@@ -270,6 +271,19 @@ def test_an_unstable_training_is_told_from_a_wrong_one() -> None:
     assert "rounding may be the reason" in report.conclusion(unstable)
     assert "compare with --steps 7" in report.conclusion(unstable)
     assert not unstable.agrees, "a reason is not an excuse"
+
+
+def test_a_mean_over_unequal_counts_is_told_from_other_reasons() -> None:
+    different = row("cpu-ddp-2", judged("differs", {1: 2.1, 2: 1.0}))
+    of_tokens, of_sum = Comparison(0.002, 1, 0.002), Comparison(0.5, 1, 0.5)
+    told = report.conclusion(of(FIRST, different, control=of_tokens))
+    assert "the loss is a mean over unequal counts" in told and "lockstep.Mean(model(**batch).loss * n, n)" in told
+    assert "rounding" not in told
+    later = row("cpu-ddp-2", judged("differs", {1: 2.0, 2: 1.1}))
+    assert "unequal counts" in report.conclusion(of(FIRST, later, control=Comparison(0.002, 2, 0.002)))
+    assert "rounding may be" in report.conclusion(of(FIRST, later, control=Comparison(0.002, 2, 2e-5)))
+    for other in (of(FIRST, different, control=of_sum), of(FIRST, different, control=of_tokens, batch_norm=["norm"])):
+        assert "unequal counts" not in report.conclusion(other) and "rounding" not in report.conclusion(other)
 
 
 def test_as_json() -> None:

@@ -161,7 +161,7 @@ class Checkpointer:
         about = loaded.about
         self.last = Last(step, about.get("value"), about.get("metrics") or {})
         name = self.storage.path(step).name
-        logger.info("restored %s (epoch %d)", name, state["progress"]["epoch"])
+        logger.info("restored %s (epoch %d)", name, about.get("epoch", 0))
         written, here = about.get("versions"), versions()
         if written is not None and written != here:
             logger.info("%s was written by %s; this is %s: numbers may differ in their last bits from here on",

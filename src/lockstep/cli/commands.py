@@ -45,6 +45,9 @@ _HOMES = {
 }
 
 
+_ARGUMENTS = "lockstep.arguments"  # under which the command line is kept, for what is said of a mistake in it
+
+
 class Commands(Group):
     """Turns our errors into a message and an exit code: a user never sees a bare traceback for a mistake."""
 
@@ -64,6 +67,10 @@ class Commands(Group):
         command: click.Command = getattr(importlib.import_module(f"lockstep.cli.{_HOMES[name]}"), name)
         return command
 
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        context.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(context, args)
+
     def invoke(self, context: click.Context) -> Any:
         try:
             _require_a_current_folder()
@@ -75,6 +82,8 @@ class Commands(Group):
             say("interrupted")
             sys.exit(INTERRUPTED_EXIT_CODE)
         except click.ClickException as error:
+            if isinstance(error, click.NoSuchOption):
+                _name_the_setting(error, context.meta[_ARGUMENTS])
             vars(error)["message"] = shown(error.message)  # it quotes the command line, which may quote anything
             raise
         except OSError as error:
@@ -82,6 +91,22 @@ class Commands(Group):
                 raise
             say(_of_the_system(error))
             sys.exit(ConfigError.exit_code)
+
+
+def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
+    """`--epochs 3` is a value of the config: answer it with `--set train.epochs=3`."""
+    takes_settings = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
+    from lockstep.config.paths import paths_called
+
+    paths = paths_called(error.option_name.lstrip("-")) if takes_settings else []
+    if not paths:
+        return
+    given = next((each for each in arguments if each.partition("=")[0] == error.option_name), "")
+    value = given.partition("=")[2]
+    if given and not value:
+        following = arguments[arguments.index(given) + 1 :]
+        value = following[0] if following and not following[0].startswith("--") else ""
+    vars(error)["possibilities"] = [f"--set {path}={value or 'VALUE'}" for path in paths]
 
 
 def _say_what_is_deprecated(otherwise: Callable[..., None]) -> Callable[..., None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -69,7 +69,7 @@ def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:
 
 def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) -> int:
     """The exit code: that of the run, and 75 only where there is a checkpoint to go on from, `where`."""
-    from lockstep.record.run_folder import read_summary
+    from lockstep.runs.closing import closing_lines
 
     saved = any((folder / "checkpoints").glob("step-*"))
 
@@ -94,13 +94,9 @@ def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) ->
         then = "go on from the last checkpoint" if saved else "nothing was saved; start over"
         say(f"ended at once; {then} with: lockstep resume {where}")
         return result.exit_code
-    say(_outcome(read_summary(folder)))
-    say(f"run folder: {where}")
-    say(f"its copy here:  {folder}") if where != folder else None
     limit = "steps" if config.train.steps is not None else "epochs"
-    say(f"train further:  lockstep resume {where} --set train.{limit}=N")
-    say(f"look at it:     {folder / 'report.html'}") if (folder / "report.html").is_file() else None
-    say(f"or in:          tensorboard --logdir {folder}") if (folder / "tensorboard").is_dir() else None
+    for line in closing_lines(folder, where, f"lockstep resume {where} --set train.{limit}=N"):
+        say(line)
     _tell_profile(folder)
     return 0
 
@@ -114,15 +110,3 @@ def _tell_profile(folder: Path) -> None:
     say(f"its profile:    lockstep profile view {folder}")
     for line in shares.table(folder / "profile"):
         say(line)
-
-
-def _outcome(summary: Mapping[str, Any]) -> str:
-    """Of what rank 0 wrote down a moment ago; whatever is not there by now, or not what it was, is left out."""
-    told = [f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"]
-    if isinstance(seconds := summary.get("seconds"), (int, float)):
-        told[0] += f" in {seconds:.1f} s"
-    metrics = summary.get("metrics")
-    for name, value in metrics.items() if isinstance(metrics, dict) else ():
-        if isinstance(value, (int, float)):
-            told.append(f"{name} {value:.4g}")
-    return f"{summary.get('status', 'ended')}: {'  '.join(told)}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from lockstep.planner.figures import Step
     from lockstep.planner.plan import Plan
 
+
+Note = Callable[[str], None]
 
 _REMEDIES_SECONDS = 600.0
 
@@ -92,17 +95,20 @@ def plan(
         sys.exit(_search(config, checked, overrides, wanted, price, write, page, as_json))
     found, advised = [], []
     for each in wanted:
-        made = make(config, overrides, each, checked.train.precision, seek_batch=not quick)
-        found.append(made)
+        with _telling() as note:
+            made = make(config, overrides, each, checked.train.precision, not quick, note)
+            found.append(made)
 
-        def again(more: Sequence[str], target: Target = each) -> Step:
-            return traced(config, [*overrides, *more], target)
+            def again(more: Sequence[str], target: Target = each, note: Note = note) -> Step:
+                note(f"{target.title}: advice: tracing with {', '.join(more)}")
+                return traced(config, [*overrides, *more], target)
 
-        advised.append(list(advice(made, checked, again)) if not quick else [])
-        if not as_json:
+            advised.append(list(advice(made, checked, again)) if not quick else [])
             told = [f"- {one.text}" for one in advised[-1]]
-            if not quick and not made.fits and each.slice is None:
+            if not (as_json or quick or made.fits) and each.slice is None:
+                note(f"{each.title}: looking for what would make it fit")
                 told = [*_remedies(config, checked, overrides, made), *told]
+        if not as_json:
             click.echo(visible("\n".join([*lines(made, price), *told])) + "\n")
     if page is not None:
         from lockstep.planner.page import plans_page, write_page
@@ -116,6 +122,19 @@ def plan(
     sys.exit(0 if all(each.fits for each in found) else 1)
 
 
+@contextlib.contextmanager
+def _telling() -> Iterator[Note]:
+    """Shows what is under way, on standard error: a line per phase, or one line that changes on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: say(f"{text} ...")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(Text(f"{visible(text)} ..."))
+
+
 def _trace(config: Path, overrides: tuple[str, ...], targets: list[Target], file: Path) -> None:
     from lockstep.planner.tpu import engine, stored
 
@@ -125,7 +144,9 @@ def _trace(config: Path, overrides: tuple[str, ...], targets: list[Target], file
         raise ConfigError(f"--trace {file}: the name must end with {stored.SUFFIX}, by which it is known later")
     if file.exists():
         raise ConfigError(f"--trace {file}: there is one already")
-    engine.trace(config, overrides, targets[0].slice, file)
+    with _telling() as note:
+        note(f"{targets[0].title}: tracing a step")
+        engine.trace(config, overrides, targets[0].slice, file)
     traced, _ = stored.read(file)
     click.echo(visible(f"{file}: a step of {traced.parameters:,} parameters for {targets[0].title}, traced in "
                        f"{traced.seconds:g} s; lockstep plan {file} compiles it"))  # fmt: skip
@@ -142,7 +163,11 @@ def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: b
     for each in wanted:
         if each.slice is None:
             raise ConfigError(f"{file}: is a step for TPUs, and {each.title} is none: name a slice (--on v4-32)")
-    found = [of_file(file, each) for each in wanted]
+    found = []
+    for each in wanted:
+        with _telling() as note:
+            note(f"{each.title}: compiling {file}")
+            found.append(of_file(file, each))
     if as_json:
         click.echo(json.dumps([each.plain() for each in found]))
     else:
@@ -181,11 +206,12 @@ def _search(
         def planned(more: Sequence[str], target: Target = each) -> Plan:
             return make(file, [*overrides, *more], target, config.train.precision, seek_batch=False)
 
-        def note(title: str, target: Target = each) -> None:
-            if sys.stderr.isatty():
-                click.echo(visible(f"{target.title}: {title}"), err=True)
+        with _telling() as tell:
 
-        found = search.search(config, each, planned, note)
+            def note(title: str, target: Target = each, tell: Note = tell) -> None:
+                tell(f"{target.title}: {title}")
+
+            found = search.search(config, each, planned, note)
         ways.append((each, found))
         best = found[0]
         fits = fits and best.plan is not None and best.plan.fits

@@ -73,7 +73,7 @@ def train(
     if loaded.launch.type == "slurm":
         _tell_queued(queue.train(loaded, _on_disk(out)))
         return
-    from lockstep.mirror.mirror import mirrored
+    from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock
 
     if loaded.launch.type == "ray":
@@ -90,7 +90,8 @@ def train(
             conclude(ended.folder, ended.result, ended.config, mirrors[0])
     folders.require_bucket(out, "--out")
     loaded = local.resolved(loaded, say)
-    local.warm_up(local.plan(loaded, ""))
+    folders.require_place(out, "--out")
+    local.check(loaded)
     folder = folders.new(out, "--out", loaded)
     with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
         fitting.check(loaded, folder, say)
@@ -120,7 +121,7 @@ def resume(
     from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import Topology, launched
-    from lockstep.mirror.mirror import mirrored
+    from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock, run_folder
 
     wanted = checkpoint.Wanted(step, best)
@@ -133,7 +134,8 @@ def resume(
         # As this version reads it: what a run of an older one does not say is the default, not a change.
         before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
-        refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
+        differing = changes(before, loaded.plain())
+        refuse_wrong_changes(differing, loaded.plain())
 
         def go_back(folder: Path, first: bool = True) -> None:
             if first:
@@ -163,6 +165,7 @@ def resume(
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
         folder = run.folder()
+        checkpoint.refuse_less(folder, wanted, differing, loaded.checkpoint.keep.mode)
         if loaded.launch.type != "local":
             fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
         if loaded.launch.type == "slurm":
@@ -176,8 +179,8 @@ def resume(
                 ended = cluster.train(loaded, changed, held=True)
                 conclude(ended.folder, ended.result, ended.config, mirror)
             loaded = local.resolved(loaded, say)
+            local.check(loaded)
             changed(loaded)
-            local.warm_up(local.plan(loaded, str(folder)))
             fitting.check(loaded, folder, say)
             conclude(folder, local.train(folder, loaded, say), loaded, mirror)
 
@@ -227,6 +230,7 @@ def _tell_queued(queued: queue.Queued) -> None:
 def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
     from lockstep.distributed.topology import Topology, launched
+    from lockstep.train.made_parts import check_made
     from lockstep.train.parts import check_parts
 
     if launched(os.environ):
@@ -243,7 +247,10 @@ def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     else:
         config = local.resolved(config, say)
         plan = local.plan(config, folder).render()
-    check_parts(config, trained_here=not (config.launch.type == "ray" and cluster.is_elsewhere(config)))
+    here = not (config.launch.type == "ray" and cluster.is_elsewhere(config))
+    check_parts(config, trained_here=here)
+    if here:
+        check_made(config)
     _print(config, plan)
 
 

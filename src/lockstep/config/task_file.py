@@ -138,6 +138,8 @@ def _is_folder(path: Path) -> bool:
 
 def _module_exists(module: str, folder: Path) -> bool:
     top = module.split(".")[0]
+    if top == "__main__":  # of a session that a task was typed into
+        return True
     if any(_is_folder(each / top) or _is_file(each / f"{top}.py") for each in (folder, Path())):
         return True
     try:

@@ -198,7 +198,9 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
         if each.rank != cause.rank
     }
     followers.update({rank: describe_exit(exit_codes[rank]) for rank in silent})
-    if cause.concerns_all_ranks:  # who says the same is no news
+    told_by_all = cause.exit_code == 2 and not silent and all(each.message == cause.message for each in by_time)
+    concerns_all_ranks = cause.concerns_all_ranks or told_by_all  # a mistake in the config is no failure of a rank
+    if concerns_all_ranks:  # who says the same is no news
         followers = {rank: text for rank, text in followers.items() if text != "the same"}
     return Failure(
         cause.rank,
@@ -208,7 +210,7 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
         cause.kind,
         cause.traceback,
         followers,
-        cause.concerns_all_ranks,
+        concerns_all_ranks,
         cause.memory,
     )
 

@@ -20,6 +20,7 @@ import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.config.schema import RunConfig
 from lockstep.distributed.descendants import end_below
 from lockstep.distributed.failure import report, stop_file
 from lockstep.distributed.group import settle
 from lockstep.distributed.signals import nothing
 from lockstep.distributed.topology import Topology
-from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.launcher.entry import Outcome
 from lockstep.launcher.leaving import leave
 from lockstep.terminal import make_safe
+from lockstep.train.made_parts import check_made
+from lockstep.train.parts import check_parts
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,22 @@ def run_command(argv: tuple[str, ...]) -> None:
     """Run `python script.py ...` or `python -m module ...` in this process."""
     _make_leaving_safe()
     _run_python(argv)
+
+
+def check_config(connection: Connection, config: RunConfig) -> None:
+    """Send what is wrong with what a config names, or None. Its own output is not shown: ranks import the same."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    problem = None
+    try:
+        check_parts(config, trained_here=False)  # what fails while it is imported has a traceback, which ranks show
+        check_made(config)
+    except ConfigError as error:
+        problem = str(error)
+    finally:
+        connection.send(problem)
+        os._exit(0)
 
 
 def call_function(pickled: bytes) -> Any:

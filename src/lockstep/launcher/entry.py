@@ -68,6 +68,12 @@ def run_command(argv: tuple[str, ...]) -> None:
     child.run_command(argv)
 
 
+def check_config(connection: Any, config: Any) -> None:
+    from lockstep.launcher import child
+
+    child.check_config(connection, config)
+
+
 def call_function(pickled: bytes) -> Any:
     from lockstep.launcher import child
 

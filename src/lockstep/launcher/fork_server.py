@@ -10,16 +10,22 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.descendants import end_below, processes_below, state_of
 from lockstep.distributed.signals import QUIET_SIGNALS, handled, unless_ignored
-from lockstep.errors import LaunchError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.import_path import safe_interpreters
+from lockstep.launcher.entry import check_config
 from lockstep.terminal import tell
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
 
 # How long making the processes of a run may take.
 _START_SECONDS = 120.0
+# How long the start of ranks may be held up by looking at what a config names.
+_CHECK_SECONDS = 15.0
 
 # For how many threads per rank the fork server of this process was started; 0: by somebody else, or not yet.
 _threads = 0
@@ -63,6 +69,28 @@ def _change_to(threads: int) -> None:
 
 def _never_started() -> dict[str, Any]:
     return {name: each for name, each in vars(multiprocessing.forkserver.ForkServer()).items() if name != "_lock"}
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError where a config names what its task does not have: a child of the fork server, which has torch,
+    looks before any rank is started. One that takes long, or falls, tells nothing: the ranks will."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=check_config, args=(theirs, config), name="lockstep-check", daemon=True)
+    server, problem = ForkServer(), None
+    try:
+        server.start(process.start)
+        theirs.close()
+        with suppress(EOFError, OSError):
+            problem = ours.recv() if ours.poll(_CHECK_SECONDS) else None
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join(_CHECK_SECONDS)
+        ours.close()
+        server.end_what_is_left()
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 class ForkServer:

@@ -23,10 +23,11 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, Wor
 from lockstep.launcher import local, room, script
 from lockstep.launcher.entry import call_function
 from lockstep.launcher.plan import local_plan
-from lockstep.mirror import staging, url
-from lockstep.mirror.mirror import mirrored
+from lockstep.mirror import mark, url
+from lockstep.mirror.mark import mirrored
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, loggers, run_folder
+from lockstep.runs.closing import closing_lines
 from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 from lockstep.train.requests import Preempted
@@ -68,8 +69,13 @@ def launch(
         checked = checked.model_copy(update={"runtime": family, "processes": count})
     try:
         if topology is None and count > 1:
-            return _launch_processes(main, checked, place)
-        return [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
+            script.require_guard("lockstep.launch")
+            script.require_importable(main)
+            returned = _launch_processes(main, checked, place)
+        else:
+            returned = [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
+        place.tell_how_it_ended()
+        return returned
     except Preempted:
         place.tell_how_to_go_on()
         raise
@@ -118,6 +124,8 @@ class _Folder:
         if named is not None:
             self._made = _existing_or_new(named)
         elif isinstance(self._out, Url):
+            from lockstep.mirror import staging
+
             self._made = staging.new(self._out, self._name, "out:")
         else:
             self._made = run_folder.create(self._out, self._name)
@@ -126,12 +134,19 @@ class _Folder:
     def prepare(self, folder: Path) -> None:
         """Once it is held: note what was started, and say where."""
         script.write(folder, self._script)
-        made = staging.named(self._made or folder)  # as the user named it
+        made = mark.named(self._made or folder)  # as the user named it
         _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
+
+    def tell_how_it_ended(self) -> None:
+        """The lines that `lockstep train` ends with."""
+        if self._made is not None:
+            where = mark.named(self._made)
+            for line in closing_lines(self._made, where, self._script.how_to_go_on(where)):
+                _say(line)
 
     def tell_how_to_go_on(self) -> None:
         if self._made is not None:  # by this process, which speaks for all
-            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(staging.named(self._made))}")
+            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(mark.named(self._made))}")
 
 
 def _say(text: str) -> None:
@@ -141,6 +156,8 @@ def _say(text: str) -> None:
 def _existing_or_new(named: str | Path) -> Path:
     folder = url.place(named, "folder:")
     if isinstance(folder, Url):
+        from lockstep.mirror import staging
+
         return staging.existing_or_new(folder, "folder:")
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ Like the command line, it imports no torch.
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import shlex
 import sys
@@ -21,7 +23,7 @@ from lockstep.config.schema import RunSettings, Section
 from lockstep.config.text_file import read_text
 from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, launched
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.record import run_folder
 
 SCRIPT_FILE = "launch.yaml"
@@ -59,6 +61,59 @@ class Script(Section):
         if self.can_start:
             return f"lockstep resume {shlex.quote(str(folder))}"
         return f"lockstep.launch({self.function}, folder={str(folder)!r}, ...) in this session"
+
+
+def require_guard(call: str) -> None:
+    """Refuse to start ranks from an unguarded line of a script: every rank imports the script, and would come to it.
+
+    Only a line that is not inside of any `if` or `try` is sure to be reached again.
+    """
+    statement = _statement_of_main(_running_line())
+    if isinstance(statement, (ast.Expr, ast.Assign, ast.AnnAssign, ast.With, ast.For)):
+        raise LaunchError(
+            f"{sys.modules['__main__'].__file__}:{statement.lineno}: {call} is called at the top level of the script, "
+            'which every rank imports and would start again. Put the call under `if __name__ == "__main__":`'
+        )
+
+
+def require_importable(function: Any) -> None:
+    """Refuse a function of a script that ranks, which import the script, do not find under its name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code, name = getattr(function, "__code__", None), str(getattr(function, "__qualname__", ""))
+    if code is None or getattr(function, "__module__", None) != "__main__":
+        return
+    where = f"{code.co_filename}:{code.co_firstlineno}: {getattr(function, '__name__', 'the function')}"
+    if "<" in name:
+        raise LaunchError(f"{where} has no name at the top level of the script, by which ranks could import it: define "
+                          "a function there")  # fmt: skip
+    statement = _statement_of_main(code.co_firstlineno)
+    if isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test):
+        raise LaunchError(
+            f'{where} is defined under `if __name__ == "__main__":`, which ranks do not run: move its definition above '
+            "that line, and leave the call there"
+        )
+
+
+def _running_line() -> int | None:
+    """The line of the script that this process has come to."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_lineno if frame.f_globals is vars(sys.modules["__main__"]) else None
+
+
+def _statement_of_main(line: int | None) -> ast.stmt | None:
+    """The outermost statement of the script that a line belongs to; None where ranks do not import a script."""
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if line is None or file is None or interactive() or (spec is not None and spec.name.endswith("__main__")):
+        return None
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return None
+    return next((each for each in tree.body if each.lineno <= line <= (each.end_lineno or each.lineno)), None)
 
 
 def running(function: str, call: int, settings: RunSettings, topology: Topology | None) -> Script:

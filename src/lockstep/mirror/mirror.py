@@ -17,10 +17,9 @@ from pathlib import Path
 from lockstep.checkpoint.retention import to_delete
 from lockstep.config.schema import Keep, RunSettings
 from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind, ConfigError
-from lockstep.mirror import staging
 from lockstep.mirror.bucket import Bucket, cannot_be_used, said
 from lockstep.mirror.lease import BucketLease, last_token
-from lockstep.mirror.staging import MARK_FILE, Mark
+from lockstep.mirror.mark import MARK_FILE, Mark
 from lockstep.mirror.sync import CHECKPOINTS, FolderSync
 from lockstep.record.holder import Holder
 
@@ -38,15 +37,8 @@ _AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still
 
 
 @contextlib.contextmanager
-def mirrored(folder: Path, settings: RunSettings, tell: Tell) -> Iterator[Mirror | None]:
-    """Mirror a folder that this process holds, where it stands for one in a bucket; elsewhere nothing.
-
-    At the end of the block everything is in the bucket, or BucketBehind is raised, unless something else is.
-    """
-    mark = staging.mark_of(folder)
-    if mark is None:
-        yield None
-        return
+def mirrored_by(mark: Mark, folder: Path, settings: RunSettings, tell: Tell) -> Iterator[Mirror]:
+    """See mark.mirrored."""
     mirror = Mirror.begin(folder, mark, settings, tell)
     try:
         yield mirror

@@ -8,60 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from lockstep.config.load import parse_yaml
-from lockstep.config.text_file import read_text
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.bucket import Bucket, cannot_be_used
 from lockstep.mirror.lease import last_token
+from lockstep.mirror.mark import MARK_FILE, Mark, mark_of
 from lockstep.mirror.sync import FolderSync
-from lockstep.mirror.url import Url, parse
+from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.start_files import START_FILES
 
-MARK_FILE = ".bucket.json"
-_TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs")
-
-
-@dataclass(frozen=True)
-class Mark:
-    url: Url
-    tokens: tuple[str, ...] = ()  # of the leases that were taken for this folder last
-
-    def write(self, folder: Path) -> None:
-        run_folder.write_text(folder / MARK_FILE, json.dumps({"url": str(self.url), "tokens": self.tokens}) + "\n")
-
-
-def mark_of(folder: Path) -> Mark | None:
-    """What a folder stands for; nothing where it is a folder like any other."""
-    file = folder / MARK_FILE
-    try:
-        told = json.loads(read_text(file))
-        tokens = told["tokens"]
-        if not all(isinstance(each, str) for each in tokens):
-            raise ValueError("tokens are not text")
-        return Mark(parse(told["url"], str(file)), tuple(tokens))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to go on with "
-            "this folder by itself"
-        ) from None
-
-
-def named(folder: Path) -> str:
-    """What users are told to resume: the URL that a folder stands for, or the folder."""
-    mark = mark_of(folder)
-    return str(folder if mark is None else mark.url)
+_TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs", "code")
 
 
 def new(out: Url, name: str, setting: str) -> Path:

@@ -78,14 +78,26 @@ class Plan:
         }
 
 
-def make(config: Path, overrides: Sequence[str], target: Target, precision: str, seek_batch: bool) -> Plan:
-    """Trace the config's step for so many devices; with `seek_batch`, find the largest batch that fits as well."""
+def make(
+    config: Path,
+    overrides: Sequence[str],
+    target: Target,
+    precision: str,
+    seek_batch: bool,
+    note: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Trace the config's step for so many devices; with `seek_batch`, find the largest batch that fits as well.
+
+    `note` is called with what is under way.
+    """
+    note(f"{target.title}: tracing a step")
     step = traced(config, overrides, target)
     plan = Plan(target, step, estimate(step, target, precision), None, False)
     if not seek_batch:
         return plan
 
     def peak_of(batch: int) -> int:
+        note(f"{target.title}: the largest batch: trying {batch}")
         return traced(config, [*overrides, f"train.batch_size={batch}"], target).peak
 
     largest, tried = _largest_batch(plan, peak_of)

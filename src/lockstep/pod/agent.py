@@ -28,7 +28,8 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, Loc
 from lockstep.launcher.fork_server import warm_up
 from lockstep.launcher.plan import available_cores
 from lockstep.mirror import staging
-from lockstep.mirror.mirror import Mirror, mirrored
+from lockstep.mirror.mark import mirrored
+from lockstep.mirror.mirror import Mirror
 from lockstep.mirror.url import parse
 from lockstep.pod.ending import conclude
 from lockstep.pod.folder import Job

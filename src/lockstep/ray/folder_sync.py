@@ -19,7 +19,7 @@ from lockstep.record.chronicle import LAGS_FILE, LIVE_FILE, TIMELINE_FILE
 _INTERVAL = 1.0
 _CHUNK = 8 * 1024 * 1024
 _RANK_ZERO_FILES = (
-    "metrics.jsonl", "summary.json", "topology.json", "tensorboard", "loggers", "samples",
+    "metrics.jsonl", "summary.json", "topology.json", "tensorboard", "loggers", "samples", "code",
     TIMELINE_FILE, LIVE_FILE, LAGS_FILE,
 )  # fmt: skip
 

@@ -14,10 +14,6 @@ from lockstep.config.secrets import redacted
 from lockstep.errors import ConfigError
 from lockstep.record.logger import About, Logger, check_methods
 from lockstep.record.outbox import Outbox
-from lockstep.record.to_mlflow import MlflowLogger
-from lockstep.record.to_tensorboard import TensorBoardLogger
-from lockstep.record.to_trackio import TrackioLogger
-from lockstep.record.to_wandb import WandbLogger
 
 Find = Callable[[str, str], Any]  # an import path, and the YAML path that it is at -> what it stands for
 Construct = Callable[[Any, dict[str, Any], str], Any]
@@ -38,9 +34,14 @@ def check(settings: Log, environment: Mapping[str, str] = os.environ) -> None:
             raise ConfigError(
                 f"log.{name}: needs {package}: pip install 'lockstep-train[{extra}]', or leave log.{name} out"
             )
+    # Adaptors are imported where a config names them.
     if settings.wandb is not None:
+        from lockstep.record.to_wandb import WandbLogger
+
         WandbLogger.check(settings.wandb, environment)
     if settings.mlflow is not None:
+        from lockstep.record.to_mlflow import MlflowLogger
+
         MlflowLogger.check(settings.mlflow, environment)
 
 
@@ -50,12 +51,20 @@ def create(folder: Path, settings: RunSettings, find: Find, construct: Construct
     check(log)
     made: dict[str, Logger] = {}
     if log.tensorboard:
+        from lockstep.record.to_tensorboard import TensorBoardLogger
+
         made["tensorboard"] = TensorBoardLogger()
     if log.wandb is not None:
+        from lockstep.record.to_wandb import WandbLogger
+
         made["wandb"] = WandbLogger(log.wandb)
     if log.mlflow is not None:
+        from lockstep.record.to_mlflow import MlflowLogger
+
         made["mlflow"] = MlflowLogger(log.mlflow)
     if log.trackio is not None:
+        from lockstep.record.to_trackio import TrackioLogger
+
         made["trackio"] = TrackioLogger(log.trackio)
     for name, own in log.own.items():
         cls = find(own.type, f"log.{name}")

@@ -146,14 +146,9 @@ class Recorder:
 
 
 def _numbers(row: Row) -> dict[str, Any]:
-    """What a row has for a chart. The mean since the last validation is no point of the curve that training rows draw
-    under the same name."""
+    """What a row has for a chart."""
     return {
-        name: value
-        for name, value in row.items()
-        if name not in ("step", "epoch")
-        and isinstance(value, (int, float))
-        and not (name.startswith("train/") and SPEED not in row)
+        name: value for name, value in row.items() if name not in ("step", "epoch") and isinstance(value, (int, float))
     }
 
 

@@ -23,7 +23,7 @@ USELESS = ("failed", LOST, "interrupted")
 OURS = (
     "config.yaml", "launch.yaml", "topology.json", "summary.json", "metrics.jsonl", "evaluations.jsonl", "live.json",
     "timeline.jsonl", "timeline-driver.jsonl", "lags.jsonl", "logs", "checkpoints", "tensorboard", "profile", "samples",
-    "loggers", "job.sh", "slurm", "wandb", "report.html", ".lock*", ".lease", "*.partial", ".gone_back",
+    "loggers", "code", "job.sh", "slurm", "wandb", "report.html", ".lock*", ".lease", "*.partial", ".gone_back",
     ".seen-by-all-*", ".nfs*",
 )  # fmt: skip
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}

@@ -136,10 +136,10 @@ def _charts(names: set[str]) -> list[dict[str, Any]]:
 def title_of(name: str) -> str:
     first, _, rest = name.partition("/")
     if first in _SETS and rest:
-        return rest.rpartition("/")[2] or rest
+        return (rest.rpartition("/")[2] or rest).removeprefix("epoch_")  # beside what it is the mean of
     if re.fullmatch(r"lr(/.*)?", name):
         return "learning rate"
-    if re.fullmatch(r"gradient_norm(/.*)?", name):
+    if re.fullmatch(r"(epoch_)?gradient_norm(/.*)?", name):
         return "gradient norm"
     return "examples per second" if name == SPEED else name
 

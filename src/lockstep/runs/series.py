@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from lockstep.record.writers import SPEED
 from lockstep.runs.records import number
 
 _NO_CURVES = ("step", "epoch")
@@ -36,21 +35,18 @@ class Points:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    """By the names of metrics. What the row of a validation has of training is a mean since the one before, and no
-    point of the curve that the rows of training draw under the same name."""
+    """By the names of metrics."""
     found: dict[str, Curve] = {}
-    beside: dict[str, Curve] = {}
     for row in rows:
         step = number(row.get("step"))
         if step is None:
             continue
-        into = found if SPEED in row else beside
         for name, value in row.items():
             if name in _NO_CURVES or (type(value) is not float and isinstance(value, (str, list, dict, bool))):
                 continue
-            curve = into.get(name)
+            curve = found.get(name)
             if curve is None:
-                curve = into[name] = Curve(name)
+                curve = found[name] = Curve(name)
             if type(value) is float and isfinite(value):
                 curve.steps.append(step)
                 curve.values.append(value)
@@ -59,7 +55,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
                 curve.values.append(point)
             else:
                 curve.not_finite.append(step)
-    return {**{name: curve for name, curve in beside.items() if name not in found}, **found}
+    return found
 
 
 def thinned(curve: Curve, most: int) -> Points:

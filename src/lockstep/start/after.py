@@ -134,7 +134,7 @@ def _here(config: RunConfig, place: _Place, tell: Tell) -> Done:
     from lockstep.record import folder_lock
 
     config = local.resolved(config, tell)
-    local.warm_up(local.plan(config, ""))
+    local.check(config)
     folder = folders.new(place.folder, "--out", config)
     with folder_lock.locked(folder):
         return place.done(folder, local.train(folder, config, lambda text: None), int(config.processes))

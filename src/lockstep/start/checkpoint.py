@@ -6,10 +6,16 @@ Ranks restore the newest as they always do: under every launcher, after every re
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.config.changes import Change
 
 _MARK = ".gone_back"
 
@@ -54,6 +60,29 @@ def found(folder: Path, wanted: Wanted, mode: str) -> int:
             f"--step {wanted.step}: {storage.path(wanted.step)} is damaged: {problem}. Name another step, or none"
         )
     return wanted.step
+
+
+def refuse_less(folder: Path, wanted: Wanted, found_changes: Iterable[Change], mode: str) -> None:
+    """Refuse a new limit of epochs or steps that the checkpoint is beyond: nothing would be trained, and the config
+    would not say any more what the run has had."""
+    from lockstep.checkpoint import manifest
+    from lockstep.checkpoint.storage import CheckpointStorage
+
+    limits = {each.path: each.after for each in found_changes if each.path in ("train.epochs", "train.steps")}
+    limits = {path: after for path, after in limits.items() if after is not None}
+    storage = CheckpointStorage(folder / "checkpoints")
+    if not limits or not storage.steps():
+        return
+    step = max(storage.steps()) if wanted.is_newest else found(folder, wanted, mode)
+    with contextlib.suppress(manifest.Damaged, manifest.Unreadable):
+        told = manifest.read(storage.path(step))
+        done = {"train.epochs": told.get("epoch") or 0, "train.steps": step}
+        for path, after in limits.items():
+            if after < done[path]:
+                raise ConfigError(
+                    f"{path}={after}: the run in {folder} has {done[path]} {path.rpartition('.')[2]} done at step "
+                    f"{step}: name more, or go on from an earlier checkpoint (--step N)"
+                )
 
 
 def newer(folder: Path, step: int) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url, place
 
 if TYPE_CHECKING:
@@ -31,6 +34,18 @@ def new(out: Path | Url, setting: str, config: RunConfig) -> Path:
     run_folder.has_begun(folder)
     run_folder.write_config(folder, config)
     return folder
+
+
+def require_place(out: Path | Url, setting: str) -> None:
+    """Refuse a folder that runs cannot be made in, before anything is started and without making it."""
+    if isinstance(out, Url):
+        return
+    there = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{setting} {out}: the run's folder cannot be made there: {os.strerror(errno.EACCES)}. "
+            f"Name a writable folder with {setting}"
+        )
 
 
 def on_ray(config: RunConfig, out: Path | Url, make_parent: bool) -> Callable[[RunConfig], Path]:

@@ -54,7 +54,7 @@ def train(
         )
     if tasks.trains_here(loaded, os.environ):
         return _as_rank(loaded, where)
-    from lockstep.mirror.mirror import mirrored
+    from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock
 
     if loaded.launch.type == "ray":
@@ -72,14 +72,33 @@ def train(
     folders.require_bucket(where, "out:")
     loaded = local.resolved(loaded, _tell)
     if loaded.processes == 1:
+        _check_here(loaded)
         folder = folders.new(where, "out:", loaded)
         fitting.check(loaded, folder, _tell)
         return _here(loaded, folder)
-    local.warm_up(local.plan(loaded, ""))
+    from lockstep.launcher import script
+
+    script.require_guard(_CALLER)
+    if loaded.task.type.startswith("__main__:"):
+        name = loaded.task.type.partition(":")[2]
+        raise ConfigError(
+            f"{_CALLER}: task {name} was typed into this session, where {loaded.processes} ranks cannot import it "
+            f'from: write it to a file, and give task="file.py:{name}"; or set processes=1'
+        )
+    local.check(loaded)
     folder = folders.new(where, "out:", loaded)
     fitting.check(loaded, folder, _tell)
     with folder_lock.locked(folder), mirrored(folder, loaded, _tell):
         return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
+
+
+def _check_here(config: RunConfig) -> None:
+    """In this process, which is going to import all of it anyway."""
+    from lockstep.train.made_parts import check_made
+    from lockstep.train.parts import check_parts
+
+    check_parts(config, trained_here=False)
+    check_made(config)
 
 
 def _refuse_while_importing() -> None:
@@ -146,10 +165,7 @@ def _import_path(given: Any, name: str) -> str:
     if "." in task.__module__ or (not file.endswith(".py") and task.__module__ != "__main__"):
         return f"{task.__module__}:{task.__name__}"  # inside of a package, which may import by its own name
     if not file.endswith(".py"):
-        raise ConfigError(
-            f"{_CALLER}: {name} {task.__name__} was typed into this session, where ranks cannot import it from: write "
-            f'it to a file, and give {name}="file.py:{task.__name__}"'
-        )
+        return f"__main__:{task.__name__}"  # typed into this session: for one process, which is this one
     return f"{Path(file).resolve()}:{task.__name__}"
 
 

@@ -52,6 +52,14 @@ def warm_up(plan: LaunchPlan) -> None:
     fork_server.warm_up(plan.threads)
 
 
+def check(config: RunConfig) -> None:
+    """Refuse a config that names what its task does not have, before a folder is made and a rank is started."""
+    from lockstep.launcher import fork_server
+
+    warm_up(plan(config, ""))
+    fork_server.check(config)
+
+
 def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
     """Start all ranks of a resolved config and wait for them, in a folder that the caller holds."""
     from lockstep.distributed.watch.stall import Limits

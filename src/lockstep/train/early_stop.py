@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 
 
 def metric_value(metrics: Mapping[str, float], name: str, path: str) -> float:
-    """A metric by name; without validation data, `val/x` means the training metric `train/x`."""
+    """A metric by name; without validation data, `val/x` means the training metric `train/epoch_x`."""
     found = known_as(name, metrics)
     if found is None:
         raise ConfigError(unknown_metric(path, name, metrics))
@@ -27,7 +27,17 @@ def known_as(name: str, metrics: Iterable[str]) -> str | None:
     kind, _, rest = name.partition("/")
     if name not in there and any(each.startswith(f"{kind}/") and each.endswith(f"/{rest}") for each in there):
         return None  # of several validation sets each has its own: that of the training is none of them
-    return next((each for each in (name, f"train/{name.removeprefix('val/')}") if each in there), None)
+    trained = epoch_name(f"train/{name.removeprefix('val/')}")
+    return next((each for each in (name, trained) if each in there), None)
+
+
+def epoch_name(name: str) -> str:
+    """Returns what a training value is called as its mean since the last validation: `train/epoch_loss`.
+
+    `train/loss` is the mean since the last row (`log.every`): the two must not share a name.
+    """
+    kind, slash, last = name.rpartition("/")
+    return f"{kind}{slash}epoch_{last}"
 
 
 def unknown_metric(path: str, name: str, metrics: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from lockstep.config.schema import Checkpoint, Validate
 from lockstep.data.loader import Collate
 from lockstep.data.progress import Due
-from lockstep.train.early_stop import EarlyStopping, known_as, metric_value
+from lockstep.train.early_stop import EarlyStopping, epoch_name, known_as, metric_value
 from lockstep.train.evaluation import Measure
 from lockstep.train.run import Run
 from lockstep.train.schedules import Schedule
@@ -100,7 +100,7 @@ class Validation(Hook):
         run.journal.write_due_row(run.progress, run.seconds_since_start)
         run.journal.bring_together(run.progress)
         trained = dict(run.journal.since_validation.sums)
-        metrics: dict[str, Any] = dict(run.journal.since_validation.take())
+        metrics: dict[str, Any] = {epoch_name(key): each for key, each in run.journal.since_validation.take().items()}
         if self._datasets:
             found = evaluated(run, self._measure, self._datasets, self._batch_size, self._settings.on, self._collate)
             if found is None:

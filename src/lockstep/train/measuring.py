@@ -13,7 +13,7 @@ from lockstep.train.evaluation import BatchMean
 from lockstep.train.mean import Mean
 from lockstep.train.run import Run
 from lockstep.train.stepper import loss_and_count
-from lockstep.train.task import Task, has_loss
+from lockstep.train.task import Task, defines, has_loss
 from lockstep.train.whole_set import WholeSet, of_task
 
 
@@ -23,11 +23,18 @@ class TaskMeasure:
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, task
         self.whole_set: WholeSet | None = of_task(task, run.runtime)
+        self.one_pass = defines(task, "evaluate_step")
+        self._outputs: Any = None  # that evaluate_step returned for the current batch
         self.beside_loss: set[str] = set()  # names of values that the loss came with so far
 
     def __call__(self, batch: Any) -> Mapping[str, Any]:
+        if self.one_pass:
+            with self._run.autocast():
+                returned = self._task.evaluate_step(self._model, batch)
+            found, self._outputs = metrics_and_outputs(returned, self._task, self.whole_set is not None)
+            return found
+        found = self.of_loss(batch)
         with self._run.autocast():
-            found = _loss_of(self._task, self._model, batch)
             metrics = self._task.metrics(self._model, batch)
         twice = [name for name in metrics if name in found and name != "loss"]
         if twice:
@@ -35,16 +42,48 @@ class TaskMeasure:
                 f"task: {type(self._task).__name__}.metrics() returns {twice[0]!r}, and so does loss(): give one of "
                 "them another name"
             )
-        self.beside_loss.update(name for name in found if name != "loss")
         return {**found, **metrics}
 
+    def of_loss(self, batch: Any) -> dict[str, Any]:
+        """The loss, as training computes it, and the values beside it."""
+        with self._run.autocast():
+            found = _loss_of(self._task, self._model, batch)
+        self.beside_loss.update(name for name in found if name != "loss")
+        return found
+
     def outputs(self, batch: Any) -> Any:
+        """The outputs of the batch that was measured last."""
+        if self.one_pass:
+            outputs, self._outputs = self._outputs, None
+            return outputs
         with self._run.autocast():
             return self._task.outputs(self._model, batch)
 
     @property
     def _model(self) -> Any:
         return self._run.module if len(self._run.modules) == 1 else self._run.modules
+
+
+def metrics_and_outputs(returned: Any, task: Task, needs_outputs: bool) -> tuple[dict[str, Any], Any]:
+    """What `Task.evaluate_step` returned: the loss and metrics by name, and the outputs beside them."""
+    name = f"task: {type(task).__name__}.evaluate_step()"
+    metrics, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{name} returned {_described(metrics)}: return metrics by name, such as "
+            '{"loss": loss, "accuracy": correct}, or such a mapping and the outputs'
+        )
+    if needs_outputs and outputs is None:
+        raise ConfigError(
+            f"{name} returned no outputs, which torchmetrics() and whole_set() are computed from: return `metrics, "
+            'outputs`, with outputs such as {"preds": ..., "target": ...}'
+        )
+    if has_loss(task) and "loss" not in metrics:
+        raise ConfigError(f"{name} returned {', '.join(metrics) or 'nothing'}, but no 'loss': return it too")
+    found = dict(metrics)
+    if _is_single(found.get("loss")):
+        found["loss"] = _as_mean(found["loss"])
+    return found, outputs
 
 
 def loss_and_values(returned: Any, task: Task) -> tuple[Any, dict[str, Any]]:

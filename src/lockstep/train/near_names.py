@@ -40,9 +40,10 @@ ALIASES = {
     "loss_function": "loss",
     "compute_metrics": "metrics",
     "get_metrics": "metrics",
-    "test_step": "metrics",
+    "test_step": "evaluate_step",
     "val_loss": "metrics",
-    "validation_step": "metrics",
+    "val_step": "evaluate_step",
+    "validation_step": "evaluate_step",
     "configure_optimizer": "optimizer",
     "configure_optimizers": "optimizer",
     "create_optimizer": "optimizer",
@@ -75,6 +76,8 @@ def check_names(cls: type, base: type) -> None:
     absent = ours - own
     if "training_step" in own:
         absent -= {"loss"}  # a task that does its own backwards need not have one
+    if own & {"evaluate_step", "metrics"}:
+        absent -= {"evaluate_step", "metrics"}  # one is enough
     wrong = {name: ALIASES[name] for name in sorted(own - ours) if ALIASES.get(name) in absent}
     if wrong:
         raise ConfigError(

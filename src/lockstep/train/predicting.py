@@ -29,7 +29,7 @@ from lockstep.strategy.base import share_of
 from lockstep.train.evaluation import evaluating
 from lockstep.train.prediction_files import PredictionFiles, columns_of, joined
 from lockstep.train.run import Run
-from lockstep.train.task import Task, create_task
+from lockstep.train.task import Task, create_task, defines
 from lockstep.train.trained import RESULT_FILE, bring_back, data_named, weights_asked_for
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,7 @@ _TELL_SECONDS = 10.0
 def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     """Write the predictions of a checkpoint of a run; goes on with parts that an earlier start has left."""
     task = create_task(config.task)
-    if type(task).predict is Task.predict:
-        raise ConfigError(
-            f"task: {type(task).__name__} does not define predict(self, model, batch): return columns by name with "
-            "a value per example"
-        )
+    require_predict(task, after)
     data = _data(task, config, after)
     count = check_dataset(data, "the data to predict")
     batch_size = config.validation.batch_size or config.train.batch_size
@@ -181,13 +177,22 @@ def _rounded(count: int, shares: int) -> int:
     return math.ceil(count / shares) * shares
 
 
+def require_predict(task: Task, after: After) -> None:
+    """Refuses a task that lacks the methods that `lockstep predict` calls."""
+    if not defines(task, "predict"):
+        raise ConfigError(
+            f"task: {type(task).__name__} does not define predict(self, model, batch): return columns by name with "
+            "a value per example"
+        )
+    if after.input is not None and not defines(task, "predict_data"):
+        raise ConfigError(
+            f"--input {after.input}: {type(task).__name__} does not define predict_data(self, input), which "
+            "makes a dataset of it; or predict the task's own data with --data test"
+        )
+
+
 def _data(task: Task, config: RunConfig, after: After) -> Dataset[Any]:
     if after.input is not None:
-        if type(task).predict_data is Task.predict_data:
-            raise ConfigError(
-                f"--input {after.input}: {type(task).__name__} does not define predict_data(self, input), which "
-                "makes a dataset of it; or predict the task's own data with --data test"
-            )
         return task.predict_data(after.input)
     found = data_named(task, config, after.data)
     if len(found) > 1:

@@ -738,7 +738,7 @@ class Run:
         self.journal.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved
         position = self._feed.position(explicit)
         state = {"journal": self.journal.state_dict(), "seconds": self.seconds}
-        about = {"epoch": position["progress"]["epoch"], "world_size": self.world_size}
+        about = {"epoch": self.progress.epochs_done, "world_size": self.world_size}
         self.checkpointer.save(self.progress.step, position, state, about, value, metrics, automatic=not explicit)
 
     def leave(self) -> NoReturn:

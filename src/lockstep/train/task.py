@@ -58,6 +58,14 @@ class Task(abc.ABC):
         """
         raise NotImplementedError
 
+    def evaluate_step(
+        self, model: nn.Module, batch: Any
+    ) -> Mapping[str, Tensor | Mean] | tuple[Mapping[str, Tensor | Mean], Mapping[str, Any]]:
+        """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as `loss`, or one
+        value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `whole_set`, return
+        `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost a forward pass of their own."""
+        raise NotImplementedError
+
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor | Mean]:
         """One value per example, shape [B], so that a mean over a whole set counts every example exactly once; or
         lockstep.Mean(total, count), for a mean over something else."""
@@ -192,6 +200,12 @@ def task_class(component: Component) -> type[Task]:
         hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
         raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
     check_names(cls, Task)
+    replaced = [name for name in ("metrics", "outputs") if getattr(cls, name) is not getattr(Task, name)]
+    if cls.evaluate_step is not Task.evaluate_step and replaced:
+        raise ConfigError(
+            f"task: {cls.__name__} defines evaluate_step and {replaced[0]}, but evaluate_step replaces {replaced[0]}: "
+            "return its values from evaluate_step, and remove it"
+        )
     return cls
 
 

@@ -15,7 +15,7 @@ from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.split import split_dataset
 from lockstep.errors import ConfigError
 from lockstep.train.changed import OptimizerArguments
-from lockstep.train.early_stop import EarlyStopping, known_as, metric_value, unknown_metric
+from lockstep.train.early_stop import EarlyStopping, epoch_name, known_as, metric_value, unknown_metric
 from lockstep.train.hooks import Checkpointing, Hook, Scheduling, Validation, evaluated
 from lockstep.train.lengths import Lengths
 from lockstep.train.loop import train
@@ -111,7 +111,7 @@ def _metric_names(
 ) -> tuple[dict[str, Any], bool]:
     """The metrics that there will be by name, each with a value to tell numbers from matrices by, and whether these are
     all. Found on one batch: of data that is measured, or of that which is trained on, where somebody asks."""
-    there: dict[str, Any] = {"train/loss": 0.0}
+    there: dict[str, Any] = {epoch_name("train/loss"): 0.0}
     validated, tested = _of_kind("val", datasets), _of_kind("test", datasets)
     tried = validated or (tested if measure.whole_set is not None else {})
     if not tried and any(known_as(name, there) is None for _, name in asked):
@@ -119,7 +119,9 @@ def _metric_names(
     if not tried:
         return there, True
     found, complete = run.names_of(measure, next(iter(tried.values())), batch_size, collate)
-    there.update({f"train/{name}": 0.0 for name in measure.beside_loss})
+    if measure.one_pass and any(name.startswith("train/") and name not in there for _, name in asked):
+        run.names_of(measure.of_loss, datasets["train"], batch_size, collate)
+    there.update({epoch_name(f"train/{name}"): 0.0 for name in measure.beside_loss})
     there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
     return there, complete
 
@@ -143,6 +145,9 @@ def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], op
                 )  # fmt: skip
         elif ("val" if name.startswith("val/") else "train") not in open_ended:
             raise ConfigError(unknown_metric(path, name, there))
+        elif not name.startswith("val/") and "/" in name and not name.rpartition("/")[2].startswith("epoch_"):
+            raise ConfigError(f"{path}: {name} is the mean since the last row: name {epoch_name(name)}, that since the "
+                              "last validation")  # fmt: skip
 
 
 def datasets_of(task: Task, config: RunConfig) -> Datasets:

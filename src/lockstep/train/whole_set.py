@@ -186,10 +186,11 @@ def of_task(task: Task, runtime: Runtime) -> WholeSet | None:
     wants = [name for name in ("torchmetrics", "whole_set") if defines(task, name)]
     if not wants:
         return None
-    if not defines(task, "outputs"):
+    if not (defines(task, "outputs") or defines(task, "evaluate_step")):
         raise ConfigError(
             f"task: {type(task).__name__} defines {wants[0]}, but not outputs(self, model, batch), which says what it "
-            'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}'
+            'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
+            "have evaluate_step(self, model, batch) return `metrics, outputs`"
         )
     return WholeSet(task, runtime)
 

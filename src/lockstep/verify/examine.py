@@ -50,7 +50,7 @@ def _compared(runs: _Runs, wanted: set[str], required: set[str]) -> Report:
     report = replace(report, batch_norm=byproduct.batch_statistics(reference.folder))
     if byproduct.draws_random_numbers(reference.folder):
         return _unjudged(report, config)
-    if any(row.fresh.comparison is not None and (row.fresh.comparison.first_step or 0) > 1 for row in rows):
+    if any(row.fresh.comparison is not None and row.fresh.comparison.first_step for row in rows):
         report = replace(report, control=runs.control(reference))
     return replace(report, rows=runs.ring(rows, reference)) if asked.resume else report
 
@@ -101,7 +101,8 @@ class _Runs:
         return self._judge(self._train(combination), reference.losses, reference.metrics)
 
     def control(self, reference: Trial) -> Comparison | None:
-        """How far rounding alone takes this training, to tell an unstable one from a wrong one."""
+        """One process with its batches in halves: how far rounding alone takes this training, to tell an unstable one
+        from a wrong one; and at step 1, whether the loss is the mean over the examples."""
         parts = 2 * self.config.train.accumulate
         if self.config.train.batch_size % parts:
             return None

@@ -24,10 +24,11 @@ def tolerance(precision: str, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest relative difference, and the first step at which it is more than allowed."""
+    """The largest relative difference, the first step at which it is more than allowed, and the difference there."""
 
     largest: float
     first_step: int | None = None
+    at_first: float = 0.0
 
     @property
     def agrees(self) -> bool:
@@ -38,7 +39,7 @@ def compare(reference: Losses, losses: Losses, allowed: float) -> Comparison:
     """Step by step. A step that only one of them has is as different as can be."""
     apart = {step: _difference(reference.get(step), losses.get(step)) for step in sorted({*reference, *losses})}
     first = next((step for step, difference in apart.items() if not difference <= allowed), None)
-    return Comparison(max(apart.values(), default=math.inf), first if apart else 0)
+    return Comparison(max(apart.values(), default=math.inf), first if apart else 0, apart.get(first or 0, 0.0))
 
 
 def metrics_apart(reference: Mapping[str, float], metrics: Mapping[str, float], allowed: float) -> dict[str, float]:

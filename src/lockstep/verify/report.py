@@ -8,9 +8,13 @@ from typing import Any
 
 from lockstep.config.plain import finite
 from lockstep.verify.findings import Judged, Report, Row
+from lockstep.verify.judge import Comparison
 from lockstep.verify.overrides import halfway
 
 _ALL_SHOWN = 5  # steps; of more, the first three and the last
+# Rounding grows from step to step. In units of the tolerance, so much at once is something else.
+_JUMP = 20
+_SUM_DIFFERENCE = 0.4  # relative, of halves: a loss that is a sum over the examples differs by half
 
 
 def text(report: Report) -> str:
@@ -36,8 +40,9 @@ def markdown(report: Report) -> str:
 
 def conclusion(report: Report) -> str:
     """What it comes to, and what to do about what is not right."""
-    lines = [_what_is_wrong(row) for row in report.rows if not row.good and (row.ran or row.required)]
-    lines += [*_by_rounding(report), *_by_design(report)]
+    bad = [row for row in report.rows if not row.good and (row.ran or row.required)]
+    lines = [_what_is_wrong(row) for row in bad if row.fresh.verdict != "random"]
+    lines += [*_by_halves(report), *_by_design(report)]
     ran = [row for row in report.rows if row.ran]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
     if report.agrees:
@@ -47,6 +52,9 @@ def conclusion(report: Report) -> str:
         lines.append(f"nothing was compared: {report.rows[0].combination.name}, the reference, did not run")
     elif len(ran) == 1:
         lines.append("nothing was compared: no combination but the reference can run here with this config")
+    elif report.random:
+        failed = sum(row.fresh.verdict == "failed" for row in ran)
+        lines.append("not comparable: random" + (f"; {failed} of {len(ran)} failed" if failed else ""))
     else:
         wanted = [row for row in report.rows if row.ran or row.required]
         lines.append(f"{sum(not row.good for row in wanted)} of {len(wanted)} do not agree ({allowed})")
@@ -128,8 +136,6 @@ def _what_is_wrong(row: Row) -> str:
     name, fresh, resumed = row.combination.name, row.fresh, row.resumed
     if fresh.verdict == "not here":
         return f"{name} is required and not here: {fresh.reason}"
-    if fresh.verdict == "random":
-        return f"{name} cannot be judged: the task draws random numbers"
     if resumed is not None and fresh.verdict in ("reference", "agrees"):
         what = _failed_or_differs(resumed)
         return f"{name}, resumed from the checkpoint of {resumed.resumed_from}, {what}"
@@ -161,9 +167,14 @@ def _failed_or_differs(judged: Judged) -> str:
     )
 
 
-def _by_rounding(report: Report) -> Sequence[str]:
+def _by_halves(report: Report) -> Sequence[str]:
+    """What one process that takes its batches in halves says of the reason."""
     control = report.control
     if control is None:
+        return []
+    if control.first_step == 1 or control.at_first > _JUMP * report.tolerance:
+        return _by_counts(report, control)
+    if not any(_differs_after_step_1(row) for row in report.rows):
         return []
     alone = "one process that takes its batches in halves, which is the same sum in another order,"
     if control.first_step is None:
@@ -175,15 +186,33 @@ def _by_rounding(report: Report) -> Sequence[str]:
     ]
 
 
+def _by_counts(report: Report, control: Comparison) -> Sequence[str]:
+    """The mean of two halves is the mean of the whole where both count as much, and with other counts it is not."""
+    if report.batch_norm or control.at_first >= _SUM_DIFFERENCE:  # other reasons, which are named elsewhere
+        return []
+    return [
+        "the loss is a mean over unequal counts: one process that takes its batches in halves differs as well, at step "
+        f"{control.first_step} by {control.at_first:.1e}, without any other rank. It is a mean over "
+        "tokens, or over labels that are not -100, as `model(**batch).loss` of Hugging Face is. Divide by the count of "
+        'the whole batch: `n = (batch["labels"][:, 1:] != -100).sum()`, then `return lockstep.Mean(model(**batch).loss '
+        "* n, n)` "
+        "(docs/coming-from.md)"
+    ]
+
+
+def _differs_after_step_1(row: Row) -> bool:
+    return row.fresh.comparison is not None and (row.fresh.comparison.first_step or 0) > 1
+
+
 def _by_design(report: Report) -> Sequence[str]:
     """What makes losses depend on the number of ranks although nothing is broken."""
     notes = []
     if report.random:
         likely = " ".join(f"--set task.{name}=0" for name in report.random_arguments)
         notes.append(
-            "the task draws random numbers while it trains (dropout, noise in the loss). Every rank draws its own, "
-            "so that losses differ with the number of ranks by design, and chance hides what would be wrong. Compare "
-            f"without them: {likely or '--set task.dropout=0, or whatever your task calls it'}"
+            "the task draws random numbers while it trains (dropout, a VAE, diffusion). Every rank draws its own, so "
+            "that losses differ with the number of ranks, and chance hides what would be wrong. Compare without them: "
+            f"{likely or '--set task.dropout=0, or whatever your task calls it'}"
         )
     if report.batch_norm and any(row.fresh.verdict == "differs" for row in report.rows):
         notes.append(

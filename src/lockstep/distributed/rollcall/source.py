@@ -7,12 +7,21 @@ import hashlib
 import inspect
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-def source_files(thing: Any) -> dict[str, str]:
-    """Digests of the file that a class or function is defined in and of its loaded neighbours, by relative path.
+@dataclass(frozen=True)
+class Source:
+    """The files of a task: digests by their paths below a folder."""
+
+    root: Path
+    digests: dict[str, str]
+
+
+def source_files(thing: Any) -> Source:
+    """The file that a class or function is defined in, and its loaded neighbours.
 
     Neighbours are modules of the same package, or of the same folder where it is a file on its own. Files that are
     installed, and are not the task itself, are left to the comparison of versions.
@@ -22,7 +31,7 @@ def source_files(thing: Any) -> dict[str, str]:
     module = sys.modules.get(getattr(thing, "__module__", ""))
     file = getattr(module, "__file__", None) or _file_of(thing)
     if file is None:
-        return {}
+        return Source(Path(), {})
     home = Path(file).resolve()
     root = root_of(module, home)
     # Thousands of modules are loaded: most are told apart by how their path begins, without asking the system.
@@ -34,7 +43,7 @@ def source_files(thing: Any) -> dict[str, str]:
             path = Path(other).resolve()
             if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
                 found.add(path)
-    return {str(path.relative_to(root)): _digest(path) for path in sorted(found) if path.is_file()}
+    return Source(root, {str(path.relative_to(root)): _digest(path) for path in sorted(found) if path.is_file()})
 
 
 def root_of(module: Any, home: Path) -> Path:
@@ -51,7 +60,7 @@ def root_of(module: Any, home: Path) -> Path:
 def _file_of(thing: Any) -> str | None:
     try:
         return inspect.getsourcefile(thing)
-    except TypeError:
+    except (TypeError, OSError):  # of a class that was typed into an interpreter
         return None
 
 

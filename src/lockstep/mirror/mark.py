@@ -1,0 +1,69 @@
+"""The mark in a folder that stands for one in a bucket; imports nothing of buckets where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config.text_file import read_text
+from lockstep.errors import ConfigError
+from lockstep.mirror.url import Url, parse
+from lockstep.record import run_folder
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunSettings
+    from lockstep.mirror.mirror import Mirror
+
+MARK_FILE = ".bucket.json"
+
+
+@dataclass(frozen=True)
+class Mark:
+    url: Url
+    tokens: tuple[str, ...] = ()  # of the leases that were taken for this folder last
+
+    def write(self, folder: Path) -> None:
+        run_folder.write_text(folder / MARK_FILE, json.dumps({"url": str(self.url), "tokens": self.tokens}) + "\n")
+
+
+def mark_of(folder: Path) -> Mark | None:
+    """What a folder stands for; nothing where it is a folder like any other."""
+    file = folder / MARK_FILE
+    try:
+        told = json.loads(read_text(file))
+        tokens = told["tokens"]
+        if not all(isinstance(each, str) for each in tokens):
+            raise ValueError("tokens are not text")
+        return Mark(parse(told["url"], str(file)), tuple(tokens))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to go on with "
+            "this folder by itself"
+        ) from None
+
+
+def named(folder: Path) -> str:
+    """What users are told to resume: the URL that a folder stands for, or the folder."""
+    mark = mark_of(folder)
+    return str(folder if mark is None else mark.url)
+
+
+def mirrored(
+    folder: Path, settings: RunSettings, tell: Callable[[str], object]
+) -> contextlib.AbstractContextManager[Mirror | None]:
+    """Mirror a folder that this process holds, where it stands for one in a bucket; elsewhere nothing.
+
+    At the end of the block everything is in the bucket, or BucketBehind is raised, unless something else is.
+    """
+    mark = mark_of(folder)
+    if mark is None:
+        return contextlib.nullcontext()
+    from lockstep.mirror.mirror import mirrored_by
+
+    return mirrored_by(mark, folder, settings, tell)
