@@ -19,7 +19,7 @@ FSDP = "fsdp"
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with small_file_system(tmp_path / "disk", "256k") as disk:
+    with small_file_system(tmp_path / "disk", "400k") as disk:
         yield disk
 
 

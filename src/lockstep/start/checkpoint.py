@@ -6,7 +6,6 @@ Ranks restore the newest as they always do: under every launcher, after every re
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,16 +72,20 @@ def refuse_less(folder: Path, wanted: Wanted, found_changes: Iterable[Change], m
     storage = CheckpointStorage(folder / "checkpoints")
     if not limits or not storage.steps():
         return
-    step = max(storage.steps()) if wanted.is_newest else found(folder, wanted, mode)
-    with contextlib.suppress(manifest.Damaged, manifest.Unreadable):
-        told = manifest.read(storage.path(step))
-        done = {"train.epochs": told.get("epoch") or 0, "train.steps": step}
-        for path, after in limits.items():
-            if after < done[path]:
-                raise ConfigError(
-                    f"{path}={after}: the run in {folder} has {done[path]} {path.rpartition('.')[2]} done at step "
-                    f"{step}: name more, or go on from an earlier checkpoint (--step N)"
-                )
+    if wanted.is_newest:
+        good = (each for each in sorted(storage.steps(), reverse=True) if storage.problem(each) is None)
+        step = next(good, None)
+    else:
+        step = found(folder, wanted, mode)
+    if step is None:
+        return  # the ranks say what is wrong with all of them
+    done = {"train.epochs": manifest.read(storage.path(step)).get("epoch") or 0, "train.steps": step}
+    for path, after in limits.items():
+        if after < done[path]:
+            raise ConfigError(
+                f"{path}={after}: the run in {folder} has {done[path]} {path.rpartition('.')[2]} done at step "
+                f"{step}: name more, or go on from an earlier checkpoint (--step N)"
+            )
 
 
 def newer(folder: Path, step: int) -> list[str]:
