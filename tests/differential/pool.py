@@ -25,7 +25,7 @@ from lockstep.strategy import sharded
 from lockstep.train.requests import Requests
 from lockstep.train.run import Run
 
-FSDP = {"type": "spmd", "preset": "fsdp"}
+FSDP = "fsdp"
 SETTINGS = {"checkpoint": {"async": False}, "log": {"every": "1000 steps"}, "watch": {"fingerprint_every": "5 steps"}}
 
 
