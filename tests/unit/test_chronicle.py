@@ -25,7 +25,8 @@ from lockstep.train.phases import Phases
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:
-    return Beat(1, 1, step, "loss", False, False, 0.0, 0.5, "train.py:3", True, "anna", 100, busy, 10**9, **more)
+    looks = {"host": "anna", "total_steps": 100, "busy": busy, "memory": 10**9, **more}
+    return Beat(1, 1, step, "loss", False, False, 0.0, 0.5, "train.py:3", True, **looks)
 
 
 def test_entries_are_lines_in_their_order_and_phases_have_an_end(tmp_path: Path) -> None:
