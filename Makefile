@@ -3,6 +3,7 @@
 ARGS =
 MINUTES = 10
 SEED =
+LOOPS = 20000
 
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,fp8,docs,dev
 TEST_PYTHON = .venv-test/bin/python
@@ -32,7 +33,7 @@ ifeq ($(shell id -u),0)
 BENCHMARKS += benchmarks/hosts.py
 endif
 
-.PHONY: help train check test test-torch test-xla without-xla faults storm verify lint format bench docs dist
+.PHONY: help train check test test-torch test-xla without-xla faults fuzz storm verify lint format bench docs dist
 .PHONY: both-environments release-notes clean train-environment test-environment xla-environment bench-environment docs-environment
 
 help:
@@ -40,6 +41,7 @@ help:
 	@echo 'make check    lint, then the unit tests: minutes'
 	@echo 'make test     lint, then all tests; those of XLA in an environment of their own, where torch_xla has a build'
 	@echo 'make faults   every cell of the fault matrix; writes the table of docs/reliability.md'
+	@echo 'make fuzz     LOOPS=20000 random training loops, each compared with plain PyTorch'
 	@echo 'make storm    random faults for MINUTES=10, from SEED=N or another seed each time'
 	@echo 'make verify   lockstep verify on the examples; writes the tables of docs/verify.md'
 	@echo 'make lint     ruff, mypy and the import layers'
@@ -85,6 +87,10 @@ without-xla:
 faults: test-environment
 	$(TEST_PYTHON) -m pytest tests/faults/test_matrix.py tests/ray/test_cluster_failures.py tests/hosts \
 	    --whole-matrix --long $(ARGS)
+
+# Random loops in plain PyTorch and in Lockstep: make test tries 200, always the same.
+fuzz: test-environment
+	LOCKSTEP_LOOPS=$(LOOPS) $(TEST_PYTHON) -m pytest tests/differential $(ARGS)
 
 # SEED=N makes the same storm again.
 storm: test-environment
