@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import random
+import sys
 import threading
 from array import array
 from collections import deque
@@ -56,7 +57,8 @@ def generators_kept() -> Iterator[States]:
 
 
 class States(NamedTuple):
-    """The state of every generator. It is copied as bytes: the interfaces for it take as long as fetching a batch."""
+    """The state of every generator, read as bytes: the interfaces for it take as long as fetching a batch. They restore it
+    where data code has drawn."""
 
     python: tuple[Any, Any]
     numpy: tuple[Any, bytes, bool]
@@ -90,8 +92,8 @@ class States(NamedTuple):
         if self.whole is not None:
             np.random.set_state(self.whole)
         elif bytes(_numpy.words(bits)) != words:
-            np.random.seed(0)  # forgets a spare number
-            _numpy.words(bits)[:] = words
+            key, position = np.frombuffer(words[:-4], np.uint32), int.from_bytes(words[-4:], sys.byteorder)
+            np.random.set_state(("MT19937", key, position, 0, 0.0))
 
 
 def saved_generators() -> list[Any]:
@@ -138,8 +140,9 @@ class _Python:
     def restore(self, state: tuple[Any, Any]) -> None:
         if self._words is None:
             random.setstate(state[0])
-        else:
-            self._words[:], self._generator.gauss_next = state
+        elif self.state() != state:
+            position, *words = array("I", state[0])
+            random.setstate((random.Random.VERSION, (*words, position), state[1]))
 
 
 class _Numpy:
