@@ -57,8 +57,10 @@ def generators_kept() -> Iterator[States]:
 
 
 class States(NamedTuple):
-    """The state of every generator, read as bytes: the interfaces for it take as long as fetching a batch. They restore it
-    where data code has drawn."""
+    """The state of every generator, read as bytes: the interfaces for it take as long as fetching a batch.
+
+    They restore it where data code has drawn.
+    """
 
     python: tuple[Any, Any]
     numpy: tuple[Any, bytes, bool]
