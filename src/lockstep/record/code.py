@@ -30,7 +30,9 @@ def keep_code(folder: Path, root: Path, digests: Mapping[str, str], warn: Callab
     if home.is_symlink():  # nothing is written through a link
         return
     with contextlib.suppress(OSError):  # a run does not fail for it
-        before = max((int(each.name) for each in home.glob("*") if each.name.isdigit()), default=0)
+        before = max(
+            (int(each.name) for each in home.glob("[0-9]*") if each.name.isdecimal() and each.name.isascii()), default=0
+        )
         known = _read(home / str(before) / FACTS_FILE)
         changed = sorted(name for name, digest in digests.items() if known.get(name, digest) != digest)
         if before and not changed:
