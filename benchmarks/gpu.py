@@ -98,6 +98,14 @@ CASES = [
         recompute=True,
     ),
     Case("lockstep-large-fp8", "Lockstep, `compile: true`, `precision: fp8`", "large", "lockstep", precision="fp8"),
+    Case(
+        "lockstep-large-fp8-blocks",
+        "Lockstep, `compile: blocks`, `precision: fp8`",
+        "large",
+        "lockstep",
+        "blocks",
+        precision="fp8",
+    ),
 ]
 
 NOTES = """\
@@ -115,6 +123,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to prove the code")
     parser.add_argument("--only", nargs="+", help="small, large, costs, checks, or names of cases")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
+    parser.add_argument("--cold", action="store_true", help="one start of each case, with an empty cache")
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
@@ -157,7 +166,7 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
             print(f"{name} is left out: no time", file=sys.stderr, flush=True)
             continue
         try:
-            found[name].append(measured(name, tiny, folder, caches))
+            found[name].append(measured(name, tiny, folder, caches, chosen.cold))
         except report.MeasurementFailed as failure:  # the others are worth having
             print(f"{name} failed: {failure}", file=sys.stderr, flush=True)
         else:
@@ -183,14 +192,14 @@ def case_of(name: str) -> Case:
     return next(each for each in CASES if each.name == name)
 
 
-def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path]) -> dict[str, Any]:
+def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path], once: bool) -> dict[str, Any]:
     """Two starts with one cache of compiled code, empty before the first; steps are those of the second."""
     case = case_of(name)
     shared = caches.get(case.cache_of)
     cache = shared or Path(tempfile.mkdtemp(prefix="cache-", dir=folder))
     caches[name] = cache
     starts = []
-    for _ in range(1 if shared else 2):
+    for _ in range(1 if shared or once else 2):
         began = time.time()
         variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
         if case.who == "lockstep":
@@ -200,7 +209,12 @@ def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path]) -> di
         result["phases"] = {phase: at - began for phase, at in result["phases"].items()}
         starts.append(result)
     firsts = [each["phases"]["backward, optimizer"] for each in starts]
-    return {**result, "cold": None if shared else firsts[0], "warm": firsts[-1], "cold phases": starts[0]["phases"]}
+    return {
+        **result,
+        "cold": None if shared else firsts[0],
+        "warm": None if once else firsts[-1],
+        "cold phases": starts[0]["phases"],
+    }
 
 
 def first_steps(cases: list[Case], found: dict[str, list[dict[str, Any]]]) -> str:

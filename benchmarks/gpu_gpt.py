@@ -192,10 +192,9 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
 
     def loop(run: Any) -> None:
         clock = Clock(case, not tiny)
-        with torch.device("meta"):
+        # On the GPU: on the host, drawing the values would take longer than the training.
+        with torch.device("cpu" if tiny else "cuda"):
             model = task.model()
-        # Values are drawn on the GPU: on the host it would take longer than the training.
-        model = model.to_empty(device="cpu" if tiny else "cuda")
         fill(model.named_parameters())
         model, optimizer = run.setup(
             model, task.optimizer(model), precision="bf16", clip_norm=1.0,

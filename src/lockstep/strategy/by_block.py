@@ -11,6 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def by_block(blocks: Iterable[nn.Module], backend: Backend) -> Backend:
     identities = {str(id(block)) for block in blocks}
 
     def compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        runs = _runs(graph, identities)
-        if len(runs) < 2 or not _can_be_cut(graph):
+        pieces = [_piece(graph, run) for run in _runs(graph, identities)]
+        if len(pieces) < 2 or not _can_be_cut(graph, pieces):
             return backend(graph, inputs)
-        return _stitched(graph, runs, backend)
+        return _stitched(graph, pieces, backend)
 
     return compile
 
@@ -50,9 +51,17 @@ class _Piece:
 
 
 def _runs(graph: fx.GraphModule, blocks: set[str]) -> list[list[fx.Node]]:
-    """Consecutive operations that belong to the same block, or to none."""
+    """Consecutive operations that belong to the same call of a block, or to none."""
     nodes = [each for each in graph.graph.nodes if each.op in ("call_function", "call_method", "call_module")]
-    return [list(run) for _, run in itertools.groupby(nodes, lambda node: _block_of(node, blocks))]
+    calls = [_block_of(node, blocks) for node in nodes]
+    last = {call: place for place, call in enumerate(calls)}
+    place = 0
+    while place < len(nodes):  # what a block does without a note of it lies between its other operations
+        if (call := calls[place]) is not None:
+            calls[place : last[call] + 1] = [call] * (last[call] + 1 - place)
+            place = last[call]
+        place += 1
+    return [[node for node, _ in run] for _, run in itertools.groupby(zip(nodes, calls, strict=True), lambda it: it[1])]
 
 
 def _block_of(node: fx.Node, blocks: set[str]) -> str | None:
@@ -61,32 +70,29 @@ def _block_of(node: fx.Node, blocks: set[str]) -> str | None:
     return next((str(key) for key in stack if str(key).partition("@")[0] in blocks), None)
 
 
-def _can_be_cut(graph: fx.GraphModule) -> bool:
+def _can_be_cut(graph: fx.GraphModule, pieces: list[_Piece]) -> bool:
+    passed = {node for piece in pieces for node in (*piece.inputs, *piece.outputs)}
     return all(
         each.op != "call_module" and getattr(each.target, "__name__", each.target) not in _STATE
         for each in graph.graph.nodes
-    )
+    ) and all(isinstance(each.meta.get("example_value"), (Tensor, int, torch.SymInt)) for each in passed)
 
 
-def _stitched(graph: fx.GraphModule, runs: list[list[fx.Node]], backend: Backend) -> fx.GraphModule:
+def _stitched(graph: fx.GraphModule, pieces: list[_Piece], backend: Backend) -> fx.GraphModule:
     """The same function as the graph, by compiled pieces."""
     whole, made = fx.Graph(), {}
-    modules: dict[str, nn.Module] = {}
+    root = nn.Module()
     compiled: dict[Any, nn.Module] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         made[node] = whole.node_copy(node)
-    for number, run in enumerate(runs):
-        piece = _piece(graph, run)
+    for number, piece in enumerate(pieces):
         key = _key(piece)
         if key not in compiled:
             compiled[key] = _compiled(piece, backend)
-        modules[f"piece_{number}"] = compiled[key]
+        root.add_module(f"piece_{number}", compiled[key])
         called = whole.call_module(f"piece_{number}", tuple(made[each] for each in piece.inputs))
         for index, each in enumerate(piece.outputs):
             made[each] = whole.call_function(operator.getitem, (called, index))
-    root = nn.Module()
-    for name, module in modules.items():
-        root.add_module(name, module)
     (output,) = graph.graph.find_nodes(op="output")
     for constant in {each for each in output.all_input_nodes if each.op == "get_attr"}:
         setattr(root, str(constant.target), getattr(graph, str(constant.target)))
@@ -136,15 +142,23 @@ def _text(graph: fx.GraphModule) -> Any:
     lines = []
     for number, node in enumerate(graph.graph.nodes):
         numbers[node] = f"%{number}"
-        target: Any = node.target
+        target: Any = _function(node.target)
         if node.op == "placeholder":
             target = ""
         elif node.op == "get_attr":
-            constant = getattr(graph, str(target))
+            constant = getattr(graph, str(node.target))
             target = _text(constant) if isinstance(constant, fx.GraphModule) else id(constant)
         arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
         lines.append((node.op, target, repr(tree_map(_exact, arguments))))
     return tuple(lines)
+
+
+def _function(target: Any) -> Any:
+    """Dynamo makes some functions anew for every call: those are the same that run the same code on the same things."""
+    if not isinstance(target, FunctionType) or target.__defaults__ or target.__kwdefaults__:
+        return target
+    cells = tuple(id(cell.cell_contents) for cell in target.__closure__ or ())
+    return target.__code__, cells, id(target.__globals__)
 
 
 def _exact(value: Any) -> Any:

@@ -83,8 +83,8 @@ def _inductor(how: Compile) -> Backend:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        options = list_mode_options(how.mode, how.dynamic)
-        return compile_fx(graph, inputs, config_patches=options)  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(graph, inputs, config_patches=list_mode_options(how.mode, how.dynamic))
+        return compiled  # type: ignore[no-any-return]
 
     return compile
 
