@@ -218,20 +218,17 @@ def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path], once:
 
 
 def first_steps(cases: list[Case], found: dict[str, list[dict[str, Any]]]) -> str:
-    """Where the time to the first step goes: when each phase of a warm start ended, in seconds after the command."""
-    names = list(dict.fromkeys(phase for each in found.values() for phase in (each[0]["phases"] if each else ())))
-    for start in ("cold phases", "phases"):
+    """Where the time to the first step goes: when each phase ended, in seconds after the command."""
+    shown = [case for case in cases if found[case.name] and not case.group]
+    names = list(dict.fromkeys(phase for case in shown for phase in found[case.name][0]["phases"]))
+    parts = []
+    for title, start, time_of in (("Cold", "cold phases", "cold"), ("Warm", "phases", "warm")):
         rows = []
-        for case in cases:
-            if found[case.name] and not case.group:
-                phases = found[case.name][0][start]
-                rows.append([case.text, *(f"{phases[name]:.1f}" if name in phases else "-" for name in names)])
-        if start == "cold phases":
-            parts = [
-                f"Cold start, seconds from the command to the end of each phase:\n\n{report.table(['', *names], rows)}"
-            ]
-        else:
-            parts.append(f"Warm start:\n\n{report.table(['', *names], rows)}")
+        for case in shown:
+            phases = found[case.name][0][start] if found[case.name][0][time_of] else {}
+            rows.append([case.text, *(f"{phases[name]:.1f}" if name in phases else "-" for name in names)])
+        parts.append(f"{title} start, seconds from the command to the end of each phase:\n\n")
+        parts[-1] += report.table(["", *names], rows)
     return "\n\n".join(parts) if names else ""
 
 
