@@ -2,8 +2,11 @@
 Lockstep has to keep there.
 
 python benchmarks/gpu.py --out FILE         on a machine with an NVIDIA GPU of 80 GB or more; about twenty minutes
-python benchmarks/gpu.py --only small       the smaller model alone; large, or names of cases, as well
+python benchmarks/gpu.py --only small       the smaller model alone; large, costs, checks, or names of cases, as well
 python benchmarks/gpu.py --tiny             anywhere: the same code with a tiny model on the CPU, which measures nothing
+
+With one round, cases run in the order in which --only names them. --json FILE is written after every case, and no case
+begins later than --seconds after the start.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,9 @@ class Case:
     compile: Any = True
     recompute: bool = False
     precision: str = "bf16"
+    group: str = ""  # costs: one thing of Lockstep's switched off
+    settings: dict[str, Any] = field(default_factory=dict)  # of Lockstep
+    cache_of: str = ""  # another case, whose compiled code this one uses: it has no cold start
 
 
 CASES = [
@@ -51,6 +57,35 @@ CASES = [
     Case("lockstep-eager", "Lockstep, eager", "small", "lockstep", False),
     Case("lockstep", "Lockstep, `compile: true`", "small", "lockstep"),
     Case("lockstep-blocks", "Lockstep, `compile: blocks`", "small", "lockstep", "blocks"),
+    Case(
+        "no-log",
+        "Lockstep without logging and its look for NaN",
+        "small",
+        "lockstep",
+        group="costs",
+        settings={"log": {"every": "100000 steps"}},
+        cache_of="lockstep",
+    ),
+    Case(
+        "no-heartbeat",
+        "Lockstep without heartbeats",
+        "small",
+        "lockstep",
+        group="costs",
+        settings={"task": {"heartbeat": False}},
+        cache_of="lockstep",
+    ),
+    Case(
+        "no-comparing",
+        "Lockstep without comparing replicas",
+        "small",
+        "lockstep",
+        group="costs",
+        settings={"watch": {"fingerprint_every": None}},
+        cache_of="lockstep",
+    ),
+    Case("all-on", "Lockstep, once more", "small", "lockstep", group="costs", cache_of="lockstep"),
+    Case("plain-again", "plain PyTorch, once more", "small", "plain", group="costs", cache_of="plain"),
     Case("plain-large", "plain PyTorch, compiled", "large", "plain"),
     Case("plain-large-recompute", "plain PyTorch, compiled, recomputed", "large", "plain", recompute=True),
     Case("lockstep-large", "Lockstep, `compile: true`", "large", "lockstep"),
@@ -63,6 +98,14 @@ CASES = [
         recompute=True,
     ),
     Case("lockstep-large-fp8", "Lockstep, `compile: true`, `precision: fp8`", "large", "lockstep", precision="fp8"),
+    Case(
+        "lockstep-large-fp8-blocks",
+        "Lockstep, `compile: blocks`, `precision: fp8`",
+        "large",
+        "lockstep",
+        "blocks",
+        precision="fp8",
+    ),
 ]
 
 NOTES = """\
@@ -78,7 +121,9 @@ is counted as 6 x parameters + 12 x layers x width x context operations."""
 def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to prove the code")
-    parser.add_argument("--only", nargs="+", help="small, large, or names of cases")
+    parser.add_argument("--only", nargs="+", help="small, large, costs, checks, or names of cases")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
+    parser.add_argument("--cold", action="store_true", help="one start of each case, with an empty cache")
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
@@ -89,10 +134,12 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         speed, raw = compare(chosen, Path(folder))
-        checks = [resume_check(chosen.tiny, Path(folder)), digits_check(chosen.tiny, Path(folder))]
+        checks = []
+        if not chosen.only or "checks" in chosen.only:
+            checks = [resume_check(chosen.tiny, Path(folder)), digits_check(chosen.tiny, Path(folder))]
     device = "a tiny model on the CPU" if chosen.tiny else torch.cuda.get_device_name()
     verdicts = "\n".join(f"- {text}" for _, text in checks)
-    text = f"On {device}:\n\n{speed}\n\n{verdicts}"
+    text = f"On {device}:\n\n{speed}\n\n{verdicts}".rstrip()
     report.publish(text, {"device": device, "seconds": time.monotonic() - began, **raw}, chosen.json)
     if chosen.out:
         chosen.out.write_text(f"{text}\n\n{report.provenance()}\n", encoding="utf-8")
@@ -107,14 +154,26 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
     tiny = chosen.tiny
     ceiling = in_child("ceiling", tiny, folder)
     cases = [each for each in CASES if each.who in ("plain", "lockstep") or report.installed(each.who)]
-    wanted = set(chosen.only or (["plain", "lockstep"] if tiny else ["small", "large"]))
-    cases = [each for each in cases if {each.name, each.model} & wanted]
+    wanted = chosen.only or (["plain", "lockstep", "lockstep-blocks"] if tiny else ["small", "large", "costs"])
+    cases = [
+        each for name in wanted for each in cases if name in (each.name, each.group or each.model)
+    ]  # in the order of --only
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for name in report.interleaved([each.name for each in cases], chosen):
+    began = time.monotonic()
+    caches: dict[str, Path] = {}
+    for name in report.interleaved([each.name for each in cases], chosen, shuffled=chosen.repeats > 1):
+        if time.monotonic() - began > chosen.seconds:
+            print(f"{name} is left out: no time", file=sys.stderr, flush=True)
+            continue
         try:
-            found[name].append(measured(name, tiny, folder))
+            found[name].append(measured(name, tiny, folder, caches, chosen.cold))
         except report.MeasurementFailed as failure:  # the others are worth having
             print(f"{name} failed: {failure}", file=sys.stderr, flush=True)
+        else:
+            case = case_of(name)
+            print(f"{name}: {cells(case, found[name], tiny, ceiling['ceiling'], None)}", file=sys.stderr, flush=True)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps({"ceiling": ceiling, "found": found}), encoding="utf-8")
     header = ["", "step", "of plain", "tokens/s", "of the ceiling", "peak memory", "first step, cold", "warm"]
     parts = []
     for model, title in (("small", "124 million parameters"), ("large", "1.3 billion parameters")):
@@ -123,26 +182,66 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
         rows = [[each.text, *cells(each, found[each.name], tiny, ceiling["ceiling"], plain)] for each in ours]
         if rows:
             parts.append(f"{title}:\n\n{report.table(header, rows)}")
+    parts += [first_steps(cases, found), same_losses(cases, found)]
     sizes = {each: batch_size(each, tiny) for each in ("small", "large")}
     notes = NOTES.format(warm_up=steps_of(tiny)[0], context=size_of("small", tiny)["context"], **sizes, **ceiling)
-    return "\n\n".join([*parts, notes]), {"ceiling": ceiling, "found": found}
+    return "\n\n".join([*filter(None, parts), notes]), {"ceiling": ceiling, "found": found}
 
 
-def measured(name: str, tiny: bool, folder: Path) -> dict[str, Any]:
+def case_of(name: str) -> Case:
+    return next(each for each in CASES if each.name == name)
+
+
+def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path], once: bool) -> dict[str, Any]:
     """Two starts with one cache of compiled code, empty before the first; steps are those of the second."""
-    cache = Path(tempfile.mkdtemp(prefix="cache-", dir=folder))
-    firsts = []
-    for _ in range(2):
+    case = case_of(name)
+    shared = caches.get(case.cache_of)
+    cache = shared or Path(tempfile.mkdtemp(prefix="cache-", dir=folder))
+    caches[name] = cache
+    starts = []
+    for _ in range(1 if shared or once else 2):
         began = time.time()
         variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
-        case = next(each for each in CASES if each.name == name)
         if case.who == "lockstep":
             result = trained_by_lockstep(case, tiny, folder, variables)
         else:
             result = in_child(name, tiny, folder, **variables)
-        firsts.append(result["first"] - began)
-    shutil.rmtree(cache, ignore_errors=True)
-    return {**result, "cold": firsts[0], "warm": firsts[1]}
+        result["phases"] = {phase: at - began for phase, at in result["phases"].items()}
+        starts.append(result)
+    firsts = [each["phases"]["backward, optimizer"] for each in starts]
+    return {
+        **result,
+        "cold": None if shared else firsts[0],
+        "warm": None if once else firsts[-1],
+        "cold phases": starts[0]["phases"],
+    }
+
+
+def first_steps(cases: list[Case], found: dict[str, list[dict[str, Any]]]) -> str:
+    """Where the time to the first step goes: when each phase ended, in seconds after the command."""
+    shown = [case for case in cases if found[case.name] and not case.group]
+    names = list(dict.fromkeys(phase for case in shown for phase in found[case.name][0]["phases"]))
+    parts = []
+    for title, start, time_of in (("Cold", "cold phases", "cold"), ("Warm", "phases", "warm")):
+        rows = []
+        for case in shown:
+            phases = found[case.name][0][start] if found[case.name][0][time_of] else {}
+            rows.append([case.text, *(f"{phases[name]:.1f}" if name in phases else "-" for name in names)])
+        parts.append(f"{title} start, seconds from the command to the end of each phase:\n\n")
+        parts[-1] += report.table(["", *names], rows)
+    return "\n\n".join(parts) if names else ""
+
+
+def same_losses(cases: list[Case], found: dict[str, list[dict[str, Any]]]) -> str:
+    """Every way of compiling must train the same: losses of Lockstep's cases at the same steps."""
+    rows = []
+    for case in cases:
+        if found[case.name] and case.who in ("lockstep", "plain"):
+            losses = found[case.name][0]["losses"]
+            rows.append([case.text, case.model, *(f"{each:.4f}" for each in losses[1:])])
+    return (
+        "Losses every 30 steps:\n\n" + report.table(["", "model", *["loss"] * (len(rows[0]) - 2)], rows) if rows else ""
+    )
 
 
 def step_of(found: list[dict[str, Any]], tiny: bool) -> float | None:
@@ -161,10 +260,10 @@ def cells(case: Case, found: list[dict[str, Any]], tiny: bool, ceiling: float, p
     operations = 6 * parameters + 12 * size["layers"] * size["width"] * size["context"]
     share = tokens * operations / step / (ceiling * 1e12)
     peak = max(each["peak"] for each in found)
-    firsts = [min(each[name] for each in found) for name in ("cold", "warm")]
+    firsts = [min((each[name] for each in found if each[name]), default=None) for name in ("cold", "warm")]
     return [
         f"{step * 1e3:.1f} ms", f"{step / plain:.3f}" if plain else "-", f"{tokens / step / 1e3:.0f} k", f"{share:.0%}",
-        f"{peak / 2**30:.1f} GiB", *(f"{each:.1f} s" for each in firsts),
+        f"{peak / 2**30:.1f} GiB", *(f"{each:.1f} s" if each else "-" for each in firsts),
     ]  # fmt: skip
 
 
@@ -198,9 +297,16 @@ def trained_by_lockstep(case: Case, tiny: bool, folder: Path, variables: dict[st
         "steps": steps + 1, "compile": case.compile, "batch_size": batch_size(case.model, tiny), "clip_norm": 1.0,
         "precision": case.precision, "recompute": "blocks" if case.recompute else None,
     }  # fmt: skip
-    run = lockstep_train(case.name, tiny, folder, task, training, variables)
+    settings = dict(case.settings)
+    task |= settings.pop("task", {})
+    run = lockstep_train(case.name, tiny, folder, task, training, variables, **settings)
     shutil.rmtree(run / "checkpoints")
-    return dict(json.loads(stamps.read_text(encoding="utf-8")))
+    found = dict(json.loads(stamps.read_text(encoding="utf-8")))
+    timeline = [json.loads(line) for line in (run / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
+    started = {"launcher": next(each["at"] for each in timeline if each["kind"] == "start")}
+    met = next(each for each in timeline if each["kind"] == "roll call")
+    ordered = {**started, "until roll call": met["at"], "roll call": met["until"], **found["phases"]}
+    return {**found, "phases": dict(sorted(ordered.items(), key=lambda each: each[1]))}
 
 
 def lockstep_train(
@@ -296,7 +402,7 @@ def in_this_process(name: str, file: str, tiny: bool) -> None:
     if name == "ceiling":
         measure_ceiling(tiny, file)
         return
-    case = next(each for each in CASES if each.name == name)
+    case = case_of(name)
     from gpu_task import TimedText
     from torch.utils.data import DataLoader
 

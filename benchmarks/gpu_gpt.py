@@ -44,7 +44,7 @@ CASES = [
     Case("Lockstep, single", "small", "single", 150),
     Case("Lockstep, ddp on one process", "small", "ddp", 150),
     Case("Lockstep, fsdp over a mesh of one", "small", "fsdp", 150),
-    Case("by hand, FSDP2", "small", "hand", 150),
+    Case("by hand, FSDP2", "small", "hand", 150, gather="bf16"),
     Case("Lockstep, fsdp: as it is", "large", "fsdp", 40, compiled=False),
     Case("Lockstep, fsdp: recompute", "large", "fsdp", 40, recompute=True, compiled=False),
     Case("Lockstep, fsdp: compile", "large", "fsdp", 40),
@@ -52,15 +52,16 @@ CASES = [
     Case("Lockstep, fsdp: compile, gather bf16", "large", "fsdp", 40, gather="bf16"),
     Case("Lockstep, fsdp: recompute and compile, gather bf16", "large", "fsdp", 100, recompute=True, gather="bf16"),
     Case("by hand, FSDP2: compile", "large", "hand", 40),
-    Case("by hand, FSDP2: recompute and compile", "large", "hand", 100, recompute=True),
+    Case("by hand, FSDP2: compile, gather bf16", "large", "hand", 40, gather="bf16"),
+    Case("by hand, FSDP2: recompute and compile, gather bf16", "large", "hand", 100, recompute=True, gather="bf16"),
 ]
 
 NOTES = """\
 bf16, fused AdamW, gradients clipped to a norm of 1; {small} x 1024 tokens per step for the small model, {large} x 1024
 for the large one. `compile: blocks`, `recompute: blocks`; by hand the same by torch's own means (checkpoint_wrapper,
-torch.compile and fully_shard per block, weights gathered in bf16). The median over blocks of 30 steps (small) and 10
-(large) after the first, with the device waited for at each end; first step: seconds from the model to its end, with all
-compiling. Peak memory is that of torch's allocator while training."""
+torch.compile and fully_shard per block). Weights are gathered in float32 unless it says otherwise. The median over
+blocks of 30 steps (small) and 10 (large) after the first, with the device waited for at each end; first step: seconds
+from the model to its end, with all compiling. Peak memory is that of torch's allocator while training."""
 
 
 def main() -> None:
@@ -69,6 +70,8 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=["small", "large", "single", "ddp", "fsdp", "hand"], help="these alone"
     )
+    parser.add_argument("--cases", nargs="+", type=int, help="these alone, by their place in CASES, in this order")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     chosen = report.parse(parser)
@@ -78,14 +81,23 @@ def main() -> None:
         return
     began = time.monotonic()
     cases = [case for case in CASES if not chosen.only or {case.model, case.way} & set(chosen.only)]
+    if chosen.cases:
+        cases = [CASES[number] for number in chosen.cases]
     found: dict[str, list[dict[str, Any]]] = {case.text: [] for case in cases}
     with tempfile.TemporaryDirectory(prefix="gpu-gpt-") as folder:
-        for index in report.interleaved([CASES.index(case) for case in cases], chosen):
+        for index in report.interleaved([CASES.index(case) for case in cases], chosen, shuffled=chosen.repeats > 1):
+            if time.monotonic() - began > chosen.seconds:
+                print(f"{CASES[index].text} is left out: no time", file=sys.stderr)
+                continue
             file = Path(folder) / f"{index}.json"
             tiny = ["--tiny"] if chosen.tiny else []
             try:
                 report.run([sys.executable, __file__, "--child", str(index), str(file), *tiny], limit=240)
                 found[CASES[index].text].append(json.loads(file.read_text(encoding="utf-8")))
+                row = [CASES[index].text, *cells(CASES[index], found[CASES[index].text], chosen.tiny)]
+                print(" | ".join(row), file=sys.stderr, flush=True)
+                if chosen.json is not None:
+                    chosen.json.write_text(json.dumps({"found": found}), encoding="utf-8")
             except report.MeasurementFailed as failure:  # the others are worth having
                 print(f"{CASES[index].text} failed: {failure}", file=sys.stderr)
     text = shown(cases, found, chosen.tiny)
@@ -180,10 +192,9 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
 
     def loop(run: Any) -> None:
         clock = Clock(case, not tiny)
-        with torch.device("meta"):
+        # On the GPU: on the host, drawing the values would take longer than the training.
+        with torch.device("cpu" if tiny else "cuda"):
             model = task.model()
-        # Values are drawn on the GPU: on the host it would take longer than the training.
-        model = model.to_empty(device="cpu" if tiny else "cuda")
         fill(model.named_parameters())
         model, optimizer = run.setup(
             model, task.optimizer(model), precision="bf16", clip_norm=1.0,
@@ -221,7 +232,7 @@ def by_hand(case: Case, task: Any, file: Path, tiny: bool) -> None:
     os.environ.setdefault("MASTER_PORT", "29517")
     mesh = mesh_of_all(device)
     clock = Clock(case, not tiny)
-    model = sharded(task.model, "blocks", mesh, case.recompute, case.compiled, bf16=True)
+    model = sharded(task.model, "blocks", mesh, case.recompute, case.compiled, bf16=case.gather == "bf16")
     optimizer = task.optimizer(model)
     loader = DataLoader(task.train_data(), batch_size(case.model, tiny), True, drop_last=True, pin_memory=not tiny)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))

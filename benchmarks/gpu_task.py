@@ -20,27 +20,58 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import TextModel
 
 BLOCK = 30  # steps between two looks at the clock, for which the device has to be waited for
+IMPORTED = time.time()
 
 
 class TimedText(TextModel):
     """Waits for the device and notes the time before every thirtieth step; writes all down before the last."""
 
-    def __init__(self, steps: int = 0, stamps: str = "", deterministic: bool = False, **size: Any) -> None:
+    def __init__(
+        self, steps: int = 0, stamps: str = "", deterministic: bool = False, heartbeat: bool = True, **size: Any
+    ) -> None:
         super().__init__(**size)
         self.steps, self._file = steps, stamps
-        self._calls, self._stamps, self._first = 0, [], 0.0
+        self._calls, self._stamps = 0, []
+        self._loss, self._losses = torch.zeros(()), []
+        # By the clock that whoever started this process has as well.
+        self.phases = {"imports": IMPORTED, "task": time.time()}
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
+        if not heartbeat:
+            from lockstep.distributed.watch.heartbeat import Heartbeat
+
+            Heartbeat._send = lambda self: None  # type: ignore[method-assign]
+
+    def model(self) -> nn.Module:
+        self.phases["until model"] = time.time()
+        made = super().model()
+        self.phases["model"] = time.time()
+        return made
+
+    def train_data(self) -> Any:
+        self.phases["until data"] = time.time()
+        data = super().train_data()
+        self.phases["data"] = time.time()
+        return data
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if self._file and self._calls == 1:
             self._wait()
-            self._first = time.time()  # by the clock that whoever started this process has as well
+            self.phases["backward, optimizer"] = time.time()
         if self._file and self._calls % BLOCK == 0:
             self._look_at_the_clock()
         self._calls += 1
-        return super().loss(model, batch)
+        if self._calls > 1:
+            loss = super().loss(model, batch)
+        else:
+            self._wait()
+            self.phases["until step"] = time.time()
+            loss = super().loss(model, batch)
+            self._wait()
+            self.phases["forward"] = time.time()
+        self._loss = loss.detach()
+        return loss
 
     @staticmethod
     def _wait() -> bool:
@@ -52,11 +83,11 @@ class TimedText(TextModel):
     def _look_at_the_clock(self) -> None:
         on_gpu = self._wait()
         self._stamps.append(time.perf_counter())
+        self._losses.append(self._loss.item())
         if self._calls == self.steps:
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-            Path(self._file).write_text(
-                json.dumps({"stamps": self._stamps, "peak": peak, "first": self._first}), encoding="utf-8"
-            )
+            found = {"stamps": self._stamps, "peak": peak, "losses": self._losses, "phases": self.phases}
+            Path(self._file).write_text(json.dumps(found), encoding="utf-8")
 
 
 class NotedText(TextModel):

@@ -50,10 +50,10 @@ def installed(module: str) -> bool:
     return False
 
 
-def interleaved(cases: Sequence[Case], chosen: argparse.Namespace) -> Iterable[Case]:
+def interleaved(cases: Sequence[Case], chosen: argparse.Namespace, shuffled: bool = True) -> Iterable[Case]:
     """Every case once per round, each round in a new random order: a slow minute of the machine hits all alike."""
     for number in range(chosen.repeats):
-        for case in random.sample(cases, len(cases)):
+        for case in random.sample(cases, len(cases)) if shuffled else cases:
             await_idle(chosen.patience)
             print(f"round {number + 1} of {chosen.repeats}: {case}", file=sys.stderr, flush=True)
             yield case

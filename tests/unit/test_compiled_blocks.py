@@ -39,7 +39,7 @@ def compiled() -> Iterator[Compiled]:
     torch._dynamo.reset()
     counters.clear()
     with torch._inductor.config.patch(compile_threads=1):  # others would be left behind
-        yield lambda: counters["stats"]["unique_graphs"]
+        yield lambda: counters["aot_autograd"]["total"]
     for name, value in before.items():
         setattr(settings, name, value)
     torch._dynamo.reset()
@@ -101,7 +101,8 @@ def test_blocks_that_are_alike_are_compiled_once(
     losses = train(new_run(), usual)
     model = fresh(stack)
     assert train(new_run(), model, compile="blocks", recompute=recompute) == pytest.approx(losses, rel=1e-4)
-    assert compiled() == kinds
+    # The layer before the blocks is one more, unless it runs eagerly: beside recomputed blocks, or those with a break.
+    assert compiled() == kinds + (recompute is None and stack is not broken_stack)
     assert list(model.state_dict()) == list(usual.state_dict())
     for name, value in usual.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
@@ -120,7 +121,7 @@ def test_more_kinds_of_blocks_than_torch_compiles_of_one_function(new_run: Runs,
     torch._dynamo.config.recompile_limit, layers = 2, 4
     model = in_sequence(*(Numbered(number) for number in range(layers)))
     train(new_run(), model, steps=1, compile="blocks")
-    assert compiled() == layers
+    assert compiled() == layers + 1, "and the layer before them"
 
 
 @pytest.mark.long

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,8 @@ from lockstep import runtime
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.runtime.cuda import CudaRuntime, check_devices
+from lockstep.runtime.cuda import CudaRuntime
+from lockstep.runtime.gpus import check_devices, visible_of
 from lockstep.runtime.moving import map_tensors
 
 Pair = namedtuple("Pair", "x y")
@@ -122,3 +128,46 @@ def test_precision_is_what_was_asked_for() -> None:
         assert (weight @ weight).dtype == torch.float32
     with cpu.autocast("bf16"):
         assert (weight @ weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("present", "visible", "usable"),
+    [
+        (8, None, 8),
+        (8, "0,1", 2),
+        (2, " 1", 1),
+        (2, "0,5,1", 1),  # CUDA stops at the first that is not there
+        (4, "1,1", 0),
+        (4, "GPU-5ac1", None),
+        (4, "0,MIG-7", None),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_counts_them(present: int, visible: str | None, usable: int | None) -> None:
+    assert visible_of(present, visible) == usable
+
+
+NVML = """
+extern "C" int nvmlInit_v2() { return 0; }
+extern "C" int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return 0; }
+extern "C" int nvmlDeviceGetCount_v2(int *count) { *count = 4; return 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="makes a driver's library by g++")
+def test_gpus_are_counted_by_the_driver_without_torch(tmp_path: Path) -> None:
+    """With a driver of four GPUs, and a torch that is there and cannot be imported."""
+    (tmp_path / "nvml.cpp").write_text(NVML)
+    command = ["g++", "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.cpp"]
+    subprocess.run(command, check=True)
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('torch is imported')")
+    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    code = "from lockstep import runtime; from lockstep.config.schema import RunSettings as Settings; "
+    code += "print(runtime.resolve(Settings(runtime='cuda', processes='auto')))"
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "0,2,3",
+    }  # fmt: skip
+    ended = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert ended.stdout.strip() == "('cuda', 3)", ended.stderr

@@ -44,8 +44,8 @@ def install(ledger: Ledger) -> None:
         else:
             recomputing.recompute(model, which, pattern, runtime, compiled)
 
-    def compile_blocks(model: nn.Module, pattern: str | None, how: Compile) -> None:
-        blocks = find_blocks(model, pattern)
+    def compile_blocks(model: nn.Module, pattern: str | None, how: Compile, apart: bool = True) -> None:
+        blocks = find_blocks(model, pattern) if apart else {}
         wrap_forward(blocks.values() if blocks else [model], lambda forward: _walked(forward, ledger))
         while left:
             recomputing.recompute(*left.pop(), False)

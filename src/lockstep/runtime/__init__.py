@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.mesh import processes_of
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
+from lockstep.runtime.gpus import check_devices, gpu_count
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunSettings
@@ -29,8 +28,6 @@ def resolve(settings: RunSettings) -> tuple[str, int]:
         return runtime, count
     _refuse_xla_settings(settings, runtime)
     if runtime == "cuda":
-        from lockstep.runtime.cuda import check_devices
-
         present = gpu_count()
         wanted = (_mesh_asks(settings) or max(present, 1)) if processes == "auto" else int(processes)
         check_devices(min(wanted, 1) if settings.launch.share_devices else wanted, present)
@@ -77,13 +74,3 @@ def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSe
     from lockstep.runtime.cuda import CudaRuntime
 
     return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, settings.launch.share_devices)
-
-
-def gpu_count() -> int:
-    """How many GPUs torch can use; asks torch only where there is a driver, since importing it takes seconds."""
-    driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi")
-    if not driver or os.environ.get("CUDA_VISIBLE_DEVICES", None) in ("", "-1"):
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

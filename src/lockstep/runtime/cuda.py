@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, ClassVar
 
 import torch
 
-from lockstep.errors import ConfigError
 from lockstep.runtime.ahead import Arriving
 from lockstep.runtime.base import Copy, Runtime
+from lockstep.runtime.gpus import check_devices
 
 
 class CudaRuntime(Runtime):
@@ -92,21 +91,3 @@ class _CopyToHost:
     def read(self) -> list[float]:
         self._event.synchronize()
         return [float(each) for each in self._on_host.tolist()]
-
-
-def check_devices(wanted: int, present: int) -> None:
-    """Refuse more processes on a host than it has visible GPUs."""
-    if wanted <= present:
-        return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "CUDA_VISIBLE_DEVICES is not set"
-    if present == 0:
-        raise ConfigError(
-            f"runtime: cuda was asked for but torch {torch.__version__} sees no GPU ({shown}). "
-            "Check the driver with nvidia-smi and that torch was built for CUDA, or use runtime: cpu"
-        )
-    raise ConfigError(
-        f"processes: {wanted} processes need {wanted} GPUs on this host, but {present} are visible ({shown}). "
-        f"Set processes to {present} or less, make more GPUs visible, or let processes share a GPU with "
-        "launch.share_devices: true"
-    )

@@ -94,8 +94,9 @@ class Preparation:
             be_patient_while_compiling(self._group.activity)
             keep_compiled_code(compile.cache)
             # Where blocks are put together and taken apart, a program cannot go on from one to the next.
-            if compile.blocks or self._strategy.keeps_slices:
-                compile_blocks(model, pattern, compile)
+            apart = self._strategy.keeps_slices
+            if compile.blocks or apart:
+                compile_blocks(model, pattern, compile, apart or recompute is not None)
             else:
                 compile_whole(model, recompute is not None, compile)
 

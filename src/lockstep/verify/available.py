@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep import runtime
 from lockstep.doctor import versions
 from lockstep.doctor.installed import version_of
+from lockstep.runtime.gpus import gpu_count
 from lockstep.verify.combinations import Combination
 
 
@@ -20,7 +20,7 @@ def missing(combination: Combination, hosts: Sequence[str] = ()) -> str | None:
     torch, torch_xla = version_of("torch"), version_of("torch_xla")
     if "torch_xla" in combination.packages and not versions.fit_together(str(torch), str(torch_xla)):
         return f"torch_xla {torch_xla} does not fit torch {torch}"
-    if combination.gpus and (present := runtime.gpu_count()) < combination.gpus:
+    if combination.gpus and (present := gpu_count()) < combination.gpus:
         wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"
         return f"needs {wanted}, and torch sees {present or 'none'}"
     return None
