@@ -103,7 +103,7 @@ def train_mnist(chosen: argparse.Namespace, run: lockstep.Run) -> None:
 
     print(host, "Starting training...", flush=True)
     for epoch in run.epochs(chosen.epochs):
-        for images, target in run.batches(in_order[epoch], chosen.batch_size, shuffle=False):
+        for images, target in run.batches(in_order[epoch], chosen.batch_size, shuffle=False, name="train"):
             batch = run.progress.batch
             loss = loss_fn(model(normalised(images)), target)
             run.backward(loss)

@@ -79,8 +79,9 @@ def test_asked_twice_it_ends_at_once(project: Project) -> None:
 
 def test_a_signal_while_ranks_are_starting_leaves_no_process(project: Project) -> None:
     command = project.start("train", project.config(**LONG))
-    wait_until(lambda: len(command.members()) >= 3, what="processes to be started")
-    time.sleep(0.5)
+    runs = project.folder / "runs"
+    wait_until(lambda: runs.is_dir() and any(runs.iterdir()), what="processes to be started")
+    time.sleep(0.3)
     command.process.send_signal(signal.SIGTERM)
     finished = command.wait()
     saved = steps_saved(project.only_run())

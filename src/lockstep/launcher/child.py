@@ -90,8 +90,12 @@ def run_command(argv: tuple[str, ...]) -> None:
     _run_python(argv)
 
 
+_CHECK_SECONDS = 30
+
+
 def check_config(connection: Connection, config: RunConfig) -> None:
     """Send what is wrong with what a config names, or None. Its own output is not shown: ranks import the same."""
+    signal.alarm(_CHECK_SECONDS)  # also where the launcher is gone
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

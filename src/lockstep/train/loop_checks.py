@@ -64,17 +64,23 @@ class LoopChecks:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """While run.step works."""
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-        self._stepped = True
+        """While run.step works. Its optimizer is no longer watched: a hook costs, and may change how it steps."""
         if self._hooks:
             for key in [id(optimizer)] if optimizer is not None else list(self._hooks):
                 if key in self._hooks:
                     self._hooks.pop(key).remove()
+        with self._within():
+            yield
+        self._stepped = True
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """A closure calls run.backward within run.step."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
     # run.step left out
 
@@ -85,11 +91,8 @@ class LoopChecks:
             self._count_pass(own_data)
         if own_data and self._compares_data:
             self._look_at_data(loss)
-        self._inside = True
-        try:
+        with self._within():
             yield
-        finally:
-            self._inside = False
 
     def walks(self, dataset: Any) -> None:
         """The loop begins a pass over a dataset."""

@@ -304,8 +304,9 @@ def _load_file(file: Path) -> Any:
     sys.modules[file.stem] = module
     try:
         spec.loader.exec_module(module)
-    except FileNotFoundError as error:
-        if error.filename == str(file):
+    except BaseException as error:
+        sys.modules.pop(file.stem, None)  # as Python's own import does: the next one finds the same error
+        if isinstance(error, FileNotFoundError) and error.filename == str(file):
             raise ConfigError(f"task: there is no file {file}") from None
         raise
     return module
