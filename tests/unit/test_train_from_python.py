@@ -152,7 +152,7 @@ def test_a_file_that_trains_when_it_is_imported_is_told(here: Path) -> None:
     with pytest.raises(LaunchError, match='Put the call under `if __name__ == "__main__":`'):
         task_module.import_object(f"{here}/unguarded.py:Mine", "task")
     assert not task_module.loading
-    del sys.modules["unguarded"]
+    assert "unguarded" not in sys.modules
     sys.path.remove(str(here))
 
 
