@@ -115,6 +115,15 @@ GAN = (Loss((0, 1), True, True, (1,), 1), Loss((0, 1), False, True, (0,), 1))
 @example(
     replace(SIMPLE, sources=(A, A), walks=(Walk((0, 1), "all", 0, 1, (ONE,)),)), (Way(1, "auto", 2), Way(1, "auto"))
 )
+# The last batch of one was dropped by zip() while gradients waited for a step, and counted as trained on.
+@example(
+    replace(
+        SIMPLE,
+        sources=(replace(A, length=2, batch_size=1), replace(A, length=2, batch_size=2)),
+        walks=(Walk((0, 1), "all", 0, 1, (replace(ONE, every=2),)), Walk((1,), "all", 0, 1, (ONE,))),
+    ),
+    (Way(1, "auto"),),
+)
 # A sum and a count were divided for one of two optimizers.
 @example(
     replace(

@@ -348,7 +348,9 @@ class Feed:
     def _carry_over(self, step: Step, ended: Cursor) -> None:
         """A pass has ended with gradients that no optimizer has stepped with: the next batches add to them."""
         others = [(each, micro) for each, micro in step.at_hand if each is not ended]
-        if not all(micro.completes_epoch for _, micro in others):
+        # zip() may have asked another source for a batch, and dropped it.
+        dropped = bool(others) and step.taken > step.trained
+        if dropped or not all(micro.completes_epoch for _, micro in others):
             step.partly_ended = True
             return
         for each, _ in others:

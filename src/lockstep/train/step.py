@@ -24,7 +24,7 @@ class Step:
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
         self.partly_ended = False  # whether a source of it has ended, and another has not
-        self.taken = 0  # micro-batches so far
+        self.taken = self.trained = 0  # micro-batches so far, and when a backward pass was made last
         self._examples_before = 0  # of whole batches that others have taken the place of
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
@@ -52,6 +52,10 @@ class Step:
     @property
     def is_bare(self) -> bool:
         return not self._at_hand
+
+    def computed(self) -> None:
+        """A backward pass was made of the micro-batches at hand."""
+        self.pending, self.trained = True, self.taken
 
     @property
     def was_left(self) -> bool:

@@ -81,7 +81,7 @@ class Stepper:
             raise explained or self._group.explain(error, f"the gradients of step {number}") from error
         if evaluations is not None:
             evaluations.computed(total, factor, count)
-        step.pending = True
+        step.computed()
         self._gradients.add(step, None if count is None else count * factor)
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
