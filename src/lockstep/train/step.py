@@ -54,7 +54,7 @@ class Step:
         return not self._at_hand
 
     def computed(self) -> None:
-        """A backward pass was made of the micro-batches at hand."""
+        """A backward pass was made of the current micro-batches."""
         self.pending, self.trained = True, self.taken
 
     @property
@@ -85,7 +85,7 @@ class Step:
         return self._common({cursor.name: micro.scale for cursor, micro in self._at_hand.values()}, 1)
 
     def _common(self, factors: Mapping[str, float], multiple: int) -> float:
-        """The factor that the micro-batches at hand have in common. It is refused on all ranks where one has none."""
+        """The factor that the current micro-batches have in common. It is refused on all ranks where one has none."""
         micros = [micro for _, micro in self._at_hand.values()]
         if len(micros) == 1:
             return next(iter(factors.values()))
