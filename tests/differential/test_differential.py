@@ -21,7 +21,8 @@ from pool import Pool
 from programs import Loss, Program, Source, Walk, Way, programs, ways
 
 EXAMPLES = int(os.environ.get("LOCKSTEP_LOOPS", "200"))
-PARTS = 2 if "LOCKSTEP_LOOPS" in os.environ else 1  # for two workers
+# One for every worker of pytest-xdist. The 200 of `make test` stay together, and the same.
+PARTS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) if "LOCKSTEP_LOOPS" in os.environ else 1
 CLOSE = 1e-7
 
 # What may be refused: nothing but zero_grad(), a name or a step could say what is meant.

@@ -2,7 +2,7 @@
 
 The shares need not be equal. So before a batch is handed out, all ranks tell each other how many examples they have for
 it (counts.py), at least one batch ahead so that the last is known as such. A source without a state is read no further
-ahead: its batches may depend on what was trained before, and those read ahead are lost where the loop is left.
+ahead unless the caller allows it: its batches may depend on what was trained before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from lockstep.data.counts import with_counts
 from lockstep.data.order import MicroBatch
 from lockstep.data.seeding import Key, generators_kept, seed_by
+from lockstep.data.sources import is_stateful
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError
@@ -39,8 +40,8 @@ def streamed(
 ) -> Generator[tuple[MicroBatch, Any], None, None]:
     """This rank's micro-batch of every global batch from `start` on, until no rank has any examples left.
 
-    With a `key`, batches have a state that is noted with each; they are read with random numbers of their own, so that
-    reading ahead of a save changes nothing.
+    With a `key`, batches are read ahead, with random numbers of their own, so that it changes nothing for training. A
+    source that has a state has it noted with each batch.
     """
     share, shares = group.rank if share is None else share, group.world_size if shares is None else shares
     reading = _Ahead(batches, count, name, share, start, key)
@@ -83,7 +84,7 @@ class _Ahead:
         self._number += 1
         examples = 0 if batch is None else self._count(batch)
         place = None
-        if self._key is not None:
+        if self._key is not None and is_stateful(self._source):
             state = copy.deepcopy(self._source.state_dict())  # type: ignore[attr-defined]
             place = partial(_same, state)
         return (batch, place), examples

@@ -45,7 +45,7 @@ def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[An
             f"strategy.mesh: {run.world_size} ranks work on {run.shares} shares of a batch, but of {name!r} Ray gives "
             "every worker a shard of its own: Ray Data needs a mesh of the axis data alone"
         )
-    return run.stream(_shard(run, name, batch_size, options), row_count, name)
+    return run.stream(_shard(run, name, batch_size, options), row_count, name, ahead=True)
 
 
 def evaluate(

@@ -193,7 +193,7 @@ class Feed:
             yield from self._hand_out(cursor, _plain_places(micros, source.name), accumulate)
 
     def stream(
-        self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str | None = None
+        self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str, ahead: bool = False
     ) -> Iterator[Any]:
         self._release_for(batches)
         cursor = self._open(batches, {}, name, site)
@@ -216,7 +216,7 @@ class Feed:
         cursor.kind = "batches"
         micros = streamed(
             self._group, batches, count, name, self._share, self._strategy.shares, cursor.batch,
-            [self._seed, cursor.epoch] if stateful else None,
+            [self._seed, cursor.epoch] if stateful or ahead else None,
         )  # fmt: skip
         with contextlib.closing(micros):
             yield from self._hand_out(cursor, _plain_places(micros, name), 1)

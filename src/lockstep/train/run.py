@@ -415,15 +415,21 @@ class Run:
         """Whether this start of the run went on training, or would have, had there been anything left to do."""
         return self._feed.was_asked
 
-    def stream(self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None = None) -> Iterator[Any]:
+    def stream(
+        self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None = None, *, ahead: bool = False
+    ) -> Iterator[Any]:
         """Batches from a source that every rank has a share of, of whatever sizes, until no rank has any left.
 
         For batches that are made elsewhere: a loader of one's own, of which rank after rank has a part (`share` of
         `shares`). Gradients are those of the mean over all examples that the ranks have at hand, and every example
         counts once. An epoch that was interrupted goes on where it was, if the source has state_dict and
         load_state_dict, on as many ranks; otherwise it starts again from its beginning.
+
+        Before each batch the ranks exchange how many examples they have. A source with a state is read some batches
+        ahead, so that one exchange does for all of these; with `ahead` any source is. Leave it out where the next
+        batch depends on the training of the last.
         """
-        return self._feed.stream(batches, count, name, call_site(sys._getframe(1)))
+        return self._feed.stream(batches, count, name, call_site(sys._getframe(1)), ahead)
 
     # The step
 
