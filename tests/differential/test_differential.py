@@ -29,7 +29,7 @@ CLOSE = 1e-7
 REFUSED = re.compile(
     r"still hold gradients of a backward pass|cannot be told apart any more|losses of several batches were given as a "
     r"sum|cannot be told from source|count differently|was left between two steps|one ended while gradients waited|are "
-    r"added up over several batches"
+    r"added up over several batches|may be source"
 )
 
 
@@ -122,6 +122,37 @@ GAN = (Loss((0, 1), True, True, (1,), 1), Loss((0, 1), False, True, (0,), 1))
         SIMPLE,
         sources=(replace(A, length=2, batch_size=1), replace(A, length=2, batch_size=2)),
         walks=(Walk((0, 1), "all", 0, 1, (replace(ONE, every=2),)), Walk((1,), "all", 0, 1, (ONE,))),
+    ),
+    (Way(1, "auto"),),
+)
+# After a resume, a source that was new took the position of one of the same type and length, which another call walks.
+@example(
+    replace(
+        SIMPLE,
+        sources=(
+            replace(A, length=2, batch_size=1),
+            replace(A, length=2, batch_size=2),
+            replace(A, length=2, batch_size=1),
+        ),
+        walks=(Walk((1, 2), "all", 0, 1, (ONE,)), Walk((0,), "all", 0, 1, (ONE,)), Walk((0,), "all", 0, 1, (ONE,))),
+        epochs=1,
+    ),
+    (Way(1, "auto", 1), Way(1, "auto")),
+)
+@example(
+    replace(
+        SIMPLE,
+        sources=(replace(A, length=3, batch_size=1),) * 3,
+        walks=(Walk((0,), "all", 0, 1, (ONE,)), Walk((1,), "later", 0, 1, (ONE,)), Walk((2,), "all", 2, 1, (ONE,))),
+    ),
+    (Way(1, "auto", 5), Way(1, "auto")),
+)
+# A loop that calls zero_grad() before some batches: gradients that it would have added to were dropped.
+@example(
+    replace(
+        SIMPLE,
+        optimizers=("sgd", "sgd"),
+        walks=(Walk((0,), "all", 0, 1, (replace(ONE, every=2), ONE, Loss((1, 0), False, False, (1,), 1))),),
     ),
     (Way(1, "auto"),),
 )

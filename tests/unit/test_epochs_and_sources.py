@@ -105,17 +105,22 @@ def test_an_automatic_save_does_not_take_away_what_a_checkpoint_is_judged_by(new
     assert (manifest(tmp_path, 1)["value"], manifest(tmp_path, 1)["metrics"]) == (0.5, {"error": 0.5})
 
 
+def walk(run: Run, data: Any, batch_size: int = 4, **how: Any) -> Any:
+    """One call of run.batches for both starts of a run, as a program has it."""
+    return run.batches(data, batch_size, **how)
+
+
 def test_a_save_in_the_last_step_of_an_epoch_leaves_what_follows_to_be_done(new_run: Runs) -> None:
     first = new_run()
     set_up(first)
     for _ in first.epochs(1):
-        for (batch,) in first.batches(numbered(8), 4):
+        for (batch,) in walk(first, numbered(8)):
             step(first, batch)
             first.checkpoint()
     second = new_run()
     set_up(second)
     second.restore()
-    seen = [(epoch, len(list(second.batches(numbered(8), 4)))) for epoch in second.epochs(2)]
+    seen = [(epoch, len(list(walk(second, numbered(8))))) for epoch in second.epochs(2)]
     assert seen == [(0, 0), (1, 2)]
 
 
@@ -290,7 +295,9 @@ def test_a_resumed_run_gives_every_source_its_own_position(new_run: Runs, tmp_pa
 def test_a_source_that_fits_none_of_a_checkpoint_is_refused_in_the_middle_of_a_pass(new_run: Runs) -> None:
     first, second = new_run(), new_run()
     set_up(first)
-    for (batch,) in first.batches(numbered(16), 4):
+    program: dict[str, Any] = {}
+    exec("def before_an_edit(run, data):\n    return run.batches(data, 4)", program)
+    for (batch,) in program["before_an_edit"](first, numbered(16)):
         step(first, batch)
         first.checkpoint()
         break
@@ -302,6 +309,43 @@ def test_a_source_that_fits_none_of_a_checkpoint_is_refused_in_the_middle_of_a_p
     assert len(list(second.batches(others, 4, name="new"))) == 2
     with pytest.raises(ConfigError, match="count 16 -> 8"):
         next(second.batches(others, 4, name="source 1"))
+
+
+def test_a_source_waits_for_its_own_call_of_run_batches(new_run: Runs) -> None:
+    """After a restore, another one of the same type and length may be it or not; one of another length is not."""
+    first, second = new_run(), new_run()
+    set_up(first)
+    for (batch,) in walk(first, numbered(16)):
+        step(first, batch)
+        first.checkpoint()
+        break
+    set_up(second)
+    second.restore()
+    with pytest.raises(ConfigError, match="this TensorDataset of 16 examples may be source 1 of the checkpoint"):
+        next(second.batches(numbered(16), 4))
+    assert len(list(second.batches(numbered(12), 4))) == 3
+    assert len(list(walk(second, numbered(16)))) == 3
+
+
+def test_a_source_that_two_calls_walk_is_found_by_both(new_run: Runs) -> None:
+    def passes(run: Run, epochs: int) -> list[int]:
+        data, found = numbered(8), []
+        for _ in run.epochs(epochs):
+            for (batch,) in run.batches(data, 8):
+                step(run, batch)
+                found.append(run._feed.cursors.find(data, 8, None).epoch)
+            for (batch,) in run.batches(data, 8):
+                step(run, batch)
+                found.append(run._feed.cursors.find(data, 8, None).epoch)
+        return found
+
+    first, second = new_run(), new_run()
+    set_up(first)
+    assert passes(first, 1) == [0, 1]
+    first.checkpoint()
+    set_up(second)
+    second.restore()
+    assert passes(second, 2) == [2, 3]
 
 
 def test_the_same_data_is_not_walked_twice_at_once(new_run: Runs) -> None:
@@ -338,7 +382,7 @@ def test_an_own_loop_is_not_gone_on_with_what_its_position_does_not_fit(
 ) -> None:
     first = new_run()
     set_up(first)
-    for (batch,) in first.batches(numbered(16), 4):
+    for (batch,) in walk(first, numbered(16)):
         step(first, batch)
         first.checkpoint()
         break
@@ -346,7 +390,7 @@ def test_an_own_loop_is_not_gone_on_with_what_its_position_does_not_fit(
     set_up(second)
     second.restore()
     with pytest.raises(ConfigError, match=told):
-        next(second.batches(dataset, **how))
+        next(walk(second, dataset, **how))
 
 
 def test_between_two_epochs_the_data_may_change(new_run: Runs) -> None:

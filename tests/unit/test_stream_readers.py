@@ -399,10 +399,15 @@ def test_workers_without_a_shard_are_not_started_and_that_is_said(caplog: pytest
 # In a run
 
 
+def walk(run: Run, data: Any, batch_size: int = 6, **how: Any) -> Any:
+    """One call of run.batches for all starts of a run, as a program has it."""
+    return run.batches(data, batch_size, **how)
+
+
 def trained(run: Run, data: Any, epochs: int = 2, batch_size: int = 6, **how: Any) -> list[list[float]]:
     found = []
     for _ in run.epochs(epochs):
-        for batch in run.batches(data, batch_size, **how):
+        for batch in walk(run, data, batch_size, **how):
             found.append([float(each) for each in batch])
             run.backward((run.model(batch.float()[:, None])).mean())
             run.step()
@@ -422,7 +427,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on(new_run: Runs, kind: str, tmp_pa
     expected = trained(whole, KINDS[kind]())
     set_up(first)
     data, found = KINDS[kind](), []
-    for batch in first.batches(data, 6):
+    for batch in walk(first, data):
         found.append([float(each) for each in batch])
         first.backward(first.model(batch.float()[:, None]).mean())
         first.step()

@@ -15,12 +15,13 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from lockstep.data.order import MicroBatch
@@ -32,7 +33,7 @@ Facts = Mapping[str, Any]
 
 
 def call_site(frame: FrameType) -> str:
-    """Names the call of `run.batches` that a frame is in: the function, and the how-manieth such call of it.
+    """Names the call of `run.batches` that a frame is in: the function, and which of its calls.
 
     Lines may move in an edit between two starts of a run; this stays the same.
     """
@@ -41,8 +42,46 @@ def call_site(frame: FrameType) -> str:
 
 @functools.cache
 def _site(code: CodeType, at: int) -> str:
-    calls = sum(each.argval in ("batches", "stream") and each.offset <= at for each in dis.get_instructions(code))
-    return f"{code.co_qualname}, call {calls}"
+    before = sum(each <= at for each in _calls(code))
+    return f"{code.co_qualname}, call {before} of {len(_calls(code))}"
+
+
+def _calls(code: CodeType) -> list[int]:
+    return [each.offset for each in dis.get_instructions(code) if each.argval in ("batches", "stream")]
+
+
+def _exists(site: str, current: str | None) -> bool:
+    """Whether the code that is loaded now has such a call of `run.batches`; `current` is one that it has."""
+    function, _, number = site.rpartition(", call ")
+    calls = number.rpartition(" of ")[2]
+    if current is not None and current.startswith(f"{function}, call ") and current.endswith(f" of {calls}"):
+        return True
+    first, *rest = function.split(".")
+    for module in list(sys.modules.values()):
+        found = vars(module).get(first) if isinstance(module, ModuleType) else None
+        code = _code(found, rest) if found is not None else None
+        if code is not None and code.co_qualname == function and len(_calls(code)) == int(calls):
+            return True
+    return False
+
+
+def _code(found: Any, path: Sequence[str]) -> CodeType | None:
+    """The code of a function, of a method, or of a function within a function."""
+    for name in path:
+        if name == "<locals>":
+            continue
+        code = _code_of(found)
+        if code is None:
+            found = vars(found).get(name) if isinstance(found, type) else None
+        else:
+            found = next((each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == name), None)
+    return _code_of(found)
+
+
+def _code_of(found: Any) -> CodeType | None:
+    found = inspect.unwrap(getattr(found, "__func__", found)) if callable(found) else found
+    code = found if isinstance(found, CodeType) else getattr(found, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 class Reference:
@@ -68,15 +107,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Look:
-    """What an unnamed source is recognized by."""
+    """What an unnamed source is recognized by, beside the calls of run.batches that walk it."""
 
     kind: str  # the type of the dataset
     count: int | None
-    site: str | None  # the call of run.batches
 
     @classmethod
-    def of(cls, dataset: Any, count: int | None, site: str | None) -> Look:
-        return cls(f"{type(dataset).__module__}.{type(dataset).__qualname__}", count, site)
+    def of(cls, dataset: Any, count: int | None) -> Look:
+        return cls(f"{type(dataset).__module__}.{type(dataset).__qualname__}", count)
 
     def __str__(self) -> str:
         size = "" if self.count is None else f" of {self.count} examples"
@@ -89,6 +127,7 @@ class Cursor:
 
     name: str
     look: Look | None = None  # None where the user gave the name
+    sites: list[str] = field(default_factory=list)  # the calls of run.batches that have walked it
     facts: dict[str, Any] | None = None  # what the position depends on, from the first pass on
     epoch: int = 0  # passes over the source: what its order is a function of
     batch: int = 0  # global batches done in this pass
@@ -127,7 +166,8 @@ class Cursor:
     def state_dict(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in ("name", "facts", "epoch", "batch", "ended", "passes", "leader")}
         look = self.look
-        state["look"] = None if look is None else [look.kind, look.count, look.site]
+        state["look"] = None if look is None else [look.kind, look.count]
+        state["sites"] = list(self.sites)
         return state if self.stream is None else {**state, "stream": self.stream}
 
 
@@ -208,43 +248,48 @@ class Cursors:
 
     def find(self, dataset: Any, count: int | None, name: str | None, site: str | None = None) -> Cursor:
         """The cursor of a source, whether it is walked or not."""
-        look = Look.of(dataset, count, site)
-        cursor = self._named(name) if name is not None else self._of_dataset(dataset, look)
+        look = Look.of(dataset, count)
+        cursor = self._named(name) if name is not None else self._of_dataset(dataset, look, site)
         if not cursor.is_open:
             cursor.dataset = Reference(dataset)
             cursor.look = look if name is None else None
+            if site is not None and site not in cursor.sites:
+                cursor.sites.append(site)
         return cursor
 
     def _named(self, name: str) -> Cursor:
         known = [each for each in self._cursors if each.name == name]
         return known[0] if known else self._new(name)
 
-    def _of_dataset(self, dataset: Any, look: Look) -> Cursor:
+    def _of_dataset(self, dataset: Any, look: Look, site: str | None) -> Cursor:
         for cursor in self._cursors:
             if cursor.dataset is not None and cursor.dataset.is_to(dataset) and cursor.look is not None:
                 return cursor
-        return self._restored(look) or self._inherited(look) or self._new(self._free_name())
+        return self._restored(look, site) or self._inherited(look, site) or self._new(self._free_name())
 
-    def _restored(self, look: Look) -> Cursor | None:
-        """Of the cursors of a checkpoint that no source has claimed yet, the one that a new source fits."""
+    def _restored(self, look: Look, site: str | None) -> Cursor | None:
+        """Of the cursors of a checkpoint that no source has claimed yet, the one that a new source fits.
+
+        One whose call of run.batches is still in the code waits for that call. Only where the code was changed is a
+        source looked for by its type and length, or by its type alone.
+        """
         left = [each for each in self._cursors if each.dataset is None and each.look is not None]
-        tries = (
-            lambda each: each == look,
-            lambda each: (each.kind, each.count) == (look.kind, look.count),
-            lambda each: (each.kind, each.site) == (look.kind, look.site),  # its data has changed in length
-            lambda each: len(left) == 1 and each.kind == look.kind,
-        )
-        for fits in tries:
-            found = [each for each in left if each.look is not None and fits(each.look)]
-            if len(found) == 1:
+        alike = [each for each in left if each.look == look]
+        of_site = [
+            each for each in left if each.look is not None and each.look.kind == look.kind and site in each.sites
+        ]
+        gone = [each for each in left if not any(_exists(saved, site) for saved in each.sites)]
+        of_kind = [each for each in gone if len(left) == 1 and each.look is not None and each.look.kind == look.kind]
+        for found in ([each for each in of_site if each in alike], alike, of_site, of_kind):
+            if len(found) == 1 and (found[0] in of_site or found[0] in gone):
                 return found[0]
             if found:
                 raise ConfigError(
-                    f"run.batches: this {look} may be {' or '.join(each.name for each in found)} of the checkpoint: "
-                    f"their type and length are the same. Name the one that it is: run.batches(..., "
-                    f"name={found[0].name!r})"
+                    f"run.batches: this {look} may be {' or '.join(each.name for each in found)} of the checkpoint, of "
+                    f"the same type and length. If it is, name it: run.batches(..., name={found[0].name!r}). If it is "
+                    "another, give it a name of its own"
                 )
-        if begun := [each for each in left if each.in_pass and not each.to_skip]:
+        if begun := [each for each in gone if each.in_pass and not each.to_skip]:
             shown = "; ".join(f"{each.name}: a {each.look}, {each.batch} batches done" for each in begun)
             raise ConfigError(
                 f"run.batches: this {look} is none of the sources that the checkpoint is in the middle of ({shown}). "
@@ -253,9 +298,11 @@ class Cursors:
             )
         return None
 
-    def _inherited(self, look: Look) -> Cursor | None:
+    def _inherited(self, look: Look, site: str | None) -> Cursor | None:
         """The cursor of a dataset that is gone, and that this one takes the place of."""
-        alike = [each for each in self._cursors if each.look == look and each.dataset is not None]
+        alike = [
+            each for each in self._cursors if each.look == look and site in each.sites and each.dataset is not None
+        ]
         if not alike:
             return None
         dead = [each for each in alike if each.dataset is not None and each.dataset.is_dead]

@@ -4,10 +4,11 @@ Backward passes add up until an optimizer steps, as in plain PyTorch; `run.step(
 several optimizers, one may be left with gradients of a pass that another one stepped with: a generator's loss reaches
 the discriminator, too.
 
-- An optimizer that has stepped on this batch starts the next batch from zero, whatever reached it after its step.
+- An optimizer that has stepped on this batch starts the next batch from zero, whatever reached it after its step, if
+  the loop never calls its `zero_grad()`.
 - Gradients of a pass that no optimizer has stepped with are kept: the loop accumulates over batches.
 - In any other case plain PyTorch has a `zero_grad()`, and where that stands decides between adding and dropping. A loop
-  that calls it gets what plain PyTorch computes; a loop that does not is refused, by the name of the model.
+  that calls it after every step gets what plain PyTorch computes; others are refused, by the name of the model.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class Watched:
     drop_unreduced: Callable[[Optimizer], None]
     stepped_in: Step | None = None
     cleared_by_loop: bool = False  # since its last step: from then on its gradients are what plain PyTorch has
+    calls_zero_grad: bool = False  # whether the loop has ever cleared it
+
+    def cleared(self) -> None:
+        self.cleared_by_loop = self.calls_zero_grad = True
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -86,7 +91,7 @@ class GradientTracker:
         @functools.wraps(plain)
         def zero_grad(set_to_none: bool = True) -> None:
             clear(set_to_none)
-            watched.cleared_by_loop = True
+            watched.cleared()
             self._settle(watched)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -102,7 +107,7 @@ class GradientTracker:
             if not waiting or watched.cleared_by_loop:
                 continue
             if all(each is None for each in watched.gradients):  # cleared by other means: model.zero_grad()
-                watched.cleared_by_loop = True
+                watched.cleared()
                 self._settle(watched)
             elif any(each.used for each in waiting):
                 self._drop(watched, waiting, step)
@@ -171,27 +176,32 @@ class GradientTracker:
         self._passes = [each for each in self._passes if each.step is not step]
 
     def to_save(self) -> dict[str, dict[str, Any]]:
-        """The models, by name, whose gradients a checkpoint holds: those of batches that are done wait for a step."""
+        """By model, what a checkpoint holds beside the optimizer: whether its gradients wait for a step ("used" says
+        of which passes), and whether the loop clears them."""
         found = {}
         for watched in self._watched.values():
             waiting = self._waiting(watched)
             done = [each for each in waiting if each.of_done_batch]
-            if not done or (not watched.cleared_by_loop and watched.is_left_over(done)):
-                continue
-            if len(done) < len(waiting) or any(each.count is not None for each in done):
+            left_over = not watched.cleared_by_loop and watched.is_left_over(done)
+            if (not done and len(self._watched) == 1) or (left_over and not watched.calls_zero_grad):
+                continue  # nothing, or what the next batch drops
+            if not left_over and done and (len(done) < len(waiting) or any(each.count is not None for each in done)):
                 raise ConfigError(
                     f"run.checkpoint: the gradients of {watched.name!r} are added up over several batches, and one of "
                     "them is not done or was given as a sum and a count: a resumed run could not continue with them. "
                     "Save after a step of every optimizer"
                 )
-            used = sorted({each.used for each in done})
-            found[watched.name] = {"used": used, "by_loop": watched.cleared_by_loop}
+            found[watched.name] = {
+                "used": sorted({each.used for each in done}),
+                "by_loop": watched.cleared_by_loop,
+                "calls_zero_grad": watched.calls_zero_grad,
+            }
         return found
 
     def restore(self, name: str, saved: Mapping[str, Any]) -> None:
-        """The optimizer of a model has its gradients back."""
+        """The optimizer of a model has the gradients back that waited for its step."""
         watched = next(each for each in self._watched.values() if each.name == name)
-        watched.cleared_by_loop = saved["by_loop"]
+        watched.cleared_by_loop, watched.calls_zero_grad = saved["by_loop"], saved["calls_zero_grad"]
         before = Step()
         before.counted = True
         for used in saved["used"]:
@@ -207,7 +217,7 @@ class GradientTracker:
             for key, other in self._watched.items()
             if key in each.settled and other.stepped_in is each.step
         }
-        if not watched.is_left_over(waiting) or waiting[0].step is step:
+        if watched.calls_zero_grad or not watched.is_left_over(waiting) or waiting[0].step is step:
             raise ConfigError(
                 f"run.backward: the parameters of {watched.name!r} still hold gradients of a backward pass that the "
                 f"optimizer of {' and '.join(sorted(stepped_with)) or 'another model'} has stepped with. Call "

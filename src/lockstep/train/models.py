@@ -152,7 +152,7 @@ class Models:
                 names[id(each)]: each.grad
                 for group in self.optimizers[name].param_groups
                 for each in group["params"]
-                if each.grad is not None
+                if each.grad is not None and waiting["used"]
             }
             optimizers[name]["gradients"] = waiting
         averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
