@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import runtime
+from lockstep.config.objects import import_object
 from lockstep.config.plain import finite
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.activity import LEFT, Activity
@@ -45,7 +46,6 @@ from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
 from lockstep.train.requests import Interrupted, Preempted, Requests
 from lockstep.train.run import Run
-from lockstep.train.task import import_object
 from lockstep.train.work import carry_out
 
 if TYPE_CHECKING:

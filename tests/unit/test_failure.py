@@ -8,6 +8,7 @@ from types import TracebackType
 
 import pytest
 
+from lockstep.config.objects import construct
 from lockstep.distributed.failure import (
     Failure,
     Report,
@@ -30,7 +31,6 @@ from lockstep.errors import (
     TopologyError,
     WorkerFailed,
 )
-from lockstep.train.task import construct
 
 
 def said(

@@ -145,7 +145,7 @@ def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
 def test_the_source_of_a_task_is_its_file_and_what_it_loaded_from_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.train.task import import_object
+    from lockstep.config.objects import import_object
 
     (tmp_path / "neighbour_of_a_task.py").write_text("x = 1\n")
     (tmp_path / "not_loaded.py").write_text("x = 1\n")

@@ -16,10 +16,11 @@ import torch
 from conftest import TASK_FILE
 from lockstep import import_path
 from lockstep.config.load import load
+from lockstep.config.objects import check_arguments, construct, import_object
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
 from lockstep.train.near_names import check_names
-from lockstep.train.task import Task, check_arguments, construct, create_task, import_object
+from lockstep.train.task import Task, create_task
 
 WHOLE = """
 import lockstep

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.objects import import_object
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.rollcall.report import Report
 from lockstep.distributed.topology import Topology
@@ -18,7 +19,6 @@ from lockstep.ray.placement import WorkerInfo, device_index
 from lockstep.ray.session import Session
 from lockstep.ray.worker_settings import XLA_BACKENDS, WorkerSettings, checked_settings
 from lockstep.runtime.base import Runtime
-from lockstep.train.task import import_object
 from lockstep.worker import met
 
 # Ray brings what its own logger writes to the driver; ours has no handler until the run's folder is known.

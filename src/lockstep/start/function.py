@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.objects import loading
 from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
 from lockstep.mirror.url import Url, place
 from lockstep.start import cluster, fitting, local, tasks
@@ -103,8 +104,7 @@ def _check_here(config: RunConfig) -> None:
 
 def _refuse_while_importing() -> None:
     """Ranks import the script or the task's file; what they find there must not start a run once more."""
-    task_module = sys.modules.get("lockstep.train.task")
-    if getattr(multiprocessing.current_process(), "_inheriting", False) or getattr(task_module, "loading", None):
+    if getattr(multiprocessing.current_process(), "_inheriting", False) or loading:
         raise LaunchError(
             "lockstep.train was called while a rank was importing the file that calls it. "
             'Put the call under `if __name__ == "__main__":`'

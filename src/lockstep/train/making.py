@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.config.objects import construct, import_object
 from lockstep.config.optimizing import EVERY_STEP
 from lockstep.config.optimizing import Schedule as NamedSettings
 from lockstep.config.schema import Component, InitFrom, RunConfig
@@ -19,7 +20,7 @@ from lockstep.train.models import DEFAULT
 from lockstep.train.run import Run
 from lockstep.train.schedule import NamedSchedule
 from lockstep.train.schedules import RunLength, Schedule, as_schedule
-from lockstep.train.task import Task, construct, has_init_weights, import_object
+from lockstep.train.task import Task, has_init_weights
 
 
 def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
 from lockstep.train.evaluation import BatchMean
 from lockstep.train.mean import Mean
 from lockstep.train.run import Run
 from lockstep.train.stepper import loss_and_count
 from lockstep.train.task import Task, defines, has_loss
-from lockstep.train.whole_set import WholeSet, of_task
+from lockstep.train.whole_set import WholeSet
 
 
 class TaskMeasure:
@@ -22,7 +23,7 @@ class TaskMeasure:
 
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, task
-        self.whole_set: WholeSet | None = of_task(task, run.runtime)
+        self.whole_set: WholeSet | None = whole_set_of_task(task, run.runtime)
         self.one_pass = defines(task, "evaluate_step")
         self._outputs: Any = None  # that evaluate_step returned for the current batch
         self.beside_loss: set[str] = set()  # names of values that the loss came with so far
@@ -127,3 +128,17 @@ def _is_single(value: Any) -> bool:
 
 def _described(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
+    """The metrics of whole sets that a task defines, if any."""
+    wants = [name for name in ("torchmetrics", "whole_set") if defines(task, name)]
+    if not wants:
+        return None
+    if not (defines(task, "outputs") or defines(task, "evaluate_step")):
+        raise ConfigError(
+            f"task: {type(task).__name__} defines {wants[0]}, but not outputs(self, model, batch), which says what it "
+            'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
+            "have evaluate_step(self, model, batch) return `metrics, outputs`"
+        )
+    return WholeSet(task, runtime, keeps_outputs=defines(task, "whole_set"), updates=defines(task, "update_metrics"))

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component, RunConfig
 from lockstep.distributed import trouble
 from lockstep.errors import LOST_PEER, ConfigError, HookFailed, LockstepError
 from lockstep.train.hook_names import STATE, check_hook, defines, may_return_reason, returns_nothing
 from lockstep.train.run import Run
-from lockstep.train.task import Task, construct, import_object
+from lockstep.train.task import Task
 
 logger = logging.getLogger(__name__)
 

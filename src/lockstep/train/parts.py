@@ -11,13 +11,14 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lockstep.config.objects import check_arguments, import_object, try_on
 from lockstep.config.optimizing import Optimizer as OptimizerSettings
 from lockstep.config.schema import Component, RunConfig, Schedule
 from lockstep.errors import ConfigError
 from lockstep.record.logger import check_methods
 from lockstep.train.own_hooks import hook_class
 from lockstep.train.schedules import AUTO
-from lockstep.train.task import check_arguments, import_object, task_class, try_on
+from lockstep.train.task import task_class
 
 
 class CannotImport(ConfigError):

@@ -22,6 +22,7 @@ from lockstep import profiler
 from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
+from lockstep.config.objects import construct, import_object
 from lockstep.config.optimizing import Compile, Ema
 from lockstep.config.schema import RunSettings
 from lockstep.config.strategy import COMM_HOOKS
@@ -64,7 +65,6 @@ from lockstep.train.pulse import Pulse
 from lockstep.train.requests import Preempted, Requests
 from lockstep.train.stepper import Stepper
 from lockstep.train.summons import Summons
-from lockstep.train.task import construct, import_object
 
 logger = logging.getLogger(__name__)
 

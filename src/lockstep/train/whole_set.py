@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,25 +27,33 @@ from lockstep.train.metric_states import (
     require_reducible,
     states_of,
 )
-from lockstep.train.task import Task, defines
 
 logger = logging.getLogger(__name__)
 
 Part = dict[str, Any]  # what one rank found: indices, outputs, states
 
 
-class WholeSet:
-    """What a task computes of whole sets."""
+class Computes(Protocol):
+    """A task, as far as metrics of whole sets are concerned."""
 
-    def __init__(self, task: Task, runtime: Runtime) -> None:
+    def torchmetrics(self) -> Mapping[str, Any]: ...
+    def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None: ...
+    def whole_set(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+class WholeSet:
+    """Metrics of whole sets, as a task computes them."""
+
+    def __init__(self, task: Computes, runtime: Runtime, *, keeps_outputs: bool, updates: bool) -> None:
+        """`keeps_outputs`: the task has a whole_set of its own; `updates`: an update_metrics."""
         self._task, self._runtime = task, runtime
+        self._keeps_outputs, self._updates = keeps_outputs, updates
         self._name = type(task).__name__
         # Where every new shape is compiled, leaving rows out is for the host to do, and so is all that follows.
         self._device = torch.device("cpu") if runtime.fixed_shapes else runtime.device
         self.metrics = {
             name: each.to(self._device) for name, each in require_metrics(_torchmetrics(task), self._name).items()
         }
-        self._keeps_outputs = defines(task, "whole_set")
 
     def begin(self) -> Collected:
         """Before a set is measured."""
@@ -106,7 +114,7 @@ class WholeSet:
 
         self.begin()
         if self.metrics:
-            if not defines(self._task, "update_metrics"):
+            if not self._updates:
                 require_arguments(self.metrics, outputs)
             require_reducible(self.metrics, update, rows)
         try:
@@ -181,21 +189,7 @@ def require_other_names(values: Mapping[str, Any], means: Mapping[str, Any]) -> 
         )
 
 
-def of_task(task: Task, runtime: Runtime) -> WholeSet | None:
-    """What a task computes of whole sets, where it does."""
-    wants = [name for name in ("torchmetrics", "whole_set") if defines(task, name)]
-    if not wants:
-        return None
-    if not (defines(task, "outputs") or defines(task, "evaluate_step")):
-        raise ConfigError(
-            f"task: {type(task).__name__} defines {wants[0]}, but not outputs(self, model, batch), which says what it "
-            'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
-            "have evaluate_step(self, model, batch) return `metrics, outputs`"
-        )
-    return WholeSet(task, runtime)
-
-
-def _torchmetrics(task: Task) -> Any:
+def _torchmetrics(task: Computes) -> Any:
     try:
         return task.torchmetrics()
     except ModuleNotFoundError as error:
