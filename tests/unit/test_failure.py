@@ -245,16 +245,16 @@ def test_a_traceback_begins_with_the_users_first_frame() -> None:
         construct(Broken, {}, "task")
     error = from_our_own_frame(raised.value)
     assert error.__traceback__ is not None
-    assert error.__traceback__.tb_frame.f_code.co_filename.endswith("lockstep/train/task.py")
+    assert error.__traceback__.tb_frame.f_code.co_filename.endswith("lockstep/config/objects.py")
     text = "".join(user_traceback(error))
-    assert "lockstep/train/task.py" not in text
+    assert "lockstep/config/objects.py" not in text
     assert text.index("in __init__") < text.index("in fail") < text.index("ValueError: in the user's code")
 
 
 def test_a_traceback_without_a_frame_of_the_users_is_shown_whole() -> None:
     with pytest.raises(ConfigError) as raised:
         construct(Broken, {"unknown": 1}, "task")
-    assert "lockstep/train/task.py" in "".join(user_traceback(from_our_own_frame(raised.value)))
+    assert "lockstep/config/objects.py" in "".join(user_traceback(from_our_own_frame(raised.value)))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep.config import objects
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.start.function import _loaded
-from lockstep.train import task as task_module
 
 BASE: dict[str, Any] = {
     "task": {"type": "mine.py:Mine", "hidden": 3},
@@ -150,8 +150,8 @@ def test_what_ranks_cannot_import_is_refused(module: ModuleType, monkeypatch: py
 def test_a_file_that_trains_when_it_is_imported_is_told(here: Path) -> None:
     (here / "unguarded.py").write_text("import lockstep\nclass Mine: pass\nlockstep.train({'task': 'mine.py:Mine'})\n")
     with pytest.raises(LaunchError, match='Put the call under `if __name__ == "__main__":`'):
-        task_module.import_object(f"{here}/unguarded.py:Mine", "task")
-    assert not task_module.loading
+        objects.import_object(f"{here}/unguarded.py:Mine", "task")
+    assert not objects.loading
     assert "unguarded" not in sys.modules
     sys.path.remove(str(here))
 
