@@ -11,10 +11,10 @@ from torch import nn
 from lockstep.config.optimizing import ParameterGroup
 from lockstep.errors import ConfigError
 from lockstep.train.matching import matching, parameters_of
+from lockstep.train.models import MATCH
 
 logger = logging.getLogger(__name__)
 
-MATCH = "match"  # the key under which a group of an optimizer keeps the patterns that it was made by
 _REST = "the rest"
 
 

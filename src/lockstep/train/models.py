@@ -21,6 +21,9 @@ from lockstep.train.optimizer_state import by_name, by_number
 DEFAULT = "model"
 
 
+MATCH = "match"  # the key under which a group of an optimizer keeps the patterns that it was made by
+
+
 @dataclass(frozen=True)
 class Entry:
     """One model that went through setup."""

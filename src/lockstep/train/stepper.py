@@ -19,10 +19,9 @@ from lockstep.strategy.fused import divides_gradients, dividing
 from lockstep.train import closures
 from lockstep.train.compile_guard import CompileGuard
 from lockstep.train.feed import Feed
-from lockstep.train.groups import MATCH
 from lockstep.train.loss_scale import LossScale
 from lockstep.train.mean import Mean
-from lockstep.train.models import Entry, Models
+from lockstep.train.models import MATCH, Entry, Models
 from lockstep.train.step import Step
 
 
