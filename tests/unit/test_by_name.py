@@ -19,8 +19,9 @@ from lockstep.errors import ConfigError
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.train.changed import OptimizerArguments
 from lockstep.train.freezing import freeze
-from lockstep.train.groups import MATCH, parameter_groups
+from lockstep.train.groups import parameter_groups
 from lockstep.train.loss_scale import FIRST, LossScale
+from lockstep.train.models import MATCH
 from lockstep.train.schedule import NamedSchedule, factor
 from lockstep.train.schedules import run_length
 

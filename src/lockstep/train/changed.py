@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from lockstep.config.optimizing import Optimizer as OptimizerSettings
 from lockstep.errors import ConfigError
-from lockstep.train.groups import MATCH, text
+from lockstep.train.groups import text
+from lockstep.train.models import MATCH
 
 Group = dict[str, Any]
 
