@@ -500,3 +500,20 @@ def carries_state(run: lockstep.Run, per_rank: bool = False) -> tuple[list[float
         carried.seen, common.seen = 10 + run.rank, 5
         run.checkpoint()
     return carried.hidden.tolist(), carried.seen, common.seen
+
+
+def clipped(run: lockstep.Run, until: int | None = None) -> dict[str, float]:
+    """An epoch with clipped gradients, saved and left after so many steps; its means."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.5), clip_norm=0.1)
+    run.restore()
+    for _ in run.epochs(1):
+        for (batch,) in run.batches(TensorDataset(torch.arange(16.0).reshape(16, 1)), 4):
+            run.backward(run.model(batch).square().mean())
+            run.step()
+            if run.progress.step == until:
+                run.checkpoint()
+                break
+    run.journal.bring_together(run.progress)
+    return run.journal.since_validation.means()

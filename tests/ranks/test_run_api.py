@@ -239,3 +239,11 @@ def test_the_summary_of_an_own_loop_has_its_metrics_and_its_best(tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
         "aside-step-00000004", "best", "step-00000002",
     ]  # fmt: skip
+
+
+def test_the_norm_of_gradients_is_counted_once_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """An epoch that is resumed on other ranks has the mean of one that was not."""
+    (expected,) = lockstep.launch(bodies.clipped, processes=1, runtime="cpu", folder=tmp_path / "whole")
+    lockstep.launch(partial(bodies.clipped, until=1), processes=1, runtime="cpu", folder=tmp_path / "run")
+    found = lockstep.launch(bodies.clipped, processes=2, runtime="cpu", folder=tmp_path / "run")
+    assert found[0]["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-6)

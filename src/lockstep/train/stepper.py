@@ -14,7 +14,7 @@ from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.record.journal import Journal
-from lockstep.strategy.base import Strategy
+from lockstep.strategy.base import Strategy, share_of
 from lockstep.strategy.fused import divides_gradients, dividing
 from lockstep.train import closures
 from lockstep.train.compile_guard import CompileGuard
@@ -196,7 +196,8 @@ class Stepper:
         clips = entry.clip_norm is not None
         if self._logs_norm or (clips and self._logs_norm is None):
             name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
-            self._journal.note(self.number, 1, {name: norm})
+            # One value for all ranks: counted once, so that a resume on another number of ranks weighs it alike.
+            self._journal.note(self.number, int(share_of(self._strategy, self._group) == 0), {name: norm})
         return divisor
 
     def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
