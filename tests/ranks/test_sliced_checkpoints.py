@@ -21,6 +21,7 @@ from conftest import small_file_system
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
+from lockstep.config.schema import Keep
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse
@@ -284,15 +285,15 @@ def test_a_bucket_keeps_all_files_and_gives_them_back(saved: dict[str, Path], tm
     run = tmp_path / "run"
     shutil.copytree(saved["fsdp 3"] / "run", run)
     bucket = Bucket(parse(f"file://{tmp_path}/bucket/run", "--out"))
-    FolderSync(bucket, run, list).push()
-    assert bucket.steps() == [1, 2] and all(bucket.saved(step).whole for step in (1, 2))
+    FolderSync(bucket, run, list, Keep()).push()
+    assert list(bucket.digests()) == [1, 2]
     kept = tmp_path / "bucket" / "run" / "checkpoints"
     flip_a_bit(kept / "step-00000002" / "state-00001-of-00003.safetensors")
     back = FolderSync(bucket, tmp_path / "back", list)
     assert back.pull_checkpoint() == 1
     assert CheckpointStorage(tmp_path / "back" / "checkpoints").problem(1) is None
     (kept / "step-00000001" / "parts.json").unlink()
-    assert not bucket.saved(1).whole
+    assert 1 not in bucket.digests()
 
 
 def test_going_back_and_deleting_old_ones(saved: dict[str, Path], tmp_path: Path) -> None:
