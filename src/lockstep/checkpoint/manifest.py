@@ -112,7 +112,10 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
                 raise Damaged(f"{MANIFEST_FILE} does not say how long {file} is, or its digest")
         if isinstance(value := manifest.get("value"), int):
             manifest["value"] = float(value)  # or an OverflowError: nobody has measured a number of 400 digits
-        if (lease := manifest.get("lease")) and not type(lease["generation"]) is type(lease["base"]) is int:
+        lease = manifest.get("lease", {"generation": 0, "base": 0})
+        if [type(lease[name]) for name in ("generation", "base")] != [int, int] or not isinstance(
+            lease.get("branch", ""), str
+        ):
             raise Damaged(f"{MANIFEST_FILE} has a lease of {lease!r}")
         _check_step(name, manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:

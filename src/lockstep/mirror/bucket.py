@@ -110,10 +110,13 @@ class Bucket:
         try:
             self._fs.pipe_file(self._at(path), data, **condition)
         except Exception as error:
-            text = repr(error)
-            if isinstance(error, FileExistsError) or "Precondition" in text or "ConditionalRequest" in text:
+            told = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
+            code = str(told.get("Error", {}).get("Code", ""))
+            if isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
                 return False
-            if not condition or "NotImplemented" not in text:
+            if condition.get("IfMatch") and isinstance(error, FileNotFoundError):
+                return False  # deleted since
+            if not condition or code != "NotImplemented":
                 raise
             self._fs.pipe_file(self._at(path), data)
         return True
@@ -151,7 +154,7 @@ class Bucket:
     def highest_generation(self) -> int:
         """Returns the generation of the last writer that published a checkpoint; 0 if there is none."""
         self._look()
-        return max((_generation(told) for told in self._manifests.values()), default=0)
+        return max((_lease(told)[0] for told in self._manifests.values()), default=0)
 
     def publish(self, folder: Path, path: str) -> None:
         told = manifest.read(folder)
@@ -185,9 +188,9 @@ class Bucket:
 
     def set_aside_after(self, step: int | None, branch: str) -> None:
         base = -1 if step is None else step
-        self._branch = {"base": min(base, self._branch["base"]), "branch": branch}
+        self._branch = {"base": base, "branch": branch}
         for newer, found in self._look().items():
-            if newer <= base or self._manifests.get(newer, {}).get("lease", {}).get("branch") == branch:
+            if newer <= base or _lease(self._manifests.get(newer, {}))[2] == branch:
                 continue
             path = _path(newer)
             if self.read(f"{path}/{MANIFEST_FILE}") is None:
@@ -331,18 +334,21 @@ def _check_sizes(there: Mapping[str, int], path: str, told: Mapping[str, Any]) -
             raise Damaged(f"{name} has {size} bytes, the manifest says {expected}")
 
 
-def _generation(told: Mapping[str, Any]) -> int:
-    return int(told.get("lease", {}).get("generation", 0))
+def _lease(told: Mapping[str, Any]) -> tuple[int, int, object]:
+    """The generation of the writer of a checkpoint, the step that it went on from, and its branch."""
+    lease = told.get("lease") or {}
+    return lease.get("generation", 0), lease.get("base", sys.maxsize), lease.get("branch")
 
 
 def _abandoned(manifests: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The steps of branches that a later writer left: it went on from an earlier step than these.
+    """The steps of branches that were left: a later writer went on from an earlier step.
 
     They are there if a writer had a request under way when it lost the lease.
     """
-    found, bound = [], sys.maxsize
-    for generation in sorted({_generation(each) for each in manifests.values()}, reverse=True):
-        theirs = {step: each for step, each in manifests.items() if _generation(each) == generation}
-        found += [step for step in theirs if step > bound]
-        bound = min([bound, *(int(each.get("lease", {}).get("base", -1)) for each in theirs.values())])
+    leases = {_lease(told) for told in manifests.values()}
+    found = []
+    for step, told in manifests.items():
+        generation, _, branch = _lease(told)
+        if any(later > generation and step > base and other != branch for later, base, other in leases):
+            found.append(step)
     return found
