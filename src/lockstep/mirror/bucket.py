@@ -112,10 +112,9 @@ class Bucket:
         except Exception as error:
             told = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
             code = str(told.get("Error", {}).get("Code", ""))
-            if isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict", "412"):
+            changed = isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict")
+            if changed or (version and isinstance(error, FileNotFoundError)):
                 return False
-            if condition.get("IfMatch") and isinstance(error, FileNotFoundError):
-                return False  # deleted since
             if not condition or code != "NotImplemented":
                 raise
             self._fs.pipe_file(self._at(path), data)
