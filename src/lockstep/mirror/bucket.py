@@ -6,6 +6,7 @@ manifest is there and all files that it names are as long as it says: the manife
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -315,9 +316,19 @@ def _file_system(scheme: str) -> Any:
         package = {"s3": "s3fs", "gcs": "gcsfs"}.get(extra, "fsspec")
         install = f"pip install 'lockstep-train[{extra}]'" if extra else "pip install fsspec"
         raise ConfigError(f"{scheme}:// needs the package {package}, which is not installed here: {install}") from None
+    if scheme != "file":
+        from fsspec.asyn import get_loop
+
+        get_loop().set_exception_handler(_quietly)
     if scheme == "s3":
         made.retries = 2  # of its own, around those of the client: whoever asks tries again anyway
     return made
+
+
+def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A connection that was cut also fails tasks of the client that nobody awaits: the request itself is reported."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
 
 
 def _path(step: int) -> str:

@@ -200,13 +200,11 @@ class Mirror:
             if len(late) < _LATE_SAVES or self._failure or self._fatal or time.monotonic() - told_at < _REPEAT_SECONDS:
                 continue
             told_at = time.monotonic()
-            since = "the start" if arrived is None else (
-                f"step {arrived.step} got there, which took {arrived.seconds:.1f} s ({arrived.bytes / 1e6:.1f} MB, "
-                f"{arrived.bytes / 1e6 / max(arrived.seconds, 1e-3):.1f} MB/s)"
-            )  # fmt: skip
+            since = "the start" if arrived is None else f"that of step {arrived.step} got there"
             self._tell(
-                f"{self.url} is slower than this run saves: {len(late)} checkpoints were saved since {since}. The "
-                "newest goes first, and some never get there. Save less often: checkpoint.every"
+                f"{self.url} is slower than this run saves: {len(late)} checkpoints were saved since {since}. "
+                f"{arrived or self._sync.sending or 'None is on its way'}. The newest goes first, and some never get "
+                "there: save less often (checkpoint.every)"
             )
 
     # Inside

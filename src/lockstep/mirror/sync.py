@@ -40,12 +40,20 @@ class NotSent(Exception):
     """A file or checkpoint that did not get there; the cause says why."""
 
 
-class Arrival(NamedTuple):
-    """The last checkpoint that got there."""
+class Transfer(NamedTuple):
+    """A checkpoint that is being sent, or was."""
 
     step: int
     bytes: int
-    seconds: float
+    began: float
+    ended: float | None = None
+
+    def __str__(self) -> str:
+        seconds = (self.ended or time.monotonic()) - self.began
+        rate = f"{self.bytes / 1e6:.1f} MB, {self.bytes / 1e6 / max(seconds, 1e-3):.2f} MB/s"
+        if self.ended is None:
+            return f"step {self.step} has been on its way for {seconds:.1f} s ({rate} at most)"
+        return f"step {self.step} took {seconds:.1f} s ({rate})"
 
 
 def step_of(path: str) -> int:
@@ -66,7 +74,8 @@ class FolderSync:
         self._sent: dict[str, tuple[int, int]] = {}  # file -> its size and time when it was sent
         self._sent_at: dict[str, float] = {}
         self.there: dict[int, str] = {}  # steps whose checkpoints were sent, or found there -> digest
-        self.arrived: Arrival | None = None
+        self.sending: Transfer | None = None
+        self.arrived: Transfer | None = None  # the last that got there
         self._branch: str | None = None
         self._anchor: Anchor | None = None
         self._lock = threading.Lock()
@@ -155,10 +164,11 @@ class FolderSync:
 
     def _push_checkpoint(self, step: int, digest: str) -> None:
         assert self._keep is not None and self._anchor is not None
-        began = time.monotonic()
         with self._pinned(step) as folder:
             if self._digest(folder) != digest:
                 return  # deleted, or saved anew, before it was pinned
+            size = sum(each["bytes"] for each in manifest.read(folder)["files"].values())
+            self.sending = Transfer(step, size, time.monotonic())
             # After the list of checkpoints: the branch is noted before anything of it is saved.
             branch = self.storage.branch()
             self._anchor.check()
@@ -175,9 +185,8 @@ class FolderSync:
                 if folder.parent != self.storage.folder or folder.exists():
                     raise NotSent(folder.name) from error
                 return  # it could not be pinned, and retention has deleted it
-            size = sum(each["bytes"] for each in manifest.read(folder)["files"].values())
         self.there[step] = digest
-        self.arrived = Arrival(step, size, time.monotonic() - began)
+        self.arrived = self.sending._replace(ended=time.monotonic())
         self._anchor.check()
         try:
             self.remote.retain(self._keep)
