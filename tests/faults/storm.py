@@ -53,7 +53,7 @@ ROUGH_STARTS = 5
 LIMIT_SECONDS, LEFT_BEHIND_SECONDS = 120.0, 90.0
 # A run takes about 3 s to start and 4 s to train.
 LONGEST_DELAY = 7.0
-PARTITION_EVERY = 8  # episodes; one takes about 90 s
+PARTITION_EVERY = 5  # episodes; one takes about 90 s
 EPOCHS = 8
 SHARDS = (9, 30, 17, 25)  # examples in each
 

@@ -129,6 +129,10 @@ class Mirror:
     # The thread
 
     def _work(self) -> None:
+        with contextlib.closing(self._sync):
+            self._push_regularly()
+
+    def _push_regularly(self) -> None:
         delay = _INTERVAL
         while True:
             with self._news:
