@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -59,10 +62,14 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
+        return self.environment_by(self.port)
+
+    def environment_by(self, port: int) -> dict[str, str]:
+        """For clients that reach the server by this port: its own, or that of a Link."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_CONFIG_FILE": os.devnull,
@@ -72,6 +79,57 @@ class S3Server:
     def _answers(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+class Link:
+    """A TCP link to a server, with at most `rate` bytes a second each way; `cut` ends and refuses connections."""
+
+    def __init__(self, port: int, rate: float | None = None) -> None:
+        self._server, self.rate, self.is_cut = port, rate, False
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listening.getsockname()[1])
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for each in list(self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def restore(self) -> None:
+        self.is_cut = False
+
+    def close(self) -> None:
+        self._listening.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                try:
+                    if self.is_cut:
+                        raise ConnectionRefusedError
+                    far = socket.create_connection(("127.0.0.1", self._server), 5)
+                except OSError:
+                    near.close()
+                    continue
+                self._open |= {near, far}
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, target), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(16384):
+                target.sendall(data)
+                if self.rate:
+                    time.sleep(len(data) / self.rate)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            self._open.discard(each)
+            each.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ EVERY = {"checkpoint": {"every": "7 steps", "keep": {"last": 9}}, "train": {"epo
 
 
 def aside(run: Path) -> list[str]:
-    there = [path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
+    there = [path.name for path in (run / "checkpoints").glob("[!.]*") if not path.is_symlink()]
     return sorted(name for name in there if not name.startswith(("step-", ".")))
 
 

@@ -177,5 +177,7 @@ def _free_port() -> int:
 
 
 def _belongs(path: Path) -> bool:
-    """To a folder of checkpoints: one of them, or the link to the best, which leads to one."""
+    """To a folder of checkpoints: one of them, what they went on from, or the link to the best, which leads to one."""
+    if path.name == ".branch.json":
+        return True
     return path.name.startswith("step-") or (path.name == "best" and path.is_symlink() and path.is_dir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 
-EXAMPLES, STEP_SECONDS = 96, 0.05
+EXAMPLES, STEP_SECONDS = 96, float(os.environ.get("STORM_STEP_SECONDS", "0.05"))
 
 
 class Points(Dataset[Any]):
@@ -54,3 +55,29 @@ class Storm(lockstep.Task):
     def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
         inputs, labels = batch
         return {"accuracy": (model(inputs).argmax(1) == labels).float()}
+
+
+class Streamed(lockstep.Task):
+    """A stream of numbers, which are also the losses: their mean tells what was read."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Any:
+        return lockstep.TarShards(f"{self.folder}/*.tar", decode=decode)
+
+    def val_data(self) -> Any:
+        return self.train_data()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        if model.training:
+            time.sleep(STEP_SECONDS)
+        loss: Tensor = batch.mean() + 0.0 * model(batch).sum()
+        return loss
+
+
+def decode(sample: dict[str, Any]) -> Tensor:
+    return torch.tensor([float(sample["txt"])])

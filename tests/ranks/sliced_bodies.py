@@ -270,7 +270,10 @@ def bad_slices(run: lockstep.Run) -> list[str]:
 
 
 @group_of_one()
-def saves(run: lockstep.Run, mesh: Mesh | None, steps: int = 1, **settings: Any) -> dict[str, Any]:
+def saves(run: lockstep.Run, mesh: Mesh | None, steps: int = 1, hosts: int = 1, **settings: Any) -> dict[str, Any]:
+    """On so many hosts, as far as their names tell, that share a disk."""
+    if hosts > 1:
+        socket.gethostname = lambda: f"host-{run.rank * hosts // run.world_size}"
     setup = Setup(run, run.folder / "run", mesh, **settings)
     setup.checkpointer.restore()
     setup.fill()
@@ -406,7 +409,7 @@ def fills_the_disk(run: lockstep.Run, mesh: Mesh, disk: Path, rank: int, blind: 
         told = str(error)
     owners.OwnersWriter._write_blocks = inner  # type: ignore[method-assign]
     run.barrier("all have heard of it")
-    left = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
+    left = sorted(path.name for path in (disk / "run" / "checkpoints").glob("[!.]*"))
     if run.rank == 0:
         junk.unlink()
     run.barrier("there is room again")
@@ -432,7 +435,7 @@ def writes_for_ever(run: lockstep.Run, mesh: Mesh) -> dict[str, Any]:
         time.sleep(0.05)
         if run.rank == 1 and time.monotonic() > began + 4:  # it is the one that is stuck
             break
-    return {"told": told, "left": [path.name for path in (run.folder / "run" / "checkpoints").iterdir()]}
+    return {"told": told, "left": [path.name for path in (run.folder / "run" / "checkpoints").glob("[!.]*")]}
 
 
 def saves_what_differs(run: lockstep.Run, mesh: Mesh) -> list[str]:
@@ -467,11 +470,11 @@ def apart(run: lockstep.Run, mesh: Mesh, blind: list[int], saving: bool) -> dict
             setup.save(step)
             setup.checkpointer.finish()
         there = run.folder / host / "checkpoints"
-        return {"left": sorted(path.name for path in there.iterdir()) if there.exists() else []}
+        return {"left": sorted(path.name for path in there.glob("[!.]*")) if there.exists() else []}
     state = setup.checkpointer.restore()
     there = run.folder / host / "checkpoints"
     return {
         "step": state and setup.checkpointer.last.step,  # type: ignore[union-attr]
         "wrong": setup.wrong(),
-        "left": sorted(path.name for path in there.iterdir()) if there.exists() else [],
+        "left": sorted(path.name for path in there.glob("[!.]*")) if there.exists() else [],
     }

@@ -236,7 +236,7 @@ def test_the_summary_of_an_own_loop_has_its_metrics_and_its_best(tmp_path: Path)
     assert (end["epoch"], end["step"]) == (2, 4)
     # Back to the best, which is the older one: what is newer is set aside before anything is saved.
     assert launch(bodies.goes_back, processes=2, folder=tmp_path / "run") == [[2, 1], [2, 1]]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("[!.]*")) == [
         "aside-step-00000004", "best", "step-00000002",
     ]  # fmt: skip
 

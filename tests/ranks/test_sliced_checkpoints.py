@@ -21,6 +21,7 @@ from conftest import small_file_system
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
+from lockstep.config.schema import Keep
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse
@@ -79,10 +80,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for mesh in SAVED:
         folders[mesh] = tmp_path_factory.mktemp(mesh.replace(" ", "-")) / "run"
-        found = run_on(bodies.saves, mesh, folders[mesh], steps=2, **{"async": mesh != "fsdp 3"})
+        shape, _, hosts = mesh.partition(" on ")
+        found = run_on(bodies.saves, shape, folders[mesh], steps=2, hosts=int(hosts[:1] or 1),
+                       **{"async": mesh != "fsdp 3"})  # fmt: skip
         for rank in found:
             assert rank["held"] <= rank["mine"] + 100, "no rank holds more than a copy of what it has"
     return folders
+
+
+def lockstep_checkpoint(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
 
 
 def checkpoint(run: Path, step: int = 2) -> Path:
@@ -111,7 +118,27 @@ def test_files_open_with_plain_safetensors_and_have_an_index(saved: dict[str, Pa
     assert not list(folder.parent.glob(".partial-*"))
 
 
-SAVED = ("fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1")
+SAVED = (
+    "fsdp 2", "fsdp 3", "data x model 2x2", "hsdp 2x2", "whole 2", "fsdp 1",
+    "fsdp 3 on 3 hosts", "data x model 2x2 on 2 hosts",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["fsdp 3 on 3 hosts", "data x model 2x2 on 2 hosts"])
+def test_ranks_on_several_hosts_write_no_file_together(saved: dict[str, Path], tmp_path: Path, mesh: str) -> None:
+    folder = checkpoint(saved[mesh])
+    assert manifest.problem(folder) is None
+    told = manifest.read(folder)
+    parts = manifest.read_parts(folder, told)
+    assert len(parts) > 3 and all(len(ranks) == 1 for ranks in parts.values()), "of every file one writer"
+    merged = lockstep_checkpoint("merge", saved[mesh] / "run", "--out", tmp_path / "one.safetensors")
+    assert merged.exit_code == 0, merged.output
+    weights = load_file(tmp_path / "one.safetensors")
+    weights["angles"] = torch.view_as_complex(weights["angles"])
+    expected = lockstep_checkpoint("merge", saved["fsdp 2"] / "run", "--out", tmp_path / "other.safetensors")
+    assert expected.exit_code == 0 and set(weights) == set(load_file(tmp_path / "other.safetensors"))
+    assert all(torch.equal(each, bodies.value(name, tuple(each.shape), each.dtype)) for name, each in weights.items())
+    assert batch_statistics(saved[mesh] / "run") == ["norm"]
 
 
 @pytest.mark.parametrize("to", ["fsdp 3", *of_many(*(each for each in MESHES if each != "fsdp 3"))])
@@ -197,7 +224,7 @@ def test_a_rank_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_p
         return
     ranks = run_on(bodies.restores, "fsdp 2", run)
     assert [(found["wrong"], found["step"], found["warnings"]) for found in ranks] == [([], 1, [])] * 2
-    assert [path.name for path in storage.folder.iterdir()] == ["step-00000001"]
+    assert [path.name for path in storage.folder.glob("[!.]*")] == ["step-00000001"]
 
 
 @pytest.fixture
@@ -254,9 +281,6 @@ def test_hosts_with_disks_of_their_own_save_to_rank_0_and_restore_from_it(
 
 
 def test_commands_know_what_several_ranks_wrote(saved: dict[str, Path], tmp_path: Path) -> None:
-    def lockstep_checkpoint(*arguments: object) -> Result:
-        return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
-
     run = tmp_path / "run"
     shutil.copytree(saved["data x model 2x2"] / "run", run)
     listed = lockstep_checkpoint("list", run).stdout.splitlines()
@@ -284,15 +308,15 @@ def test_a_bucket_keeps_all_files_and_gives_them_back(saved: dict[str, Path], tm
     run = tmp_path / "run"
     shutil.copytree(saved["fsdp 3"] / "run", run)
     bucket = Bucket(parse(f"file://{tmp_path}/bucket/run", "--out"))
-    FolderSync(bucket, run, list).push()
-    assert bucket.steps() == [1, 2] and all(bucket.saved(step).whole for step in (1, 2))
+    FolderSync(bucket, run, list, Keep()).push()
+    assert list(bucket.digests()) == [1, 2]
     kept = tmp_path / "bucket" / "run" / "checkpoints"
     flip_a_bit(kept / "step-00000002" / "state-00001-of-00003.safetensors")
     back = FolderSync(bucket, tmp_path / "back", list)
     assert back.pull_checkpoint() == 1
     assert CheckpointStorage(tmp_path / "back" / "checkpoints").problem(1) is None
     (kept / "step-00000001" / "parts.json").unlink()
-    assert not bucket.saved(1).whole
+    assert 1 not in bucket.digests()
 
 
 def test_going_back_and_deleting_old_ones(saved: dict[str, Path], tmp_path: Path) -> None:

@@ -13,16 +13,19 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-t
 from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.config.schema import Keep
 from lockstep.distributed.topology import Place
 from lockstep.errors import CheckpointError, FolderLost
 from lockstep.ray.folder_store import FolderStore
 from lockstep.ray.folder_sync import NodeSync
 
+KEEP = Keep(last=2, best=0)
+
 
 class Direct(NodeSync):
     def __init__(self, driver: Path, node: Path) -> None:
         store = FolderStore(str(driver))
-        super().__init__(lambda what, *arguments: getattr(store, what)(*arguments), node, Place())
+        super().__init__(lambda what, *arguments: getattr(store, what)(*arguments), node, Place(), KEEP)
 
 
 def save(folder: Path, step: int, value: float | None = None) -> None:
@@ -31,8 +34,13 @@ def save(folder: Path, step: int, value: float | None = None) -> None:
     write(CheckpointStorage(folder / "checkpoints"), snapshot)
 
 
+def goes_on_from(folder: Path, step: int | None) -> None:
+    """As a run does before its first save."""
+    CheckpointStorage(folder / "checkpoints").set_aside_after(step)
+
+
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").glob("[!.]*"))
 
 
 def test_what_is_newer_than_what_was_pulled_is_set_aside_on_the_drivers_disk_too(tmp_path: Path) -> None:
@@ -46,10 +54,10 @@ def test_what_is_newer_than_what_was_pulled_is_set_aside_on_the_drivers_disk_too
     assert names(node) == ["step-00000005"]
     sync.push()
     assert names(driver) == ["step-00000005", "step-00000010"], "nothing new, nothing changed"
+    goes_on_from(node, 5)
     save(node, 6)
-    shutil.rmtree(node / "checkpoints" / "step-00000005")  # keep: last 1
     sync.push()
-    assert names(driver) == ["damaged-step-00000010", "step-00000006"]
+    assert names(driver) == ["damaged-step-00000010", "step-00000005", "step-00000006"]
     save(node, 7)
     sync.push()
     assert names(driver) == ["damaged-step-00000010", "step-00000006", "step-00000007"]
@@ -60,7 +68,7 @@ def test_what_the_node_set_aside_is_not_deleted_on_the_drivers_disk(tmp_path: Pa
     save(driver, 5)
     sync = Direct(driver, node)
     sync.pull()
-    CheckpointStorage(node / "checkpoints").set_aside_after(None)
+    goes_on_from(node, None)
     save(node, 1)
     sync.push()
     assert names(driver) == ["aside-step-00000005", "step-00000001"]
@@ -77,9 +85,23 @@ def test_the_checkpoint_that_is_pulled_is_the_one_to_restore(tmp_path: Path) -> 
         Direct(driver, node).pull(step=7)
     sync = Direct(driver, node)
     sync.pull(step=1)
+    goes_on_from(node, 1)
     save(node, 2)
     sync.push()
     assert names(driver) == ["aside-step-00000002", "aside-step-00000003", "step-00000001", "step-00000002"]
+
+
+def test_a_node_whose_disk_was_wiped_deletes_nothing_on_the_drivers(tmp_path: Path) -> None:
+    driver, node = tmp_path / "driver", tmp_path / "node"
+    driver.mkdir()
+    sync = Direct(driver, node)
+    sync.pull()
+    save(node, 1)
+    save(node, 2)
+    sync.push()
+    shutil.rmtree(node / "checkpoints")
+    sync.push()
+    assert names(driver) == ["step-00000001", "step-00000002"]
 
 
 def test_where_none_can_be_used_nothing_begins_anew_on_the_node(tmp_path: Path) -> None:

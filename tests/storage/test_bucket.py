@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sys
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +18,7 @@ from conftest import wait_until
 from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import delete_old
 from lockstep.config.schema import Checkpoint, Keep, RunSettings
 from lockstep.errors import BucketBehind, CheckpointError, ConfigError
 from lockstep.mirror import lease, staging
@@ -24,7 +28,7 @@ from lockstep.mirror.mirror import Mirror
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url, parse, place
 from lockstep.record.holder import Holder
-from s3_server import S3Server
+from s3_server import Link, S3Server
 
 SETTINGS = RunSettings(checkpoint=Checkpoint(keep=Keep(last=2, best=1)))
 
@@ -38,10 +42,14 @@ def url(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Url:
     return parse("s3://bucket/runs/one", "RUN_DIR")
 
 
-def save(folder: Path, step: int, value: float | None = None) -> Path:
+def save(folder: Path, step: int, value: float | None = None, base: int | None = None, size: int = 3) -> Path:
+    """Save a checkpoint; with `base`, as the first one after a restore from that step."""
     folder.mkdir(exist_ok=True)
-    snapshot = Snapshot(step, {"w": torch.full((3,), float(step))}, {}, {}, about={"value": value})
-    return write(CheckpointStorage(folder / "checkpoints"), snapshot)
+    snapshot = Snapshot(step, {"w": torch.full((size,), float(step))}, {}, {}, about={"value": value})
+    storage = CheckpointStorage(folder / "checkpoints")
+    if base is not None:
+        storage.set_aside_after(base)
+    return write(storage, snapshot)
 
 
 def steps(s3: S3Server) -> list[str]:
@@ -71,7 +79,7 @@ def test_half_of_a_checkpoint_is_passed_over_and_makes_room_for_the_next(
     assert "step-00000020, as it came from elsewhere, is damaged and is passed over: model.safetensors" in caplog.text
     with mirrored(folder, SETTINGS, pytest.fail) as mirror:
         assert mirror is not None
-        save(folder, 6)
+        save(folder, 6, base=5)
         mirror.settle()
         assert steps(s3) == [
             "aside-step-00000020", "damaged-step-00000015", "step-00000005", "step-00000006",
@@ -98,11 +106,8 @@ def test_one_that_is_chosen_is_fetched_and_retention_weighs_those_of_before(
     with mirrored(folder, SETTINGS, pytest.fail) as mirror:
         assert mirror is not None
         for step in (4, 5):
-            save(folder, step, 10.0)
+            save(folder, step, 10.0, base=2 if step == 4 else None)
             mirror.settle()
-        storage = CheckpointStorage(folder / "checkpoints")
-        storage.delete(2)
-        mirror.settle()
     assert steps(s3) == ["aside-step-00000003", "step-00000001", "step-00000004", "step-00000005"], "1 is the best"
 
 
@@ -151,14 +156,134 @@ def test_who_has_lost_the_lease_writes_nothing_more(
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.2)
     fill(url, tmp_path / "before", 1)
     folder, told = staging.opened(url, "RUN_DIR"), list[str]()
-    lost = pytest.raises(BucketBehind, match="another process has taken the folder over")
+    lost = pytest.raises(BucketBehind, match=r"another, process .* has taken .* over")
     with lost, mirrored(folder, SETTINGS, told.append) as mirror:
         assert mirror is not None
         Bucket(url).write(lease.LEASE_FILE, Holder("another").encode(token="another", beat=1, released=False))
-        wait_until(lambda: mirror._lease.is_lost, 10, "the lease to be lost")
+        wait_until(lambda: mirror._lease.lost, 10, "the lease to be lost")
         save(folder, 2)
     assert steps(s3) == ["step-00000001"]
-    assert "another process has taken the folder over: nothing more is written there" in told[0]
+    assert "Nothing more is written there" in told[0]
+
+
+def test_a_local_folder_that_is_wiped_deletes_nothing_in_the_bucket(url: Url, s3: S3Server, tmp_path: Path) -> None:
+    fill(url, tmp_path / "before", 1)
+    folder, told = staging.opened(url, "RUN_DIR"), list[str]()
+    with pytest.raises(BucketBehind, match="folder was deleted"), mirrored(folder, SETTINGS, told.append) as mirror:
+        assert mirror is not None
+        save(folder, 2, base=1)
+        mirror.settle()
+        shutil.rmtree(folder / "checkpoints")
+        mirror.settle()
+        assert steps(s3) == ["step-00000001", "step-00000002"]
+        save(folder, 3)
+        mirror.settle()
+        save(folder, 4)
+        mirror.settle()
+        kept = ["step-00000001", "step-00000003", "step-00000004"]
+        assert steps(s3) == kept, "retention looks at what is in the bucket: the best and the last two"
+        shutil.rmtree(folder)
+        save(folder, 5)  # whoever made this folder, it is another one
+        save(folder, 6)
+        mirror.settle()
+    assert steps(s3) == kept
+    assert "folder was deleted" in told[-1]
+
+
+def test_a_bucket_that_is_slower_than_saving_gets_the_newest(
+    url: Url, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, told = Link(s3.port, rate=1e6), list[str]()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    folder = staging.existing_or_new(url, "--out")
+    with mirrored(folder, SETTINGS, told.append):
+        for step in range(1, 31):
+            save(folder, step, size=200_000)
+            delete_old(CheckpointStorage(folder / "checkpoints"), step, SETTINGS.checkpoint.keep)
+            time.sleep(0.2)
+        checkpoints = s3.disk / "bucket/runs/one/checkpoints"
+        whole = [each for each in steps(s3) if (checkpoints / each / MANIFEST_FILE).exists()]
+        assert whole and int(whole[-1][-2:]) >= 15, whole
+        link.rate = None
+    assert steps(s3) == ["step-00000029", "step-00000030"]
+    slow = next(each for each in told if "slower" in each)
+    assert "checkpoints were saved since" in slow and "MB/s" in slow
+    assert not (folder / ".sending").exists()
+    link.close()
+
+
+def test_an_evicted_writer_changes_nothing_of_the_new_holder(url: Url, s3: S3Server, tmp_path: Path) -> None:
+    """Before its next beat: it looks at the lease before every change."""
+    fill(url, tmp_path / "before", 1)
+    folder, told = staging.opened(url, "RUN_DIR"), list[str]()
+    lost = pytest.raises(BucketBehind, match=r"another, process .* has taken .* over")
+    with lost, mirrored(folder, SETTINGS, told.append) as mirror:
+        assert mirror is not None
+        save(folder, 2, base=1)
+        mirror.settle()
+        other = Bucket(url)
+        other.write(lease.LEASE_FILE, Holder("another").encode(token="another", generation=9, beat=1, released=False))
+        other.remove("checkpoints/step-00000002")
+        other.publish(save(tmp_path / "other", 3, base=1), "checkpoints/step-00000003")
+        for step in (4, 5, 6):
+            save(folder, step)
+            delete_old(CheckpointStorage(folder / "checkpoints"), step, SETTINGS.checkpoint.keep)
+            mirror.settle()
+        assert steps(s3) == ["step-00000001", "step-00000003"]
+    assert steps(s3) == ["step-00000001", "step-00000003"]
+    assert "Nothing more is written there" in told[-1]
+
+
+def test_what_an_evicted_writer_had_under_way_is_of_a_branch_that_was_left(
+    url: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = lease.BucketLease.take(Bucket(url), Holder("first"), lambda token: None)
+    first.release()
+    ours = Bucket(url, first)
+    ours.set_aside_after(None, "a")
+    for step in (2, 4):
+        ours.publish(save(tmp_path / "a", step, float(step)), f"checkpoints/step-{step:08d}")
+    second = lease.BucketLease.take(Bucket(url), Holder("second"), lambda token: None)
+    second.release()
+    assert second.generation > first.generation
+    theirs = Bucket(url, second)
+    theirs.set_aside_after(2, "b")
+    theirs.publish(save(tmp_path / "b", 3, 3.0), "checkpoints/step-00000003")
+    monkeypatch.setattr(first, "check", lambda: None)  # a request that was on its way already
+    ours.publish(save(tmp_path / "a", 6, 0.0), "checkpoints/step-00000006")
+    assert Bucket(url).to_try() == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
+    assert "step-00000006 is passed over: another writer has gone on from before it" in caplog.text
+    assert Bucket(url).to_try(best=True)[0] == "checkpoints/step-00000002"
+    theirs.retain(Keep(last=1, best=0))
+    assert Bucket(url).to_try() == ["checkpoints/step-00000003"]
+
+
+def test_a_lease_that_is_missing_belongs_to_nobody(url: Url, s3: S3Server, tmp_path: Path) -> None:
+    fill(url, tmp_path / "before", 1)
+    folder = staging.opened(url, "RUN_DIR")
+    with mirrored(folder, SETTINGS, pytest.fail) as mirror:
+        assert mirror is not None
+        Bucket(url).delete(lease.LEASE_FILE)
+        save(folder, 2, base=1)
+        mirror.settle()
+        assert steps(s3) == ["step-00000001", "step-00000002"]
+        assert Holder.decode(Bucket(url).read(lease.LEASE_FILE) or b"") is not None
+
+
+def test_a_file_that_cannot_be_sent_is_named_and_holds_up_nothing(url: Url, s3: S3Server, tmp_path: Path) -> None:
+    fill(url, tmp_path / "before", 1)
+    folder, told = staging.opened(url, "RUN_DIR"), list[str]()
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / os.fsdecode(b"logs/bad-\xff.txt")).write_text("x")
+    (folder / "logs" / "later.txt").write_text("x")
+    with mirrored(folder, SETTINGS, told.append) as mirror:
+        assert mirror is not None
+        save(folder, 2, base=1)
+        mirror.settle()
+        assert steps(s3) == ["step-00000001", "step-00000002"]
+    assert (s3.disk / "bucket/runs/one/logs/later.txt").exists()
+    assert "logs/bad-\\udcff.txt cannot be sent" in told[0] and "not UTF-8" in told[0]
 
 
 def test_names_that_lead_out_of_the_folder_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,11 +337,11 @@ def test_rows_arrive_before_the_checkpoint_that_stands_on_them(tmp_path: Path) -
         def publish(self, folder: Path, path: str) -> None:
             self.sent.append(path)
 
-        def set_aside_after(self, step: int | None) -> None: ...
+        def retain(self, keep: Keep) -> None: ...
 
     rows = tmp_path / "metrics.jsonl"
     rows.write_text("1")
-    sync = FolderSync(Recording(), tmp_path, lambda: [rows])  # type: ignore[arg-type]
+    sync = FolderSync(Recording(), tmp_path, lambda: [rows], Keep())  # type: ignore[arg-type]
     sync.push()
     rows.write_text("1234")
     save(tmp_path, 4)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 
 import pytest
 import torch
 
-from lockstep.checkpoint import layout, ranges
+from lockstep.checkpoint import layout, ranges, tensor_file
 from lockstep.checkpoint.layout import Block, Item
-from lockstep.checkpoint.tensor_file import Entry
+from lockstep.checkpoint.tensor_file import Entry, Piece
 from lockstep.errors import CheckpointError
 
 
@@ -27,8 +28,8 @@ def rows(shape: tuple[int, ...], ranks: int) -> list[Block]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_byte_is_written_by_one_rank(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "apart"), [(1, False), (2, False), (3, False), (5, False), (2, True), (5, True)])
+def test_every_byte_is_written_by_one_rank(ranks: int, apart: bool) -> None:
     items = [
         item("a", 7, 3),
         item("b", 2, 3, dtype=torch.bfloat16),
@@ -38,8 +39,9 @@ def test_every_byte_is_written_by_one_rank(ranks: int) -> None:
         item("step", kind="state", spread=False),
     ]
     had = [[rows(each.entry.shape, ranks)[rank] for each in items if each.spread] for rank in range(ranks)]
-    made = layout.make(items, had)
+    made = layout.make(items, had, apart)
     for file in made.files:
+        assert not apart or list(made.parts(ranks)[file.name]) == [str(file.owner)], "on several hosts, by one alone"
         written = bytearray(file.size)
         for found in made.parts(ranks).get(file.name, {}).values():
             for begin, length, stride, count in found:
@@ -48,7 +50,9 @@ def test_every_byte_is_written_by_one_rank(ranks: int) -> None:
                         written[at] += 1
         assert set(written) == {1}, file.name
     index = made.index()
-    assert set(index["weight_map"]) == {"a", "b", "c", "flag"}
+    models = [file for file in made.files if file.name in index["weight_map"].values()]
+    names = {each.entry.tensor for file in models for each in file.items}
+    assert names == {"a", "b", "c", "flag"} and (apart or set(index["weight_map"]) == names)
     assert index["metadata"]["total_size"] == 7 * 3 * 4 + 2 * 3 * 2 + 3 + 33 * 65 * 4
     assert [Item.from_plain(json.loads(json.dumps(each.plain()))) for each in items] == items
 
@@ -92,3 +96,27 @@ def test_a_model_without_any_state_has_no_file_for_it() -> None:
     assert [file.name for file in made.files] == ["model-00001-of-00001.safetensors"]
     assert made.written_by(1, made.files[0]) == []
     assert ranges.total(made.parts(2)[made.files[0].name]["0"]) == made.files[0].size
+
+
+def test_pieces_that_do_not_make_up_a_tensor_are_found() -> None:
+    def file(*pieces: tuple[int, int, torch.dtype], shape: tuple[int, ...] = (4,)) -> bytes:
+        told = [Entry(f"w[{at}]", dtype, (size,), piece=Piece("w", shape, (at,))) for at, size, dtype in pieces]
+        header, entries = tensor_file.laid_out(told)
+        return header + bytes(sum(each.nbytes for each in entries))
+
+    def read(data: bytes) -> None:
+        stream = io.BytesIO(data)
+
+        def fill(memory: memoryview) -> None:
+            memory[:] = stream.read(len(memory))
+
+        tensor_file.check_pieces(tensor_file.add(fill, len(data), {}, 100))
+
+    real = torch.float32
+    read(file((0, 3, real), (3, 1, real)))
+    for bad in (
+        file((0, 3, real)), file((0, 2, real), (0, 2, torch.float64)), file((0, 3, real), (2, 2, real)),
+        file((3, 2, real)), file((0, 2, real), shape=(10**9,)), file((0, 2, real), shape=(4, 4)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="'w"):
+            read(bad)

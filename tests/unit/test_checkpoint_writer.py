@@ -137,7 +137,7 @@ def test_a_damaged_newer_one_is_set_aside_by_the_first_save_and_takes_nobodys_pl
     for step in (6, 7):
         save(second, step)
     second.finish()
-    assert sorted(path.name for path in saver.folder.iterdir()) == ["damaged-step-00000010", "step-00000007"]
+    assert sorted(path.name for path in saver.folder.glob("[!.]*")) == ["damaged-step-00000010", "step-00000007"]
 
 
 def test_a_branch_that_was_left_is_set_aside_and_one_that_was_not_restored_at_all_too(saver: Savers) -> None:

@@ -53,7 +53,7 @@ def step(found: tuple[int, Path] | None) -> int | None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.glob("[!.]*"))
 
 
 def test_damaged_and_newer(new_run: Runs, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,11 @@ class Item(NamedTuple):
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.entry.name}"
+
+    @property
+    def tensor(self) -> str:
+        """The key of the tensor that it is, or is a piece of."""
+        return f"{self.kind}/{self.entry.tensor}"
 
     def plain(self) -> list[Any]:
         """For a message to other ranks."""
@@ -60,6 +65,8 @@ class File:
     header: bytes
     size: int
     items: list[Item]  # with their places, in the order of the file
+    owner: int = 0  # the rank that makes it and writes its header
+    shared: bool = True  # whether other ranks write to it, too
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Layout:
         return sum(each.size for each in self.files)
 
     def written_by(self, rank: int, file: File) -> list[tuple[Item, list[Range]]]:
-        """What a rank writes of a file, in the order of the file; without the header, which is rank 0's."""
+        """What a rank writes of a file, in the order of the file; without the header, which is its owner's."""
         return [
             (item, ranges.of_block(item.entry.shape, *block, item.entry.dtype.itemsize, item.entry.begin))
             for item in file.items
@@ -87,7 +94,7 @@ class Layout:
         for file in self.files:
             for rank in range(world_size):
                 mine = [each for _, found_ranges in self.written_by(rank, file) for each in found_ranges]
-                if rank == 0:
+                if rank == file.owner:
                     mine.insert(0, Range(0, len(file.header), len(file.header), 1))
                 if mine:
                     found.setdefault(file.name, {})[str(rank)] = mine
@@ -102,8 +109,12 @@ class Layout:
         }
 
 
-def make(items: Sequence[Item], had: Sequence[Sequence[Block]]) -> Layout:
-    """`had` are the blocks that each rank has of the tensors that are spread, in the order of `items`."""
+def make(items: Sequence[Item], had: Sequence[Sequence[Block]], apart: bool = False) -> Layout:
+    """`had` are the blocks that each rank has of the tensors that are spread, in the order of `items`.
+
+    Ranks of one host write whole tensors together, each its blocks. With `apart`, every rank writes a file of its own
+    with pieces of tensors: file systems do not promise that hosts may write to one file at the same time.
+    """
     blocks: dict[str, dict[int, Block]] = {}
     spread = 0
     for number, item in enumerate(items):
@@ -112,8 +123,35 @@ def make(items: Sequence[Item], had: Sequence[Sequence[Block]]) -> Layout:
             continue
         blocks[item.key] = _writers(item.entry, [each[spread] for each in had], number)
         spread += 1
+    if apart:
+        return _apart(items, blocks, len(had))
     files = [file for kind in (MODEL, STATE) for file in _files(kind, items, len(had))]
     return Layout(files, blocks)
+
+
+def _apart(items: Sequence[Item], blocks: Mapping[str, Mapping[int, Block]], ranks: int) -> Layout:
+    """A file for every rank and kind, with the blocks that the rank writes."""
+    files: list[File] = []
+    pieces: dict[str, dict[int, Block]] = {}
+    for kind in (MODEL, STATE):
+        written: dict[int, list[Item]] = {}
+        for item in (each for each in items if each.kind == kind):
+            for rank, block in blocks[item.key].items():
+                mine = _piece(item, block)
+                pieces.setdefault(mine.key, {})[rank] = Block((0,) * len(block.size), block.size)
+                written.setdefault(rank, []).append(mine)
+        for number, rank in enumerate(sorted(written), 1):
+            files.append(_file(kind, written[rank], number, len(written), owner=rank, shared=False))
+    return Layout(files, pieces)
+
+
+def _piece(item: Item, block: Block) -> Item:
+    entry = item.entry
+    if block.size == entry.shape:
+        return item
+    name = f"{entry.name}[{','.join(map(str, block.offset))}]"
+    piece = tensor_file.Piece(entry.name, entry.shape, block.offset)
+    return item._replace(entry=entry._replace(name=name, shape=block.size, piece=piece))
 
 
 def _writers(entry: Entry, had: Sequence[Block], number: int) -> dict[int, Block]:
@@ -151,11 +189,12 @@ def _files(kind: str, items: Sequence[Item], most: int) -> list[File]:
     for item, begin in zip(chosen, before, strict=False):
         middle = begin + item.entry.nbytes / 2
         groups.setdefault(min(int(middle / whole * most), most - 1) if whole else 0, []).append(item)
-    files = []
-    for number, group in enumerate(groups.values(), 1):
-        header, entries = tensor_file.laid_out([item.entry for item in group], _METADATA[kind])
-        spread = {item.entry.name: item.spread for item in group}
-        placed = [Item(kind, entry, spread[entry.name]) for entry in entries]
-        size = len(header) + sum(entry.nbytes for entry in entries)
-        files.append(File(shard_name(kind, number, len(groups)), header, size, placed))
-    return files
+    return [_file(kind, group, number, len(groups)) for number, group in enumerate(groups.values(), 1)]
+
+
+def _file(kind: str, items: Sequence[Item], number: int, count: int, owner: int = 0, shared: bool = True) -> File:
+    header, entries = tensor_file.laid_out([item.entry for item in items], _METADATA[kind])
+    spread = {item.entry.name: item.spread for item in items}
+    placed = [Item(kind, entry, spread[entry.name]) for entry in entries]
+    size = len(header) + sum(entry.nbytes for entry in entries)
+    return File(shard_name(kind, number, count), header, size, placed, owner, shared)

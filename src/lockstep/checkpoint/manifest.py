@@ -112,6 +112,11 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
                 raise Damaged(f"{MANIFEST_FILE} does not say how long {file} is, or its digest")
         if isinstance(value := manifest.get("value"), int):
             manifest["value"] = float(value)  # or an OverflowError: nobody has measured a number of 400 digits
+        lease = manifest.get("lease", {"generation": 0, "base": 0})
+        if [type(lease[name]) for name in ("generation", "base")] != [int, int] or not isinstance(
+            lease.get("branch", ""), str
+        ):
+            raise Damaged(f"{MANIFEST_FILE} has a lease of {lease!r}")
         _check_step(name, manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"{MANIFEST_FILE} cannot be read: {error}") from None
@@ -221,5 +226,6 @@ def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != "digest"}
+    # A bucket adds the lease under which it was uploaded: the checkpoint stays the same.
+    rest = {name: value for name, value in manifest.items() if name not in ("digest", "lease")}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

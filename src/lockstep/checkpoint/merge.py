@@ -14,18 +14,25 @@ from lockstep.checkpoint.ranges import Range
 from lockstep.checkpoint.storage import sync_folder
 
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
-_METADATA, _COMPLEX = "__metadata__", "complex"
+_METADATA, _COMPLEX, _PIECES = "__metadata__", "complex", "pieces"
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file of a checkpoint, and their places in the tensor that they belong to."""
+
+    file: Path
+    begin: int
+    places: list[Range]
 
 
 class Weight(NamedTuple):
-    """A tensor in a file of a checkpoint."""
+    """A tensor in the files of a checkpoint."""
 
     name: str
     dtype: str  # as the format calls it
     shape: list[int]
-    file: Path
-    begin: int
     nbytes: int
+    stretches: list[Stretch]
 
     @property
     def width(self) -> int:
@@ -35,18 +42,24 @@ class Weight(NamedTuple):
 
 def weights(folder: Path, told: Mapping[str, Any], kind: str = "model") -> tuple[list[Weight], dict[str, str]]:
     """The tensors of a checkpoint that is whole, and what its files say beside them."""
-    found: list[Weight] = []
+    found: dict[str, Weight] = {}
     metadata: dict[str, str] = {}
     pairs: set[str] = set()
     for name in manifest.tensor_files(told, kind):
         header, start = _header(folder / name)
         beside = header.pop(_METADATA, {})
-        pairs |= set(json.loads(beside.pop(_COMPLEX, "[]")))
+        pieces = json.loads(beside.pop(_PIECES, "{}"))
+        pairs |= {pieces[each][0] if each in pieces else each for each in json.loads(beside.pop(_COMPLEX, "[]"))}
         metadata |= beside
-        for tensor, entry in header.items():
-            begin, end = entry["data_offsets"]
-            found.append(Weight(tensor, entry["dtype"], entry["shape"], folder / name, start + begin, end - begin))
-    return found, metadata | ({_COMPLEX: json.dumps(sorted(pairs))} if pairs else {})
+        for entry, about in header.items():
+            begin, end = about["data_offsets"]
+            size = about["shape"]
+            tensor, shape, offset = pieces.get(entry, (entry, size, [0] * len(size)))
+            width = (end - begin) // max(math.prod(size), 1)
+            weight = Weight(tensor, about["dtype"], shape, math.prod(shape) * width, [])
+            places = ranges.of_block(shape, offset, size, width, 0) if end > begin else []
+            found.setdefault(tensor, weight).stretches.append(Stretch(folder / name, start + begin, places))
+    return list(found.values()), metadata | ({_COMPLEX: json.dumps(sorted(pairs))} if pairs else {})
 
 
 def averaged(folder: Path, told: Mapping[str, Any]) -> list[Weight]:
@@ -81,9 +94,11 @@ def merge(folder: Path, told: Mapping[str, Any], out: Path, average: bool = Fals
     try:
         with temporary.open("xb") as target:
             target.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-            for each in found:
-                _copy(each, target.write)
             target.flush()
+            place = target.tell()
+            for each in found:
+                _copy(each, target.fileno(), place)
+                place += each.nbytes
             os.fsync(target.fileno())
         temporary.rename(out)
         sync_folder(out.parent)
@@ -92,17 +107,19 @@ def merge(folder: Path, told: Mapping[str, Any], out: Path, average: bool = Fals
     return len(found)
 
 
-def _copy(weight: Weight, write: Any) -> None:
-    if not weight.nbytes:
-        return
-    descriptor = os.open(weight.file, os.O_RDONLY)
+def _copy(weight: Weight, target: int, place: int) -> None:
+    """A tensor to its place in a file, in pieces of a few megabytes."""
     piece = memoryview(bytearray(min(ranges.PIECE_BYTES, weight.nbytes)))
-    try:
-        for each in ranges.chopped([Range(weight.begin, weight.nbytes, weight.nbytes, 1)]):
-            ranges.fill(descriptor, [each], piece[: each.bytes])
-            write(piece[: each.bytes])
-    finally:
-        os.close(descriptor)
+    for file, begin, places in weight.stretches:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            for each in ranges.chopped(places):
+                ranges.fill(descriptor, [Range(begin, each.bytes, each.bytes, 1)], piece[: each.bytes])
+                there = each._replace(begin=each.begin + place)
+                ranges.put(target, [there], piece[: each.bytes], lambda _: None)
+                begin += each.bytes
+        finally:
+            os.close(descriptor)
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:

@@ -1,11 +1,13 @@
-"""Checkpoints that all ranks write at the same time: each the blocks of tensors that it has, into files of rank 0's.
+"""Checkpoints that all ranks write at the same time: each the blocks of tensors that it has.
 
-The files hold whole tensors, so that nobody who reads them has to know who wrote what. Training waits while every rank
+Where all ranks are on one host, they write into files of rank 0's, which hold whole tensors. Ranks on several hosts
+write a file each, with pieces of tensors: network file systems do not promise that hosts may write to one file at the
+same time. Every rank reads back what it wrote, and its digests are of that. Training waits while every rank
 copies the blocks that it is going to write to its host's memory, and for nothing else. The rest is done by a thread of
 each rank. These talk by way of the store, since the training threads need the ranks' groups for themselves:
 
     rank 0: makes the folder and the files, says "ready"      others: wait for it
-    all: write their blocks, digest them on the way, and leave word of the digests, or of what went wrong
+    all: write their blocks, read them back, and leave word of the digests, or of what went wrong
     rank 0: waits for all of them, writes the manifest, renames the folder, says "done", or why not
 """
 
@@ -17,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,12 +84,16 @@ class OwnersWriter(WritesInBackground):
         self._saves = 0
         self._agreed: tuple[list[str], Layout, dict[str, str]] | None = None
         self._sees: list[bool] = []
+        self._apart = False  # whether ranks on several hosts write
 
     def save(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> None:
         """Copy what this rank writes; write it here, or in the background where saving is asynchronous. All ranks."""
         self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
         if not self._sees:
             self._sees = self.store.who_sees(self._group)
+            hosts = self._group.gather(_host(), "the hosts that write a checkpoint")
+            # Rank 0 writes for those that do not see its folder.
+            self._apart = len({host for host, sees in zip(hosts, self._sees, strict=True) if sees}) > 1
         with self._background.within_limit():
             saving = self._take(step, model, state, about)
             # Ranks that do not see the folder send their blocks to rank 0 by way of the group: training waits for that.
@@ -106,7 +113,7 @@ class OwnersWriter(WritesInBackground):
         for file in layout.files:
             for item in file.items:
                 if self._group.rank in layout.blocks[item.key]:
-                    mine[item.key] = copy(item.key, held[item.key].tensor)
+                    mine[item.key] = copy(item.key, held[item.tensor].tensor)
         for name in set(self._buffers) - set(mine):
             del self._buffers[name]
         if any(each.tensor.is_cuda for each in held.values()):
@@ -135,7 +142,7 @@ class OwnersWriter(WritesInBackground):
             rank, text = next(iter(problems.items()))
             raise CheckpointError(f"{self.store.folder}: no checkpoint can be written: on rank {rank} {text}")
         had = [[Block(tuple(offset), tuple(size)) for offset, size in each["blocks"]] for each in answers]
-        self._agreed = (digests, layouts.make(items, had), message["shared"])
+        self._agreed = (digests, layouts.make(items, had, self._apart), message["shared"])
         return self._agreed[1], self._agreed[2]
 
     # In the background, or in the training thread where that waits
@@ -169,13 +176,16 @@ class OwnersWriter(WritesInBackground):
     def _fill(self, folder: Path, saving: _Save) -> None:
         """For rank 0: all files of a checkpoint, once those of all ranks are on the disk."""
         for file in saving.layout.files:
-            _make(folder / file.name, file)
+            if file.shared or not self._sees[file.owner]:
+                _make(folder / file.name, file)
         saving.words.ready(folder.name)
         reports = {0: self._write_blocks(folder, saving)}
         for rank, sees in enumerate(self._sees):
             if not sees:
-                self._receive(folder, saving, rank)
-        reports |= saving.words.reports(self.store.path(saving.step))
+                reports[rank] = self._receive(folder, saving, rank)
+        for rank, told in saving.words.reports(self.store.path(saving.step)).items():
+            if reports.setdefault(rank, told) != told:
+                raise OSError(errno.EIO, f"what rank {rank} sent is not what was read back")
         written = saving.layout.parts(self._group.world_size)
         described = _write_small(folder, PARTS_FILE, parts.text(written))
         described |= _write_small(folder, INDEX_FILE, json.dumps(saving.layout.index(), indent=2) + "\n")
@@ -210,11 +220,13 @@ class OwnersWriter(WritesInBackground):
         first = rank * len(files) // self._group.world_size
         for file in [*files[first:], *files[:first]]:
             mine = saving.layout.written_by(rank, file)
-            if not mine and rank != 0:
+            if not mine and rank != file.owner:
                 continue
             if saving.words.concluded():  # it failed elsewhere
                 return digests
-            found = hashlib.sha256(file.header if rank == 0 else b"")
+            if not file.shared:
+                _make(folder / file.name, file)
+            found = hashlib.sha256(file.header if rank == file.owner else b"")
             # For writing alone: a client of NFS that may read sends whole pages, with what it thinks is beside.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
@@ -223,7 +235,9 @@ class OwnersWriter(WritesInBackground):
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            digests[file.name] = found.hexdigest()
+            digests[file.name] = _read_back(folder / file.name, file, rank, saving.layout)
+            if digests[file.name] != found.hexdigest():
+                raise OSError(errno.EIO, "what was read back is not what was written", str(folder / file.name))
         return digests
 
     # Ranks whose host does not see the folder
@@ -235,7 +249,7 @@ class OwnersWriter(WritesInBackground):
             return digests
         for file in saving.layout.files:
             mine = saving.layout.written_by(self._group.rank, file)
-            found = hashlib.sha256()
+            found = hashlib.sha256(file.header if self._group.rank == file.owner else b"")
             for item, there in mine:
                 rest = saving.copies[item.key].reshape(-1).view(torch.uint8)
                 for each in ranges.chopped(there):
@@ -246,8 +260,11 @@ class OwnersWriter(WritesInBackground):
                 digests[file.name] = found.hexdigest()
         return digests
 
-    def _receive(self, folder: Path, saving: _Save, rank: int) -> None:
-        """What another rank sends, to the disk; to its end also where the disk is full, since it goes on sending."""
+    def _receive(self, folder: Path, saving: _Save, rank: int) -> dict[str, str]:
+        """Write what another rank sends, and return the digests of what is read back.
+
+        It receives to the end also where the disk is full, since the other rank goes on sending.
+        """
         saving.words.give_turn(rank)
         problem: OSError | None = None
         buffer = torch.empty(ranges.PIECE_BYTES, dtype=torch.uint8)
@@ -269,6 +286,35 @@ class OwnersWriter(WritesInBackground):
                 os.close(descriptor)
         if problem is not None:
             raise problem
+        return {
+            file.name: _read_back(folder / file.name, file, rank, saving.layout)
+            for file in saving.layout.files
+            if saving.layout.written_by(rank, file)
+        }
+
+
+def _host() -> str:
+    """What tells this host from others, also where two of them have one name."""
+    try:
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='utf-8')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _read_back(path: Path, file: File, rank: int, layout: Layout) -> str:
+    """The digest of what a rank wrote, from the disk as far as the system lets go of its copy."""
+    written = [each for _, there in layout.written_by(rank, file) for each in there]
+    if rank == file.owner:
+        written.insert(0, ranges.Range(0, len(file.header), len(file.header), 1))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return ranges.digest(descriptor, written)
+    except EOFError:
+        raise OSError(errno.EIO, "it is shorter than what was written", str(path)) from None
+    finally:
+        os.close(descriptor)
 
 
 def _sent(step: int, rank: int) -> str:

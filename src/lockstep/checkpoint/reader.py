@@ -139,9 +139,16 @@ def _load(step: int, told: dict[str, Any], stream: Callable[[str], SharedFile]) 
         tree = json.loads(str(data, "utf-8"))
     tensors: dict[str, codec.Tensors] = {"model": {}, "state": {}}
     for kind, found in tensors.items():
-        for name in manifest.tensor_files(told, kind):
+        entries: list[tensor_file.Entry] = []
+        names = manifest.tensor_files(told, kind)
+        together = sum(told["files"][name]["bytes"] for name in names)
+        for name in names:
             with stream(name) as source:
-                found.update(tensor_file.read(source.fill, source.size))
+                entries += tensor_file.add(source.fill, source.size, found, together)
+        try:
+            tensor_file.check_pieces(entries)
+        except ValueError as error:
+            raise Damaged(str(error)) from None
     model = tensors["model"] | {name: tensors["model"][first] for name, first in tree["shared"].items()}
     return Loaded(step, model, codec.unpack(tree["state"], tensors["state"]), told)
 

@@ -17,7 +17,7 @@ import yaml
 from lockstep.checkpoint import manifest, ranges, tensor_file
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.stored import StoredTensor
+from lockstep.checkpoint.stored import StoredTensor, place
 from lockstep.config.text_file import LONGEST_RECORD, read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity
@@ -55,7 +55,7 @@ class Source:
         for name, entry in wanted.items():
             if entry is None:
                 raise ConfigError(f"init_from: {file}: has no {name!r}, which {INDEX_FILE} says is in it")
-            self.tensors[name] = StoredTensor(entry, descriptor, file, activity)
+            place(self.tensors, entry, StoredTensor(entry, descriptor, file, activity))
 
 
 def open_source(given: str, activity: Activity) -> Source:

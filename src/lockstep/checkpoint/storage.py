@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_name
 from lockstep.checkpoint.retention import Saved, best_first
+from lockstep.config.text_file import read_bytes
 from lockstep.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,8 +33,16 @@ logger = logging.getLogger(__name__)
 
 _TEMPORARY = ".partial-"
 _REPLACED = f"{_TEMPORARY}replaced-"
+_BRANCH_FILE, _LONGEST_BRANCH = ".branch.json", 4096
 BEST = "best"  # a link to the best of them
 _DAMAGED, _ASIDE = "damaged-", "aside-"  # before the name of a checkpoint that is not whole; that is, but abandoned
+
+
+class Branch(NamedTuple):
+    """What a run went on from: a step, or nothing where it began anew; and what tells it from another such start."""
+
+    step: int | None
+    id: str
 
 
 class CheckpointStorage:
@@ -203,6 +213,7 @@ class CheckpointStorage:
             else "of before this run"
         )
         self._guard()
+        self._note_branch(step)
         moved = []
         for newer in [each for each in self.steps() if step is None or each > step]:
             moved.append(self._rename_aside(newer))
@@ -211,6 +222,28 @@ class CheckpointStorage:
                 self.path(newer).name, why, moved[-1].name,
             )  # fmt: skip
         return moved
+
+    def branch(self) -> Branch | None:
+        """Returns what the checkpoints of this folder went on from last."""
+        try:
+            told = json.loads(read_bytes(self.folder / _BRANCH_FILE, _LONGEST_BRANCH))
+            return Branch(told["from"], told["id"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.folder / _BRANCH_FILE} cannot be read: {error}. Delete it") from None
+
+    def _note_branch(self, step: int | None) -> None:
+        """For those who keep a copy of the folder: written before anything of the branch is."""
+        file = self.folder / _BRANCH_FILE
+        temporary = file.with_name(f"{_TEMPORARY}branch-{os.getpid()}")
+        try:
+            self._make_folder()
+            temporary.write_text(json.dumps({"from": step, "id": secrets.token_hex(8)}), encoding="utf-8")
+            temporary.replace(file)
+        except OSError as error:
+            self._guard()
+            raise CheckpointError(_cannot_write(file, 0, error)) from error
 
     def sweep(self) -> None:
         """Remove what an interrupted write or delete left behind; only while nobody else writes here."""

@@ -20,7 +20,7 @@ from lockstep.strategy.slices import Stored
 
 
 class StoredTensor(Stored):
-    """A tensor in a file of either format, which holds it whole."""
+    """A tensor that a file holds whole, or a piece of one."""
 
     def __init__(self, entry: Entry, descriptor: int, file: Path, activity: Activity) -> None:
         self._entry, self._descriptor, self._file, self._activity = entry, descriptor, file, activity
@@ -54,6 +54,40 @@ class StoredTensor(Stored):
                 ) from None
 
 
+class StoredPieces(Stored):
+    """A tensor of which several files hold pieces."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self._pieces: list[tuple[tuple[int, ...], StoredTensor]] = []
+
+    def add(self, offset: tuple[int, ...], piece: StoredTensor) -> None:
+        self._pieces.append((offset, piece))
+
+    def part(self, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        found = torch.zeros(size, dtype=self.dtype)
+        for begin, piece in self._pieces:
+            first = [max(a, b) for a, b in zip(offset, begin, strict=True)]
+            last = [min(a + n, b + m) for a, n, b, m in zip(offset, size, begin, piece.shape, strict=True)]
+            if all(a < b for a, b in zip(first, last, strict=True)):
+                here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+                there = tuple(a - b for a, b in zip(first, begin, strict=True))
+                found[here] = piece.part(there, tuple(b - a for a, b in zip(first, last, strict=True)))
+        return found
+
+
+def place(tensors: dict[str, Stored], entry: Entry, stored: StoredTensor) -> None:
+    """Put an entry of a file among the tensors: by itself, or as a piece of one."""
+    if entry.piece is None:
+        tensors[entry.name] = stored
+        return
+    axes = len(stored.shape)  # without that of pairs
+    whole = tensors.get(entry.piece.name)
+    if not isinstance(whole, StoredPieces):
+        whole = tensors[entry.piece.name] = StoredPieces(entry.piece.name, entry.piece.shape[:axes], stored.dtype)
+    whole.add(entry.piece.offset[:axes], stored)
+
+
 class OpenFiles:
     """The files of tensors of a checkpoint, open until it has been loaded, whatever becomes of their names."""
 
@@ -63,12 +97,18 @@ class OpenFiles:
 
     def tensors(self, kind: str) -> dict[str, Stored]:
         """Those of the model, or of the state, by name; raises Damaged or Unreadable."""
-        return {
-            entry.name: StoredTensor(entry, descriptor, self._folder / name, self._activity)
-            for name in manifest.tensor_files(self._told, kind)
-            for descriptor in [self._opened(name)]
-            for entry in self._entries(descriptor, name)
-        }
+        tensors: dict[str, Stored] = {}
+        entries: list[Entry] = []
+        for name in manifest.tensor_files(self._told, kind):
+            descriptor = self._opened(name)
+            for entry in self._entries(descriptor, name):
+                place(tensors, entry, StoredTensor(entry, descriptor, self._folder / name, self._activity))
+                entries.append(entry)
+        try:
+            tensor_file.check_pieces(entries)
+        except ValueError as error:
+            raise Damaged(str(error)) from None
+        return tensors
 
     def close(self) -> None:
         while self._open:

@@ -24,7 +24,19 @@ _LARGEST = 2**62
 _PAIRS = (torch.float16, torch.float32, torch.float64)  # of which complex numbers can be made
 _ALIGNMENT = 8  # of the first tensor, so that the file can be mapped
 _METADATA = "__metadata__"
+_PIECES = "pieces"  # in the metadata: which entries are pieces of tensors that several files hold
 _COMPLEX = "complex"  # in the metadata: tensors of pairs that are complex numbers of a type that the format lacks
+
+
+class Piece(NamedTuple):
+    """Which part of a tensor an entry is."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor, as a file would hold it
+    offset: tuple[int, ...]
+
+    def slices(self, size: Sequence[int]) -> tuple[slice, ...]:
+        return tuple(slice(begin, begin + length) for begin, length in zip(self.offset, size, strict=True))
 
 
 class Entry(NamedTuple):
@@ -35,6 +47,12 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     begin: int = 0  # of its bytes in the file
     pairs: bool = False  # whether these are complex numbers of a type that the format lacks
+    piece: Piece | None = None
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor that it is, or is a piece of."""
+        return self.name if self.piece is None else self.piece.name
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +96,8 @@ def laid_out(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None
     ordered = sorted(entries, key=lambda each: (-each.dtype.itemsize, each.name))
     pairs = [each.name for each in ordered if each.pairs]
     more = {_COMPLEX: json.dumps(sorted(pairs))} if pairs else {}
+    pieces = {each.name: each.piece for each in ordered if each.piece is not None}
+    more |= {_PIECES: json.dumps(pieces)} if pieces else {}
     header = _header(ordered, {**(metadata or {}), **more})
     begins = itertools.accumulate((each.nbytes for each in ordered), initial=len(header))
     return header, [each._replace(begin=begin) for each, begin in zip(ordered, begins, strict=False)]
@@ -88,12 +108,48 @@ def read(fill: Callable[[memoryview], None], size: int) -> dict[str, torch.Tenso
 
     Raises ValueError, KeyError or TypeError where the bytes are not those of such a file.
     """
-    tensors = {}
-    for each in read_header(fill, size):
+    tensors: dict[str, torch.Tensor] = {}
+    add(fill, size, tensors, size)
+    return tensors
+
+
+def add(fill: Callable[[memoryview], None], size: int, tensors: dict[str, torch.Tensor], together: int) -> list[Entry]:
+    """The same, beside the tensors of other files, which may hold other pieces; returns the entries.
+
+    All files have so many bytes `together`: no tensor has more.
+    """
+    entries = read_header(fill, size)
+    for each in entries:
         stored = torch.empty(each.shape, dtype=each.dtype)
         fill(memory(stored))
-        tensors[each.name] = torch.view_as_complex(stored) if each.pairs else stored
-    return tensors
+        if each.piece is None:
+            tensors[each.name] = torch.view_as_complex(stored) if each.pairs else stored
+            continue
+        if math.prod(each.piece.shape) * each.dtype.itemsize > together:
+            raise ValueError(f"{each.piece.name!r} of shape {each.piece.shape} has more bytes than all files")
+        if each.piece.name not in tensors:
+            whole = torch.zeros(each.piece.shape, dtype=each.dtype)
+            tensors[each.piece.name] = torch.view_as_complex(whole) if each.pairs else whole
+        whole = tensors[each.piece.name]
+        whole = torch.view_as_real(whole) if each.pairs and whole.is_complex() else whole
+        if (whole.dtype, tuple(whole.shape)) != (each.dtype, each.piece.shape):
+            raise ValueError(f"the pieces of {each.piece.name!r} do not fit together")
+        whole[each.piece.slices(each.shape)] = stored
+    return entries
+
+
+def check_pieces(entries: Iterable[Entry]) -> None:
+    """Make sure that the pieces of tensors, of all files together, make them up; raises ValueError."""
+    found: dict[str, list[Entry]] = {}
+    for each in entries:
+        if each.piece is not None:
+            found.setdefault(each.piece.name, []).append(each)
+    for name, pieces in found.items():
+        forms = {(each.dtype, each.pairs, each.piece and each.piece.shape) for each in pieces}
+        count = sum(math.prod(each.shape) for each in pieces)
+        places = {each.piece and each.piece.offset for each in pieces}
+        if len(forms) != 1 or len(places) != len(pieces) or count != math.prod(next(iter(forms))[2] or ()):
+            raise ValueError(f"the pieces of {name!r} do not make it up")
 
 
 def read_header(fill: Callable[[memoryview], None], size: int) -> list[Entry]:
@@ -110,6 +166,16 @@ def read_header(fill: Callable[[memoryview], None], size: int) -> list[Entry]:
         if entries[name].shape[-1:] != (2,) or entries[name].dtype not in _PAIRS:
             raise ValueError(f"{name!r} has no pairs of numbers")
         entries[name] = entries[name]._replace(pairs=True)
+    for name, (whole, shape, offset) in _parsed(header.get(_METADATA, {}).get(_PIECES, "{}")).items():
+        piece, held = Piece(str(whole), tuple(shape), tuple(offset)), entries[name].shape
+        numbers = (*piece.shape, *piece.offset)
+        fits = len(piece.shape) == len(piece.offset) == len(held) and all(type(each) is int for each in numbers)
+        if not fits or not all(
+            0 <= begin <= begin + length <= end <= _LARGEST
+            for begin, length, end in zip(piece.offset, held, piece.shape, strict=True)
+        ):
+            raise ValueError(f"{name!r} is no piece of a tensor of shape {shape}")
+        entries[name] = entries[name]._replace(piece=piece)
     return list(entries.values())
 
 

@@ -6,9 +6,12 @@ manifest is there and all files that it names are as long as it says: the manife
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import logging
 import re
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +19,11 @@ from typing import Any
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import MANIFEST_FILE, STEP_PREFIX, Damaged, step_name
-from lockstep.checkpoint.retention import Saved, best_first
+from lockstep.checkpoint.retention import Saved, best_first, to_delete
+from lockstep.config.schema import Keep
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.mirror.sync import CHECKPOINTS
+from lockstep.mirror.lease import BucketLease
+from lockstep.mirror.sync import CHECKPOINTS, step_of
 from lockstep.mirror.url import SCHEMES, Url
 
 logger = logging.getLogger(__name__)
@@ -42,11 +47,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Bucket:
-    """A Remote: what is below a URL. Whatever the service refuses is raised as it says it; `said` makes a sentence."""
+    """A Remote: what is below a URL. Errors are those of the service; `said` turns one into a sentence.
 
-    def __init__(self, url: Url) -> None:
-        self.url = url
+    With a lease, every change is made only while the lease is held.
+    """
+
+    def __init__(self, url: Url, lease: BucketLease | None = None) -> None:
+        self.url, self._lease = url, lease
         self._fs = _file_system(url.scheme)
+        self._branch: dict[str, Any] = {"base": sys.maxsize}  # what this writer went on from
+        self._sent: dict[str, str] = {}  # files of checkpoints that were sent -> the digest of their checkpoint
+        self._manifests: dict[int, dict[str, Any]] = {}  # those that nobody but the holder of the lease changes
 
     # Files
 
@@ -59,27 +70,61 @@ class Bucket:
             place.touch()  # of nothing, some file systems of fsspec make nothing
 
     def send(self, file: Path, path: str) -> None:
-        # Read by ourselves while it is short: a log may grow between two looks at its size.
-        self._fs.put_file(str(file), self._at(path)) if _is_long(file) else self.write(path, file.read_bytes())
+        self._check_lease()
+        # Short files are read here first: a log may grow between two looks at its size.
+        if file.stat().st_size > _LONG:
+            self._fs.put_file(str(file), self._at(path))
+        else:
+            self._fs.pipe_file(self._at(path), file.read_bytes())
 
     def read(self, path: str) -> bytes | None:
-        """The whole of a small object; None where there is none."""
+        """Returns the content of a small object, or None if there is none."""
         try:
             return bytes(self._fs.cat_file(self._at(path)))
         except FileNotFoundError:
             return None
 
     def write(self, path: str, data: bytes) -> None:
+        self._check_lease()
         self._fs.pipe_file(self._at(path), data)
 
     def delete(self, path: str) -> None:
+        self._check_lease()
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._at(path))
+
+    def version(self, path: str) -> str | None:
+        """Returns what `replace` takes; None if there is no such object, or the store has no versions."""
+        if self.url.scheme != "s3":
+            return None
+        try:
+            return str(self._fs.info(self._at(path))["ETag"])
+        except FileNotFoundError:
+            return None
+
+    def replace(self, path: str, data: bytes, version: str | None) -> bool:
+        """Write an object unless it changed since it had this version; False if it did.
+
+        Stores without conditional writes ignore the condition.
+        """
+        condition = {} if self.url.scheme != "s3" else {"IfMatch": version} if version else {"IfNoneMatch": "*"}
+        try:
+            self._fs.pipe_file(self._at(path), data, **condition)
+        except Exception as error:
+            told = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
+            code = str(told.get("Error", {}).get("Code", ""))
+            changed = isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict")
+            if changed or (version and isinstance(error, FileNotFoundError)):
+                return False
+            if not condition or code != "NotImplemented":
+                raise
+            self._fs.pipe_file(self._at(path), data)
+        return True
 
     # Checkpoints
 
     def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
-        looked = {each: self._looked_at(each) for each in self.steps()}
+        looked = self._look()
         whole = [each for each in looked.values() if isinstance(each, Saved)]
         newest = max((each.step for each in whole), default=-1)
         for each, problem in looked.items():
@@ -101,32 +146,39 @@ class Bucket:
         chosen = best_first(whole, mode) if best else whole[::-1]
         return [_path(each.step) for each in chosen]
 
-    def steps(self) -> list[int]:
-        """Steps with anything of a checkpoint, oldest first."""
-        names = {path.split("/")[1] for path in self._listed(CHECKPOINTS) if path.count("/") == 2}
-        numbers = [name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX)]
-        return sorted(int(number) for number in numbers if number.isdigit())
+    def digests(self) -> dict[int, str]:
+        """Returns the digests of the whole checkpoints by step."""
+        return {step: str(self._manifests[step]["digest"]) for step, each in self._look().items()
+                if isinstance(each, Saved)}  # fmt: skip
 
-    def saved(self, step: int) -> Saved:
-        found = self._looked_at(step)
-        return found if isinstance(found, Saved) else Saved(step, whole=False)
-
-    def digest(self, step: int) -> str | None:
-        """Of the checkpoint of a step that is whole."""
-        try:
-            return str(self._manifest(step)["digest"])
-        except Damaged:
-            return None
+    def highest_generation(self) -> int:
+        """Returns the generation of the last writer that published a checkpoint; 0 if there is none."""
+        self._look()
+        return max((_lease(told)[0] for told in self._manifests.values()), default=0)
 
     def publish(self, folder: Path, path: str) -> None:
-        self.delete(f"{path}/{MANIFEST_FILE}")  # of the same step as it was saved before
         told = manifest.read(folder)
+        self._forget(step_of(path))
+        self.delete(f"{path}/{MANIFEST_FILE}")  # of the same step, saved before
+        there = self._listed(path)
         for name in manifest.files(told):
-            self.send(folder / name, f"{path}/{name}")
+            file, size = f"{path}/{name}", told["files"][name]["bytes"]
+            if self._sent.get(file) != told["digest"] or there.get(file) != size:  # else sent before an interruption
+                self.send(folder / name, file)
+                self._sent[file] = told["digest"]
         _check_sizes(self._listed(path), path, told)
-        self.send(folder / MANIFEST_FILE, f"{path}/{MANIFEST_FILE}")
+        if self._lease is not None:
+            told["lease"] = {"generation": self._lease.generation, **self._branch}
+        self.write(f"{path}/{MANIFEST_FILE}", json.dumps(told, indent=1).encode() + b"\n")
+        self._sent = {file: digest for file, digest in self._sent.items() if not file.startswith(f"{path}/")}
+
+    def retain(self, keep: Keep) -> None:
+        for step in to_delete([each for each in self._look().values() if isinstance(each, Saved)],
+                              keep.last, keep.best, keep.mode):  # fmt: skip
+            self.remove(_path(step))
 
     def remove(self, path: str) -> None:
+        self._forget(step_of(path))
         self.delete(f"{path}/{MANIFEST_FILE}")
         for name, _ in self.files(path):
             self.delete(name)
@@ -134,13 +186,17 @@ class Bucket:
             with contextlib.suppress(OSError):
                 self._fs.rmdir(self._at(path))
 
-    def set_aside_after(self, step: int | None) -> None:
-        for newer in [each for each in self.steps() if step is None or each > step]:
+    def set_aside_after(self, step: int | None, branch: str) -> None:
+        base = -1 if step is None else step
+        self._branch = {"base": base, "branch": branch}
+        for newer, found in self._look().items():
+            if newer <= base or _lease(self._manifests.get(newer, {}))[2] == branch:
+                continue
             path = _path(newer)
             if self.read(f"{path}/{MANIFEST_FILE}") is None:
                 self.remove(path)  # an upload, or a deletion, that was interrupted
                 continue
-            kind = "aside" if isinstance(self._looked_at(newer), Saved) else "damaged"
+            kind = "aside" if isinstance(found, Saved) else "damaged"
             aside = self._free(f"{CHECKPOINTS}/{kind}-{step_name(newer)}")
             self._copy(path, aside)
             self.remove(path)
@@ -181,22 +237,38 @@ class Bucket:
         # Objects may have any name; on a disk these would lead out of the run's folder.
         return {name: size for name, size in listed.items() if not {"", ".", ".."} & set(name.split("/"))}
 
+    def _look(self) -> dict[int, Saved | Damaged]:
+        """What there is of checkpoints by step, oldest first: Saved if it is whole, as far as the sizes of its files
+        tell, and of the newest branch. `_manifests` has the manifests of all that have one."""
+        there = self._listed(CHECKPOINTS)
+        numbers = {path.split("/")[1].removeprefix(STEP_PREFIX) for path in there
+                   if path.count("/") == 2 and path.split("/")[1].startswith(STEP_PREFIX)}  # fmt: skip
+        found: dict[int, Saved | Damaged] = {}
+        known, self._manifests = self._manifests if self._lease is not None else {}, {}
+        for step in sorted(int(number) for number in numbers if number.isascii() and number.isdigit()):
+            try:
+                told = self._manifests[step] = known.get(step) or self._manifest(step)
+                _check_sizes(there, _path(step), told)
+                value = told.get("value")
+                found[step] = Saved(step, float(value) if isinstance(value, (int, float)) else None)
+            except Damaged as problem:
+                found[step] = problem
+        for step in _abandoned(self._manifests):
+            found[step] = Damaged("another writer has gone on from before it: it is of a branch that was left")
+        return found
+
     def _manifest(self, step: int) -> dict[str, Any]:
-        """Of a checkpoint that is whole as far as the sizes of its files tell; raises Damaged."""
-        path = _path(step)
-        data = self.read(f"{path}/{MANIFEST_FILE}")
+        data = self.read(f"{_path(step)}/{MANIFEST_FILE}")
         if data is None:
             raise Damaged(f"it has no {MANIFEST_FILE}, which is written last: it was not uploaded to its end")
-        told = manifest.parse(data, step_name(step))
-        _check_sizes(self._listed(path), path, told)
-        return told
+        return manifest.parse(data, step_name(step))
 
-    def _looked_at(self, step: int) -> Saved | Damaged:
-        try:
-            value = self._manifest(step).get("value")
-        except Damaged as problem:
-            return problem
-        return Saved(step, float(value) if isinstance(value, (int, float)) else None)
+    def _forget(self, step: int) -> None:
+        self._manifests.pop(step, None)
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
 
     def _free(self, path: str) -> str:
         number, chosen = 1, path
@@ -208,6 +280,7 @@ class Bucket:
     def _copy(self, path: str, new: str) -> None:
         names = sorted((name for name, _ in self.files(path)), key=lambda name: name.endswith(f"/{MANIFEST_FILE}"))
         for name in names:
+            self._check_lease()
             self._fs.cp_file(self._at(name), self._at(f"{new}/{name.rpartition('/')[2]}"))
 
 
@@ -243,9 +316,19 @@ def _file_system(scheme: str) -> Any:
         package = {"s3": "s3fs", "gcs": "gcsfs"}.get(extra, "fsspec")
         install = f"pip install 'lockstep-train[{extra}]'" if extra else "pip install fsspec"
         raise ConfigError(f"{scheme}:// needs the package {package}, which is not installed here: {install}") from None
+    if scheme != "file":
+        from fsspec.asyn import get_loop
+
+        get_loop().set_exception_handler(_quietly)
     if scheme == "s3":
         made.retries = 2  # of its own, around those of the client: whoever asks tries again anyway
     return made
+
+
+def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A connection that was cut also fails tasks of the client that nobody awaits: the request itself is reported."""
+    if not isinstance(context.get("exception"), OSError):
+        loop.default_exception_handler(context)
 
 
 def _path(step: int) -> str:
@@ -261,5 +344,21 @@ def _check_sizes(there: Mapping[str, int], path: str, told: Mapping[str, Any]) -
             raise Damaged(f"{name} has {size} bytes, the manifest says {expected}")
 
 
-def _is_long(file: Path) -> bool:
-    return file.stat().st_size > _LONG
+def _lease(told: Mapping[str, Any]) -> tuple[int, int, object]:
+    """The generation of the writer of a checkpoint, the step that it went on from, and its branch."""
+    lease = told.get("lease") or {}
+    return lease.get("generation", 0), lease.get("base", sys.maxsize), lease.get("branch")
+
+
+def _abandoned(manifests: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The steps of branches that were left: a later writer went on from an earlier step.
+
+    They are there if a writer had a request under way when it lost the lease.
+    """
+    leases = {_lease(told) for told in manifests.values()}
+    found = []
+    for step, told in manifests.items():
+        generation, _, branch = _lease(told)
+        if any(later > generation and step > base and other != branch for later, base, other in leases):
+            found.append(step)
+    return found

@@ -1,11 +1,12 @@
-"""Whose a run's folder in a bucket is: an object with the host, the process and the time, which its holder renews.
+"""The lease on a run's folder in a bucket: one object that names the writer, which renews it.
 
-A bucket has no locks, so this is best effort: of two that take it in the same second, the one that wrote last has it,
-and the other finds out when it looks again. As for a lease on a disk, whoever finds one watches it: one that does not
-change for a while, by the watcher's own clock, is that of a holder that is gone. No two clocks are compared.
+A bucket has no locks. Whoever finds a lease watches it: if it does not change for a while, by the watcher's own clock,
+its holder is gone. No two clocks are compared. Every new holder gets a higher generation, the fencing token: it is part
+of every manifest in the bucket, so that readers know which of two branches is the newer one. The holder reads the
+lease before every change, and changes nothing once another process has taken it. A missing lease belongs to nobody:
+the holder writes it anew.
 
-What it says stays there when it is let go of: a folder on some host's disk is the newest there is of a run if it was
-the last to hold the lease, and by the token it knows.
+The lease stays there when it is released: a copy on some host's disk is up to date if it knows the last token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.url import Url
 from lockstep.record.holder import Holder
 
@@ -29,9 +30,15 @@ LEASE_FILE = ".lease"
 BEAT_SECONDS = 15.0
 STALE_SECONDS = 60.0  # four beats
 _LOOK_SECONDS = 2.0
-# Between taking it and believing it: of two that take it at once, one then finds the other.
+# Between taking it and believing it, where the store has no conditional writes: of two at once, one finds the other.
 _SETTLE_SECONDS = 0.5
-_LET_GO_SECONDS = 5.0
+_RELEASE_SECONDS = 5.0
+
+
+class LeaseLost(LockstepError):
+    """Another process has taken the folder in the bucket."""
+
+    exit_code = 6
 
 
 class Objects(Protocol):
@@ -41,86 +48,119 @@ class Objects(Protocol):
 
     def read(self, path: str) -> bytes | None: ...
 
-    def write(self, path: str, data: bytes) -> None: ...
+    def version(self, path: str) -> str | None: ...
+
+    def replace(self, path: str, data: bytes, version: str | None) -> bool: ...
+
+    def highest_generation(self) -> int: ...
 
 
 class BucketLease:
-    """Held from `take` to `release`, or until somebody who took this process for gone has taken it over."""
+    """Held from `take` to `release`, or until another process has taken it."""
 
-    def __init__(self, bucket: Objects, holder: Holder) -> None:
-        self._bucket, self._holder, self.token = bucket, holder, uuid.uuid4().hex
+    def __init__(self, bucket: Objects, holder: Holder, generation: int) -> None:
+        self._bucket, self._holder, self.generation = bucket, holder, generation
+        self.token = uuid.uuid4().hex
         self._beats = 0
         self._done = threading.Event()
         self._beating = threading.Thread(target=self._beat_regularly, name="lockstep-bucket-lease", daemon=True)
-        self.is_lost = False
+        self.lost: LeaseLost | None = None
 
     @classmethod
     def take(cls, bucket: Objects, holder: Holder, before: Callable[[str], None]) -> BucketLease:
-        """The lease, once it is free; ConfigError, naming the holder, where somebody is at work there.
+        """Take the lease once it is free. Raises ConfigError, naming the holder, if another process renews it.
 
-        `before` is told the token before it is written there.
+        `before` gets the token before it is written.
         """
-        lease = cls(bucket, holder)
-        found = bucket.read(LEASE_FILE)
-        if found is not None and not _is_free(bucket, found):
-            raise ConfigError(_refusal(bucket.url, found))
+        version, found = _free(bucket)
+        told = _told(found or b"").get("generation")
+        lease = cls(bucket, holder, 1 + (told if isinstance(told, int) else bucket.highest_generation()))
         before(lease.token)
-        lease._beat()
+        bucket.replace(LEASE_FILE, lease._encoded(released=False), version)
         time.sleep(_SETTLE_SECONDS)
-        if not lease._is_ours():
-            raise ConfigError(_refusal(bucket.url, bucket.read(LEASE_FILE) or b""))
+        now = bucket.read(LEASE_FILE)
+        if not lease._is_ours(now):
+            raise ConfigError(_refusal(bucket.url, now or b""))
         lease._beating.start()
         return lease
 
-    def release(self) -> None:
-        """Let go of it, whatever becomes of the word that says so: it would be found to be stale."""
-        self._done.set()
-        letting_go = threading.Thread(target=self._let_go, name="lockstep-bucket-lease-end", daemon=True)
-        letting_go.start()
-        letting_go.join(_LET_GO_SECONDS)
+    def check(self) -> None:
+        """Raise LeaseLost if another process holds the lease. Called before every change."""
+        if self.lost is not None:
+            raise self.lost
+        found = self._bucket.read(LEASE_FILE)
+        if found is None:
+            logger.warning("%s/%s is missing: written anew", self._bucket.url, LEASE_FILE)
+            self._bucket.replace(LEASE_FILE, self._encoded(released=False), None)
+            found = self._bucket.read(LEASE_FILE)
+        if not self._is_ours(found):
+            who = Holder.decode(found or b"") or "an unknown process"
+            self.lost = LeaseLost(
+                f"{who} has taken {self._bucket.url} over: this process did not renew its lease for {STALE_SECONDS:g} "
+                "s. Nothing more is written there"
+            )
+            raise self.lost
 
-    def _let_go(self) -> None:
+    def release(self) -> None:
+        """Release it, for a few seconds at most: if that fails, others find that it is stale."""
+        self._done.set()
+        releasing = threading.Thread(target=self._release, name="lockstep-bucket-lease-end", daemon=True)
+        releasing.start()
+        releasing.join(_RELEASE_SECONDS)
+
+    def _release(self) -> None:
         with contextlib.suppress(Exception):
-            if self._is_ours():
-                self._bucket.write(LEASE_FILE, self._holder.encode(token=self.token, beat=self._beats, released=True))
+            self._renew(released=True)
 
     def _beat_regularly(self) -> None:
         while not self._done.wait(BEAT_SECONDS):
-            with contextlib.suppress(Exception):  # a service that does not answer now may do so next time
-                if not self._is_ours():
-                    self.is_lost = True
-                    return
-                if not self._done.is_set():
-                    self._beat()
+            try:
+                self._renew(released=False)
+            except LeaseLost:
+                return
+            except Exception:
+                continue  # a service that does not answer now may do so next time
 
-    def _beat(self) -> None:
+    def _renew(self, released: bool) -> None:
+        version = self._bucket.version(LEASE_FILE)
+        self.check()
         self._beats += 1
-        self._bucket.write(LEASE_FILE, self._holder.encode(token=self.token, beat=self._beats, released=False))
+        if released or not self._done.is_set():
+            self._bucket.replace(LEASE_FILE, self._encoded(released), version)
 
-    def _is_ours(self) -> bool:
-        return last_token(self._bucket) == self.token
+    def _encoded(self, released: bool) -> bytes:
+        return self._holder.encode(token=self.token, generation=self.generation, beat=self._beats, released=released)
+
+    def _is_ours(self, found: bytes | None) -> bool:
+        return _told(found or b"").get("token") == self.token
 
 
 def last_token(bucket: Objects) -> object:
-    """Of whoever held the lease last, or holds it."""
+    """The token of the process that holds the lease, or held it last."""
     return _told(bucket.read(LEASE_FILE) or b"").get("token")
 
 
-def _is_free(bucket: Objects, found: bytes) -> bool:
+def _free(bucket: Objects) -> tuple[str | None, bytes | None]:
+    """The version and the content of a lease that may be taken; ConfigError, naming the holder, if it may not."""
+    version, found = bucket.version(LEASE_FILE), bucket.read(LEASE_FILE)
+    if found is None or _told(found).get("released") is True:
+        return version, found
     holder = Holder.decode(found)
-    if _told(found).get("released") is True:
-        return True
     if holder is not None and holder.is_here:
-        return holder.is_gone
+        if holder.is_gone:
+            return version, found
+        raise ConfigError(_refusal(bucket.url, found))
     logger.warning("%s: held by %s; waiting up to %g s to see whether it is still at work", bucket.url,
                    holder or "an unknown process", STALE_SECONDS)  # fmt: skip
     deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
-        now = bucket.read(LEASE_FILE)
+        version, now = bucket.version(LEASE_FILE), bucket.read(LEASE_FILE)
+        if now is None or _told(now).get("released") is True:
+            return version, now
         if now != found:
-            return now is None or _told(now).get("released") is True
-    return True
+            raise ConfigError(_refusal(bucket.url, now))
+    return version, found
 
 
 def _told(data: bytes) -> dict[str, object]:

@@ -1,8 +1,9 @@
 """Keeps a run's folder in a bucket like the one on this host's disk, while a run is at work in it.
 
 Whoever holds the folder does this: the launcher or, where nobody of ours has started the ranks, rank 0. A thread
-uploads; training never waits for it, but for its last save. What fails is said, and tried again until it succeeds or
-the run is over: then the exit code says that the bucket is behind.
+uploads; training never waits for it, but for its last save. What fails is reported, and tried again until it succeeds
+or the run is over: then the exit code says that the bucket is behind. A second thread reports a bucket that is slower
+than the run saves.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep.checkpoint.retention import to_delete
 from lockstep.config.schema import Keep, RunSettings
-from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind, ConfigError
+from lockstep.errors import PREEMPTED_EXIT_CODE, BucketBehind, ConfigError, FolderLost
 from lockstep.mirror.bucket import Bucket, cannot_be_used, said
-from lockstep.mirror.lease import BucketLease, last_token
+from lockstep.mirror.lease import BucketLease, LeaseLost, last_token
 from lockstep.mirror.mark import MARK_FILE, Mark
-from lockstep.mirror.sync import CHECKPOINTS, FolderSync
+from lockstep.mirror.sync import CHECKPOINTS, FolderSync, NotSent
 from lockstep.record.holder import Holder
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ _FILE_SECONDS = 10.0
 _LONGEST_DELAY, _LONGEST_DELAY_AT_THE_END = 30.0, 3.0
 _ATTEMPT_SECONDS = 60.0  # the longest that a save which training goes on after waits to be there
 _REPEAT_SECONDS = 60.0  # between two warnings of the same
+_LATE_SAVES = 3  # without one of them in the bucket, so that it is reported
 _AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still has to upload
 
 
@@ -62,34 +63,33 @@ class Mirror:
 
     def __init__(self, folder: Path, bucket: Bucket, lease: BucketLease, keep: Keep, tell: Tell) -> None:
         self.folder, self.url = folder, bucket.url
-        self._bucket, self._lease, self._keep, self._tell = bucket, lease, keep, tell
-        self._sync = FolderSync(bucket, folder, self._files)
-        in_bucket = bucket.steps()
-        self._sync.both_have(step for step in self._sync.storage.steps() if step in in_bucket)
-        self._sync.there = {step: each for step, each in self._sync.there.items() if bucket.digest(step) == each}
-        self._weighed = 0  # checkpoints that were published when retention was last looked after
+        self._lease, self._tell = lease, tell
+        self._sync = FolderSync(bucket, folder, self._files, keep)
+        self._sync.there = bucket.digests()
         self._asked = self._tried = self._succeeded = 0  # numbers of requests
         self._finishing = self._urgent = self._complete = self._closed = False
         self._news = threading.Condition()
         self._failure: str | None = None
-        self._told_at = float("-inf")
+        self._fatal: LeaseLost | FolderLost | None = None
+        self._told_at = self._unsendable_told_at = float("-inf")
         self._thread = threading.Thread(target=self._work, name="lockstep-mirror", daemon=True)
         self._thread.start()
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="lockstep-mirror-watch", daemon=True).start()
 
     @classmethod
     def begin(cls, folder: Path, mark: Mark, settings: RunSettings, tell: Tell) -> Mirror:
         """Take the folder in the bucket for this run; ConfigError where it is another's, or cannot be used."""
         lease = None
         try:
-            bucket = Bucket(mark.url)
-            last = last_token(bucket)
+            last = last_token(bucket := Bucket(mark.url))
             if mark.tokens and last is not None and last not in mark.tokens:
                 raise ConfigError(
                     f"{folder}: {mark.url} was written by another host since this copy of it: go on with what is there "
                     f"by `lockstep resume {mark.url}`. To go on with this copy by itself, delete {MARK_FILE} in it"
                 )
             lease = BucketLease.take(bucket, Holder("its writer"), lambda token: _note(folder, mark, token))
-            return cls(folder, bucket, lease, settings.checkpoint.keep, tell)
+            return cls(folder, Bucket(mark.url, lease), lease, settings.checkpoint.keep, tell)
         except Exception as error:
             if lease is not None:
                 lease.release()
@@ -123,11 +123,16 @@ class Mirror:
             self._closed = True
             self._asked += 1
             self._news.notify_all()
+        self._over.set()
         self._lease.release()
 
     # The thread
 
     def _work(self) -> None:
+        with contextlib.closing(self._sync):
+            self._push_regularly()
+
+    def _push_regularly(self) -> None:
         delay = _INTERVAL
         while True:
             with self._news:
@@ -141,7 +146,7 @@ class Mirror:
                 if error is None:
                     self._succeeded, self._complete = asked, finishing
                 self._news.notify_all()
-            if self._lease.is_lost or (finishing and error is None):
+            if self._fatal is not None or (finishing and error is None):
                 return
             if error is None:
                 delay = _INTERVAL
@@ -151,10 +156,13 @@ class Mirror:
 
     def _attempt(self, at_most_every: float) -> BaseException | None:
         try:
-            if self._lease.is_lost:
-                raise ConnectionAbortedError("another process has taken the folder over: nothing more is written there")
-            self._sync.push(at_most_every)
-            self._follow_retention()
+            if self._lease.lost is not None:
+                raise self._lease.lost
+            self._warn_of(self._sync.push(at_most_every), last=not at_most_every)
+        except (LeaseLost, FolderLost) as error:
+            self._fatal = error
+            self._tell(str(error))
+            return error
         except Exception as error:
             self._failed(error)
             return error
@@ -165,6 +173,8 @@ class Mirror:
 
     def _failed(self, error: Exception) -> None:
         self._failure, now = said(error), time.monotonic()
+        if isinstance(error, NotSent) and error.__cause__ is not None:
+            self._failure = f"{error}: {said(error.__cause__)}"
         if now - self._told_at > _REPEAT_SECONDS:
             self._told_at = now
             self._tell(
@@ -172,18 +182,34 @@ class Mirror:
                 f"{self.folder}, and is tried again"
             )
 
-    def _follow_retention(self) -> None:
-        """Checkpoints of before this host had the run are weighed as well, once there are new ones."""
-        if self._weighed == len(self._sync.published):
-            return
-        here = self._sync.storage.saved()
-        steps = {each.step for each in here}
-        others = [each for each in self._bucket.steps() if each not in steps and each < max(steps, default=0)]
-        saved = [*here, *(self._bucket.saved(step) for step in others)]
-        for step in to_delete(saved, self._keep.last, self._keep.best, self._keep.mode):
-            if step in others:
-                self._bucket.remove(f"{CHECKPOINTS}/{self._sync.storage.path(step).name}")
-        self._weighed = len(self._sync.published)
+    def _warn_of(self, unsendable: dict[str, str], last: bool) -> None:
+        """Files that cannot be sent as they are hold up nothing, and do not change the exit code."""
+        now = time.monotonic()
+        if unsendable and (last or now - self._unsendable_told_at > _REPEAT_SECONDS):
+            self._unsendable_told_at = now
+            named = "; ".join(f"{path} cannot be sent: {why}" for path, why in list(unsendable.items())[:3])
+            more = f"; and {len(unsendable) - 3} more" if len(unsendable) > 3 else ""
+            self._tell(f"{self.url}: {named}{more}. Rename them, or make them readable. All other files are sent")
+
+    def _watch(self) -> None:
+        """Report a bucket that is slower than the run saves: an upload may take longer than many saves."""
+        late: set[int] = set()
+        before, told_at = set(self._sync.storage.steps()), float("-inf")
+        while not self._over.wait(_INTERVAL):
+            with contextlib.suppress(Exception):  # a folder that cannot be listed is reported by others
+                late |= set(self._sync.storage.steps()) - before
+            arrived = self._sync.arrived
+            if arrived is not None:
+                late = {step for step in late if step > arrived.step}
+            if len(late) < _LATE_SAVES or self._failure or self._fatal or time.monotonic() - told_at < _REPEAT_SECONDS:
+                continue
+            told_at = time.monotonic()
+            since = "the start" if arrived is None else f"that of step {arrived.step} got there"
+            self._tell(
+                f"{self.url} is slower than this run saves: {len(late)} checkpoints were saved since {since}. "
+                f"{arrived or self._sync.sending or 'None is on its way'}. The newest goes first, and some never get "
+                "there: save less often (checkpoint.every)"
+            )
 
     # Inside
 
@@ -200,6 +226,13 @@ class Mirror:
                 self._news.wait(min(left, 1.0))
 
     def _behind(self, limit: float) -> str:
+        if isinstance(self._fatal, FolderLost):
+            return f"{self._fatal}. What {self.url} has is whole: go on from it with: lockstep resume {self.url}"
+        if self._fatal is not None:
+            return (
+                f"{self._fatal}; what this run made since is in {self.folder} alone. Go on with what is there: "
+                f"lockstep resume {self.url}. To go on with this copy instead, delete {MARK_FILE} in it and resume it"
+            )
         missing = [self._sync.storage.path(step).name for step in self._sync.storage.steps()
                    if step not in self._sync.there]  # fmt: skip
         what = ", ".join(missing) or "the newest of its logs and metrics"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from lockstep.config.schema import Keep
+
 
 class Remote(Protocol):
     """Paths are relative to the run's folder, with slashes. Whatever fails raises."""
@@ -25,8 +27,11 @@ class Remote(Protocol):
     def publish(self, folder: Path, path: str) -> None:
         """Put a checkpoint there, so that it counts only once all of it is there."""
 
-    def remove(self, path: str) -> None:
-        """Remove a checkpoint, so that it never counts while half of it is gone."""
+    def retain(self, keep: Keep) -> None:
+        """Delete the checkpoints there that need not be kept, by what is there: never the newest whole one."""
 
-    def set_aside_after(self, step: int | None) -> None:
-        """Give checkpoints newer than a step (all, without one) names by which nothing counts or deletes them."""
+    def set_aside_after(self, step: int | None, branch: str) -> None:
+        """Give checkpoints newer than a step (all, without one) names by which nothing counts or deletes them.
+
+        Not those that were published since the run went on from that step, which `branch` tells.
+        """

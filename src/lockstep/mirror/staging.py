@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.start_files import START_FILES
+
+logger = logging.getLogger(__name__)
 
 _TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "metrics.jsonl", "logs", "code")
 
@@ -153,5 +156,6 @@ def _set_contents_aside(folder: Path) -> None:
     aside.mkdir()
     for each in there:
         each.rename(aside / each.name)
+    logger.warning("%s: another host has gone on with this run: what was here of it is in %s", folder, aside)
     with contextlib.suppress(OSError):
         (aside / MARK_FILE).unlink()  # it stands for nothing any more

@@ -1,27 +1,59 @@
 """Brings a run's folder to a place elsewhere, and what is needed of it back. Only what has changed travels.
 
-Checkpoints there follow those here: what is new is published, what retention deleted is removed, and before the first
-new one, what is newer than the run went on from is set aside.
+Checkpoints go newest first. What is deleted or missing here is never deleted there: retention looks at what is there,
+by the same rule, after each checkpoint that arrived. A checkpoint that is being sent is pinned by hard links, so that
+retention here does not delete it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable
+from lockstep.checkpoint.retention import to_delete
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.config.schema import Keep
+from lockstep.errors import LockstepError
 from lockstep.mirror.remote import Remote
+from lockstep.record.run_folder import Anchor
+from lockstep.record.start_files import START_FILES
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+_PINNED = ".sending"
+# What a resume needs beside a checkpoint: sent before it, and all other files after it.
+_BEFORE_CHECKPOINTS = (*START_FILES, "metrics.jsonl")
+_FAILURES_IN_A_ROW = 3  # of files, after which the service is taken to be what fails
+
+
+class NotSent(Exception):
+    """A file or checkpoint that did not get there; the cause says why."""
+
+
+class Transfer(NamedTuple):
+    """A checkpoint that is being sent, or was."""
+
+    step: int
+    bytes: int
+    began: float
+    ended: float | None = None
+
+    def __str__(self) -> str:
+        seconds = (self.ended or time.monotonic()) - self.began
+        rate = f"{self.bytes / 1e6:.1f} MB, {self.bytes / 1e6 / max(seconds, 1e-3):.2f} MB/s"
+        if self.ended is None:
+            return f"step {self.step} has been on its way for {seconds:.1f} s ({rate} at most)"
+        return f"step {self.step} took {seconds:.1f} s ({rate})"
 
 
 def step_of(path: str) -> int:
@@ -33,16 +65,19 @@ class FolderSync:
     """Between a folder here and the one that a Remote stands for. One push at a time, from whichever thread."""
 
     def __init__(
-        self, remote: Remote, folder: Path, files: Callable[[], Iterable[Path]], checkpoints: bool = True
+        self, remote: Remote, folder: Path, files: Callable[[], Iterable[Path]], keep: Keep | None = None
     ) -> None:
-        """`files` are those to push beside checkpoints now; `checkpoints`: whether they are ours to push."""
+        """`files` are those to push beside checkpoints now; `keep` is for whoever pushes checkpoints as well."""
         self.remote, self.folder = remote, folder
-        self._files, self._checkpoints = files, checkpoints
+        self._files, self._keep = files, keep
         self.storage = CheckpointStorage(folder / CHECKPOINTS)
         self._sent: dict[str, tuple[int, int]] = {}  # file -> its size and time when it was sent
         self._sent_at: dict[str, float] = {}
-        self.there: dict[int, str] = {}  # steps whose checkpoints are there, and were here too -> digest
-        self.published: list[int] = []  # since the beginning
+        self.there: dict[int, str] = {}  # steps whose checkpoints were sent, or found there -> digest
+        self.sending: Transfer | None = None
+        self.arrived: Transfer | None = None  # the last that got there
+        self._branch: str | None = None
+        self._anchor: Anchor | None = None
         self._lock = threading.Lock()
 
     def pull_checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> int | None:
@@ -74,6 +109,7 @@ class FolderSync:
             if problem is None:
                 shutil.rmtree(final, ignore_errors=True)
                 arriving.rename(final)
+                self.there[step_of(path)] = str(manifest.read(final)["digest"])
             return problem
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
@@ -85,71 +121,149 @@ class FolderSync:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 self.remote.fetch(name, size, place)
 
-    def both_have(self, steps: Iterable[int]) -> None:
-        """What is there already of the checkpoints that are here."""
-        self.there = {step: digest for step in steps if (digest := self._digest(step)) is not None}
-
-    def push(self, at_most_every: float = 0.0) -> None:
+    def push(self, at_most_every: float = 0.0) -> dict[str, str]:
         """Bring there what is new. A file that was sent so many seconds ago or less is left for the next time.
 
-        Files go before the checkpoints that were there when they did: whoever goes on from one has its rows.
+        Returns the files that cannot be sent as they are, with the reason. Raises FolderLost if the folder is not the
+        one of the first push any more, and NotSent if something else failed: all else was sent.
         """
         with self._lock:
-            here = self._whole() if self._checkpoints else {}
-            new = any(self.there.get(step) != digest for step, digest in here.items())
-            for file in self._files():
-                path = file.relative_to(self.folder).as_posix()
-                if new or time.monotonic() - self._sent_at.get(path, float("-inf")) >= at_most_every:
-                    self._push_file(file, path)
-            if self._checkpoints:
-                self._push_checkpoints(here)
+            if self._anchor is None:
+                self._anchor = Anchor(self.folder)
+            self._anchor.check()
+            to_send = self._missing()
+            files = list(self._files())
+            first = [each for each in files if each.relative_to(self.folder).as_posix() in _BEFORE_CHECKPOINTS]
+            every = 0.0 if to_send else at_most_every
+            unsendable, failed = self._push_files(first, every)
+            while to_send:
+                self._push_checkpoint(*to_send[0])
+                to_send = self._missing()
+            rest, failed_later = self._push_files([each for each in files if each not in first], every)
+            if failed or failed_later:
+                raise (failed + failed_later)[0]
+            return unsendable | rest
 
-    def _whole(self) -> dict[int, str]:
-        return {step: digest for step in self.storage.steps() if (digest := self._digest(step)) is not None}
+    def close(self) -> None:
+        with self._lock:
+            if self._anchor is not None:
+                self._anchor.close()
+                self._anchor = None
 
-    def _push_checkpoints(self, here: dict[int, str]) -> None:
-        gone = set(self.there) - set(self.storage.steps())
-        aside = {step for step in gone if self.storage.set_aside(step)}
-        new = sorted(step for step, digest in here.items() if self.there.get(step) != digest)
-        if new and not self.published:
-            # As it was done here before the first save.
-            self.remote.set_aside_after(max(set(self.there) - aside, default=None))
-        for step in new:
-            with self._unless_deleted(step):
-                self.remote.publish(self.storage.path(step), self._path(step))
-                self.there[step] = here[step]
-                self.published.append(step)
-        for step in gone:
-            if step not in aside:
-                self.remote.remove(self._path(step))
-            del self.there[step]
+    # Checkpoints
+
+    def _missing(self) -> list[tuple[int, str]]:
+        """The checkpoints to send with their digests, newest first."""
+        if self._keep is None:
+            return []
+        saved = self.storage.saved()
+        old = to_delete(saved, self._keep.last, self._keep.best, self._keep.mode)
+        steps = [each.step for each in reversed(saved) if each.step not in old]
+        found = [(step, self._digest(self.storage.path(step))) for step in steps]
+        return [(step, digest) for step, digest in found if digest is not None and self.there.get(step) != digest]
+
+    def _push_checkpoint(self, step: int, digest: str) -> None:
+        assert self._keep is not None and self._anchor is not None
+        with self._pinned(step) as folder:
+            if self._digest(folder) != digest:
+                return  # deleted, or saved anew, before it was pinned
+            size = sum(each["bytes"] for each in manifest.read(folder)["files"].values())
+            self.sending = Transfer(step, size, time.monotonic())
+            # After the list of checkpoints: the branch is noted before anything of it is saved.
+            branch = self.storage.branch()
+            self._anchor.check()
+            if branch is not None and branch.id != self._branch and not self.storage.path(step).exists():
+                return  # the run went on from an earlier step: it may be of the branch that was left
+            try:
+                if branch is not None and branch.id != self._branch:
+                    self.remote.set_aside_after(*branch)
+                    self._branch = branch.id
+                self.remote.publish(folder, f"{CHECKPOINTS}/{folder.name}")
+            except LockstepError:
+                raise
+            except Exception as error:
+                if folder.parent != self.storage.folder or folder.exists():
+                    raise NotSent(folder.name) from error
+                return  # it could not be pinned, and retention has deleted it
+        self.there[step] = digest
+        self.arrived = self.sending._replace(ended=time.monotonic())
+        self._anchor.check()
+        try:
+            self.remote.retain(self._keep)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise NotSent("deleting old checkpoints") from error
 
     @contextlib.contextmanager
-    def _unless_deleted(self, step: int) -> Iterator[None]:
-        """Retention may delete a checkpoint that is on its way: then it need not arrive."""
+    def _pinned(self, step: int) -> Iterator[Path]:
+        """A copy of a checkpoint by hard links, which retention does not delete; itself, on a disk without links."""
+        original = self.storage.path(step)
+        pinned = self.folder / _PINNED / original.name
         try:
-            yield
-        except (OSError, Damaged, Unreadable):
-            if self.storage.path(step).exists():
+            shutil.rmtree(pinned.parent, ignore_errors=True)
+            try:
+                pinned.mkdir(parents=True)
+                for file in original.iterdir():
+                    os.link(file, pinned / file.name)
+            except OSError:
+                yield original
+            else:
+                yield pinned
+        finally:
+            shutil.rmtree(pinned.parent, ignore_errors=True)
+
+    # Files
+
+    def _push_files(self, files: Iterable[Path], at_most_every: float) -> tuple[dict[str, str], list[NotSent]]:
+        """Those that cannot be sent as they are, and those that failed. Each by itself, unless the service fails."""
+        unsendable: dict[str, str] = {}
+        failed: list[NotSent] = []
+        in_a_row = 0
+        for file in files:
+            path = file.relative_to(self.folder).as_posix()
+            if time.monotonic() - self._sent_at.get(path, float("-inf")) < at_most_every:
+                continue
+            shown = path.encode("utf-8", "backslashreplace").decode()
+            try:
+                self._push_file(file, path)
+                in_a_row = 0
+            except _Unsendable as error:
+                unsendable[shown] = str(error)
+            except LockstepError:
                 raise
-            self.remote.remove(self._path(step))
+            except Exception as error:
+                failed.append(NotSent(shown))
+                failed[-1].__cause__ = error
+                in_a_row += 1
+                if in_a_row == _FAILURES_IN_A_ROW:
+                    break
+        return unsendable, failed
 
     def _push_file(self, file: Path, path: str) -> None:
         try:
-            status = file.stat()
+            with file.open("rb") as stream:
+                status = os.fstat(stream.fileno())
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise _Unsendable(f"it cannot be read: {error.strerror}") from None
         known = (status.st_size, status.st_mtime_ns)
         if self._sent.get(path) != known:
-            self.remote.send(file, path)
+            try:
+                self.remote.send(file, path)
+            except UnicodeError:
+                raise _Unsendable("its name is not UTF-8") from None
             self._sent[path], self._sent_at[path] = known, time.monotonic()
 
-    def _path(self, step: int) -> str:
-        return f"{CHECKPOINTS}/{self.storage.path(step).name}"
-
-    def _digest(self, step: int) -> str | None:
+    @staticmethod
+    def _digest(folder: Path) -> str | None:
         """What tells one checkpoint of a step from another; none for what is no whole manifest."""
         try:
-            return str(manifest.read(self.storage.path(step))["digest"])
+            return str(manifest.read(folder)["digest"])
         except (Damaged, Unreadable):
             return None
+
+
+class _Unsendable(Exception):
+    """Why a file cannot be sent as it is."""

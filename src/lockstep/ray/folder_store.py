@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import delete_old
+from lockstep.config.schema import Keep
 from lockstep.record.run_folder import Anchor
 
 
@@ -16,7 +18,7 @@ class FolderStore:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder).resolve()
         self._anchor = Anchor(self._folder)
-        self._checkpoints = CheckpointStorage(self._folder / "checkpoints")
+        self._checkpoints = CheckpointStorage(self._folder / "checkpoints", self._anchor.check)
 
     def checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> str | None:
         """The path of the checkpoint of a step, of the best whole one, or of the newest whole one."""
@@ -57,8 +59,9 @@ class FolderStore:
         shutil.rmtree(place, ignore_errors=True)
         self._inside(path).rename(place)
 
-    def remove(self, path: str) -> None:
-        shutil.rmtree(self._inside(path), ignore_errors=True)
+    def retain(self, keep: Keep) -> None:
+        """Delete checkpoints that need not be kept, as is done where they are saved."""
+        delete_old(self._checkpoints, max(self._checkpoints.steps(), default=0), keep)
 
     def _inside(self, path: str) -> Path:
         place = (self._folder / path).resolve()

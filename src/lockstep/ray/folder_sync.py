@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from lockstep.config.schema import Keep
 from lockstep.distributed.topology import Place
 from lockstep.mirror.sync import CHECKPOINTS, FolderSync
 from lockstep.ray.mailbox import ANSWER_SECONDS
@@ -32,9 +33,9 @@ def ask_mailbox(mailbox: Any) -> Callable[..., Any]:
 class NodeSync:
     """Between a folder on this node and the one of the same name on the driver's."""
 
-    def __init__(self, ask: Callable[..., Any], folder: Path, place: Place) -> None:
+    def __init__(self, ask: Callable[..., Any], folder: Path, place: Place, keep: Keep) -> None:
         self._folder, self._place = folder, place
-        self._sync = FolderSync(OnDriver(ask), folder, self._files, checkpoints=place.rank == 0)
+        self._sync = FolderSync(OnDriver(ask), folder, self._files, keep if place.rank == 0 else None)
         self._done = threading.Event()
 
     def pull(self, step: int | None = None, best: bool = False, mode: str = "min") -> None:
@@ -43,7 +44,6 @@ class NodeSync:
             shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
             self._sync.pull_checkpoint(step, best, mode)
         self._sync.pull_files(self._own_paths())
-        self._sync.both_have(self._sync.storage.steps() if self._place.rank == 0 else ())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -56,6 +56,7 @@ class NodeSync:
             self._done.set()
             thread.join(ANSWER_SECONDS)
             self.push()
+            self._sync.close()
 
     def push(self) -> None:
         self._sync.push()
@@ -104,8 +105,8 @@ class OnDriver:
             self.send(file, f"{arriving}/{file.name}")
         self._ask("rename", arriving, path)
 
-    def remove(self, path: str) -> None:
-        self._ask("remove", path)
+    def retain(self, keep: Keep) -> None:
+        self._ask("retain", keep)
 
-    def set_aside_after(self, step: int | None) -> None:
+    def set_aside_after(self, step: int | None, branch: str) -> None:
         self._ask("set_aside_after", step)

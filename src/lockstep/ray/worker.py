@@ -76,7 +76,8 @@ def _folder_sync(order: Order, current: session.Session) -> NodeSync | None:
             f"the run's folder {order.folder} there (this is rank {place.rank} on {place.host})"
         )
     current.shares_folder = False
-    folder_sync = None if sees else NodeSync(ask_mailbox(order.mailbox), Path(order.folder), place)
+    keep = current.settings.checkpoint.keep
+    folder_sync = None if sees else NodeSync(ask_mailbox(order.mailbox), Path(order.folder), place, keep)
     if folder_sync is not None:
         folder_sync.pull()
     group.barrier("the run's folder on all nodes")

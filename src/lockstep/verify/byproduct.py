@@ -32,12 +32,6 @@ def _generators(checkpoint: Path) -> Any:
 
 
 def _tensors(checkpoint: Path) -> list[str]:
-    from safetensors import safe_open
+    from lockstep.checkpoint import manifest, merge
 
-    from lockstep.checkpoint import manifest
-
-    names = []
-    for file in manifest.tensor_files(manifest.read(checkpoint), "model"):
-        with safe_open(checkpoint / file, framework="numpy") as opened:
-            names += list(opened.keys())
-    return names
+    return [each.name for each in merge.weights(checkpoint, manifest.read(checkpoint))[0]]
