@@ -41,7 +41,6 @@ _HOMES = {
     "schema": "schema",
     "runs": "runs",
     "watch": "watch",
-    "completion": "completion",
 }
 
 
