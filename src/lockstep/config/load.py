@@ -11,8 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.mesh import resolve_meshes, spans_processes
 from lockstep.config.nearest import did_you_mean, nearest
-from lockstep.config.renamed import with_current_names
-from lockstep.config.schema import Profile, RunConfig, RunSettings
+from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_value
 from lockstep.config.strategy import Strategy
 from lockstep.config.task_file import KeyPath, with_task_located
@@ -100,8 +99,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> Settings:
     """Build the settings, or say everything that is wrong with them at once."""
-    if issubclass(model, RunSettings):
-        raw, places = with_current_names(raw, places, source)
     try:
         return model.model_validate(raw)
     except ValidationError as problems:
