@@ -62,7 +62,9 @@ class CommHook(Section):
         description="bf16_compress, fp16_compress, powerSGD, or the import path of a function (state, bucket)"
     )
     rank: int = Field(1, gt=0, le=1024, description="powerSGD: of the matrices that travel in place of gradients")
-    start: int = Field(1000, gt=1, description="powerSGD: the step from which on it compresses")
+    start: int = Field(
+        1000, gt=1, description="powerSGD: the step from which on it compresses, counted anew after a resume"
+    )
 
     @model_validator(mode="after")
     def _numbers_are_for_power_sgd(self) -> CommHook:
