@@ -51,7 +51,7 @@ class Weighted(Made):
     def make(self, epoch: int) -> Indices:
         """Without replacement: each example waits for an exponential time at the rate of its weight; the first come."""
         there = np.flatnonzero(self._weights)
-        times = -logarithm(uniform(there, WEIGHTED_STREAM, self._seed, epoch)) / self._weights[there]
+        times = -np.log(uniform(there, WEIGHTED_STREAM, self._seed, epoch)) / self._weights[there]
         return there[np.argsort(times, kind="stable")[: self._length]].astype(np.int64, copy=False)
 
 
@@ -85,19 +85,3 @@ def numbers(given: Any, count: int, name: str) -> Numbers:
             f"data.order: there are {count} examples, but {name} of shape {list(found.shape)}: give one number for each"
         )
     return found
-
-
-def logarithm(values: Numbers) -> Numbers:
-    """The natural logarithm by additions, products and quotients alone, which are the same bit for bit everywhere.
-
-    A library's own may differ in the last bit between machines, and with it the order of two examples.
-    """
-    fraction, exponent = np.frexp(values)
-    small = fraction < np.sqrt(0.5)
-    fraction, exponent = np.where(small, fraction * 2, fraction), np.where(small, exponent - 1, exponent)
-    ratio = (fraction - 1) / (fraction + 1)
-    square, series = ratio * ratio, np.zeros_like(ratio)
-    for power in range(21, 0, -2):
-        series = series * square + 1.0 / power
-    logarithms: Numbers = exponent * 0.6931471805599453 + 2 * ratio * series
-    return logarithms
