@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.doctor import versions
-from lockstep.doctor.installed import version_of
+from lockstep.doctor.installed import fit_together, version_of
 from lockstep.runtime.gpus import gpu_count
 from lockstep.verify.combinations import Combination
 
@@ -18,7 +17,7 @@ def missing(combination: Combination, hosts: Sequence[str] = ()) -> str | None:
         if version_of(package) is None:
             return f"{package} is not installed"
     torch, torch_xla = version_of("torch"), version_of("torch_xla")
-    if "torch_xla" in combination.packages and not versions.fit_together(str(torch), str(torch_xla)):
+    if "torch_xla" in combination.packages and not fit_together(str(torch), str(torch_xla)):
         return f"torch_xla {torch_xla} does not fit torch {torch}"
     if combination.gpus and (present := gpu_count()) < combination.gpus:
         wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"
