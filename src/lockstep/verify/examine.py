@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from lockstep.checkpoint import manifest
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.pod import hosts
 from lockstep.record.run_folder import CONFIG_FILE
-from lockstep.verify import byproduct, over_hosts, trial
-from lockstep.verify.available import missing
-from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
-from lockstep.verify.findings import Asked, Judged, Report, Row
-from lockstep.verify.judge import Comparison, Losses, Verdict, compare, metrics_apart, tolerance
+from lockstep.verify import trial
+from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
+from lockstep.verify.findings import (
+    Asked,
+    Comparison,
+    Judged,
+    Losses,
+    Report,
+    Row,
+    Verdict,
+    compare,
+    metrics_apart,
+    tolerance,
+)
 from lockstep.verify.lanes import Lanes
-from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial
 
 
@@ -47,8 +62,8 @@ def _compared(runs: _Runs, wanted: set[str], required: set[str]) -> Report:
     fresh = runs.each(others, lambda each: runs.from_the_start(each, reference), "from the start")
     rows += [Row(each, fresh[each.name], required=each.name in required) for each in others]
 
-    report = replace(report, batch_norm=byproduct.batch_statistics(reference.folder))
-    if byproduct.draws_random_numbers(reference.folder):
+    report = replace(report, batch_norm=batch_statistics(reference.folder))
+    if draws_random_numbers(reference.folder):
         return _unjudged(report, config)
     if any(row.fresh.comparison is not None and row.fresh.comparison.first_step for row in rows):
         report = replace(report, control=runs.control(reference))
@@ -139,7 +154,7 @@ class _Runs:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
         given = (combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
-        return over_hosts.train(*given) if combination.hosts else trial.train(*given, self.lanes)
+        return trial.train_on_hosts(*given) if combination.hosts else trial.train(*given, self.lanes)
 
     def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:
@@ -181,3 +196,74 @@ def _handed_over(giver: Trial | None, taker: Trial | None, step: int, out: Path)
     checkpoint.rename(run / "checkpoints" / name)
     shutil.copy(taker.folder / CONFIG_FILE, run / CONFIG_FILE)
     return run
+
+
+def draws_random_numbers(run: Path) -> bool:
+    """Whether any generator moved between the run's checkpoints: dropout, or another draw of the training step.
+
+    Every rank draws numbers of its own, so that the losses of such a task differ with the number of ranks by design.
+    What a dataset draws is the same on any number of ranks, and moves none of these generators.
+    """
+    states = [_generators(folder) for folder in sorted((run / "checkpoints").glob("step-*"))]
+    return any(state != states[0] for state in states)
+
+
+def batch_statistics(run: Path) -> list[str]:
+    """The layers that normalise by statistics of a rank's share of the batch."""
+    newest = max((run / "checkpoints").glob("step-*"), default=None)
+    if newest is None:
+        return []
+    return [name.removesuffix(".running_mean") for name in _tensors(newest) if name.endswith(".running_mean")]
+
+
+def _generators(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / manifest.TREE_FILE).read_text(encoding="utf-8"))["state"]["generators"]
+
+
+def _tensors(checkpoint: Path) -> list[str]:
+    from safetensors import safe_open
+
+    names = []
+    for file in manifest.tensor_files(manifest.read(checkpoint), "model"):
+        with safe_open(checkpoint / file, framework="numpy") as opened:
+            names += list(opened.keys())
+    return names
+
+
+@dataclass
+class Place:
+    path: Path
+    keep: bool
+
+
+@contextlib.contextmanager
+def work_folder(out: Path | None) -> Iterator[Place]:
+    """A new folder: the one that was asked for, or a temporary one that goes unless it is to be kept."""
+    if out is None:
+        place = Place(Path(tempfile.mkdtemp(prefix="lockstep-verify-")), keep=False)
+    else:
+        try:
+            out.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: a new folder cannot be made there: {error.strerror}") from None
+        place = Place(out.resolve(), keep=True)
+    try:
+        with _ending_like_an_interrupt():
+            yield place
+    finally:
+        if not place.keep:
+            shutil.rmtree(place.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ending_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does: the run under way is ended, nothing stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
