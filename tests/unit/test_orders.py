@@ -21,8 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 from conftest import TASK_FILE
 from lockstep.config.data import Data
 from lockstep.config.schema import After, RunConfig
-from lockstep.data.buckets import Buckets
-from lockstep.data.choosing import choose
+from lockstep.data.choosing import Buckets, choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher
 from lockstep.data.order import GlobalBatches
 from lockstep.data.orders import Order, Own, Shuffled

@@ -16,7 +16,6 @@ from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_valu
 from lockstep.config.strategy import Strategy
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
-from lockstep.config.weights_path import with_weights_located
 from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.shown import brief, in_a_line
@@ -300,3 +299,17 @@ def _dotted(keys: KeyPath) -> str:
     for key in keys:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
     return in_a_line(text)
+
+
+def with_weights_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str]) -> RunConfig:
+    """With `init_from.path` made absolute: relative to the config's folder, on the command line to where we are.
+
+    Whether it is there is for whoever loads it to say: it may be on other hosts, and a resume does not need it.
+    """
+    init_from = config.init_from
+    if init_from is None or "://" in init_from.path:
+        return config
+    place = places.get(("init_from", "path"), places.get(("init_from",), ""))
+    base = Path.cwd() if place.startswith("--set") else folder
+    path = base / Path(init_from.path).expanduser()
+    return config.model_copy(update={"init_from": init_from.model_copy(update={"path": str(path.absolute())})})
