@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.distributed.rollcall.call import call
+from lockstep.distributed.rollcall.call import call, contributions_fault
 from lockstep.distributed.rollcall.faults import SHOWN, differences, find_faults, render
-from lockstep.distributed.rollcall.hold import contributions_fault
 from lockstep.distributed.rollcall.report import Evidence, Report, comparable, digest
 from lockstep.distributed.rollcall.source import source_files
 from lockstep.distributed.store.client import connect_unix

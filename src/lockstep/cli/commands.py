@@ -90,7 +90,7 @@ class Commands(Group):
 def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
     """`--epochs 3` is a value of the config: answer it with `--set train.epochs=3`."""
     takes_settings = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
-    from lockstep.config.paths import paths_called
+    from lockstep.config.load import paths_called
 
     paths = paths_called(error.option_name.lstrip("-")) if takes_settings else []
     if not paths:

@@ -121,7 +121,6 @@ def runtime_version(accelerator: Accelerator) -> str:
 
 
 def zones(accelerator: Accelerator) -> tuple[str, ...]:
-    """Where this generation is offered."""
     return _GENERATIONS[accelerator.generation].zones
 
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from lockstep.config.component import Component, as_mapping
-from lockstep.config.section import Section
+from lockstep.config.section import Component, Section, as_mapping
 from lockstep.config.values import ImportPath, Interval
 
 EVERY_STEP = Interval(1, "step")

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lockstep.config.component import as_mapping
-from lockstep.config.section import Section
+from lockstep.config.section import Section, as_mapping
 from lockstep.config.values import import_path
 
 # Strategies that spread a model over a mesh: of processes on cpu and cuda, of devices on xla. `spmd` is for xla alone:

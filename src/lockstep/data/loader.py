@@ -155,7 +155,6 @@ class Loader:
         return self._loading.workers > 0
 
     def first(self) -> tuple[MicroBatch, Any]:
-        """The first micro-batch, fetched here."""
         micro = next(iter(self.plan.micro_batches(0)))
         return micro, self._fetch(micro.indices, self._seeds(micro, 0))
 
@@ -200,7 +199,6 @@ class Loader:
         return Seeds((self.plan.seed, self._source, epoch), micro.positions)
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker processes."""
         loader, self._worker_loader = self._worker_loader, None
         if loader is not None:
             workers.end(loader, at_once)

@@ -59,7 +59,6 @@ class Cut:
 
     @property
     def full(self) -> int:
-        """Examples of a micro-batch, where all have the same number."""
         return -(-self.batch_size // (self.shares * self.accumulate * self.multiple)) * self.multiple
 
     def mine(self, whole: Sequence[Any]) -> Sequence[Any]:
@@ -68,7 +67,6 @@ class Cut:
         return whole[first:last]
 
     def piece_size(self, count: int, number: int) -> int:
-        """How many of a rank's examples are in one of its micro-batches."""
         return count // self.micros + (number < count % self.micros)
 
     def batches(self, mine: Sequence[Any], spare: Any) -> tuple[list[Any], list[Any]]:

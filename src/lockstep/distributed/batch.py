@@ -36,7 +36,6 @@ def nodes(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
 
 
 def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
-    """How many tasks every node has."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
@@ -120,7 +119,6 @@ def batch_task(env: Mapping[str, str]) -> BatchTask | None:
 
 
 def names() -> set[str]:
-    """The variables by which a process knows that it is one of several."""
     return {
         _SLURM_STEP, "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS",
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",

@@ -188,7 +188,6 @@ def without_place(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pod_hosts(env: Mapping[str, str]) -> list[str]:
-    """The hosts of the TPU pod that this process is to use; none elsewhere."""
     pod = tpu_pod(env)
     return pod.hosts if pod else []
 

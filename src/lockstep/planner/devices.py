@@ -28,12 +28,10 @@ def slice_of(text: str) -> Accelerator:
 
 
 def device_name(found: Accelerator) -> str:
-    """As devices.yaml has it."""
     return _SHORT.get(found.generation, found.generation)
 
 
 def topology(found: Accelerator) -> dict[str, Any]:
-    """How libtpu wants to be asked for it."""
     sides = [int(each) for each in found.topology.split("x")]
     chips = found.chips_per_host
     hosts = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[chips]
@@ -64,8 +62,6 @@ class Device(Section):
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of a kind."""
-
     name: str
     device: Device
     count: int

@@ -71,7 +71,6 @@ def bars(label: str, values: Sequence[Bar]) -> str:
 
 
 def key(colours: Sequence[tuple[str, str]]) -> str:
-    """What the colours of a picture stand for."""
     return (
         '<p class="key">'
         + "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for text, colour in colours)
@@ -80,7 +79,6 @@ def key(colours: Sequence[tuple[str, str]]) -> str:
 
 
 def ticks(top: float, about: int = 4) -> list[float]:
-    """Round numbers from 0 to `top`."""
     if top <= 0:
         return [0.0]
     size = 10 ** math.floor(math.log10(top / about))

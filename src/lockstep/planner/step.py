@@ -102,8 +102,6 @@ def trace(config: RunConfig, world_size: int) -> Step:
 
 @dataclass(frozen=True)
 class _Start:
-    """Of a step, in each of the books."""
-
     event: int
     operation: int
     collective: int
@@ -155,7 +153,6 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
 
 
 def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
-    """The axes of the mesh, by the names of torch's groups."""
     mesh = run.mesh
     if mesh is None:
         return {"0": figures.Axis("data", world_size, world_size)}

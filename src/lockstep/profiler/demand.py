@@ -47,8 +47,6 @@ _DURATION_MS = b"\x08"  # the key of the first field of a ProfileRequest, an int
 
 
 class Request:
-    """Somebody waits for a trace of so many seconds."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.failure: str | None = None

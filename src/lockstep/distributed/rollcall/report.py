@@ -15,8 +15,6 @@ from lockstep.errors import RollCallError
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself."""
-
     rank: int
     local_rank: int
     host: str
@@ -82,7 +80,6 @@ def digest(value: Any) -> str:
 
 
 def table(reports: list[Report], marked: set[int] | None = None) -> list[str]:
-    """A line per rank, for the log and for messages."""
     header = ("rank", "host", "pid", "device", "physical device")
     rows = [(str(r.rank), r.host, str(r.pid), r.device, r.physical_device) for r in reports]
     first, *rest = columns([header, *rows])

@@ -90,7 +90,6 @@ class NotCompiled(LockstepError):
 
 
 def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path) -> None:
-    """Write the traced step of a config to a file."""
     require_tracer()
     said = out.with_suffix(".json")
     arguments = [str(config), target.type, str(out), *overrides]
@@ -107,7 +106,6 @@ def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path
 
 
 def compile(step: Path, target: Accelerator) -> Step:
-    """What libtpu makes of a traced step."""
     require_compiler()
     traced, _ = read(step)
     if traced.devices != target.devices:
@@ -168,7 +166,6 @@ def _require_processor() -> None:
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[str, int]:
-    """What it printed, and its exit code."""
     left_out = ("RANK", "WORLD_SIZE", "PJRT_DEVICE", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -185,7 +182,6 @@ def _child(module: str, arguments: Sequence[str]) -> tuple[str, int]:
 
 
 def _crash(log: str, code: int) -> str:
-    """The one line of a crash that says something."""
     lines = [each.strip() for each in log.splitlines() if each.strip()]
     for wanted in (r"Check fail", r"^F\d{4} ", r"\bFATAL\b", r"Error\b"):
         for line in lines:

@@ -33,8 +33,6 @@ from lockstep.train.run import Run
 
 @dataclass
 class Known:
-    """What an argument of the program is."""
-
     kind: str
     name: str
     sharding: str
