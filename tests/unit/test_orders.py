@@ -21,13 +21,12 @@ from torch.utils.data import Dataset, TensorDataset
 from conftest import TASK_FILE
 from lockstep.config.data import Data
 from lockstep.config.schema import After, RunConfig
-from lockstep.data.choosing import Buckets, choose
+from lockstep.data.choosing import Buckets, Weighted, choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher
 from lockstep.data.order import GlobalBatches
 from lockstep.data.orders import Order, Own, Shuffled
 from lockstep.data.permutation import SORTED_UP_TO, Permutation
 from lockstep.data.split import Part, Split, split_dataset
-from lockstep.data.weighted import Weighted
 from lockstep.errors import ConfigError
 from lockstep.train import scoring, trainer
 from lockstep.train.ordering import order_of

@@ -122,6 +122,3 @@ def runtime_version(accelerator: Accelerator) -> str:
 
 def zones(accelerator: Accelerator) -> tuple[str, ...]:
     return _GENERATIONS[accelerator.generation].zones
-
-
-KNOWN_ZONES = tuple(dict.fromkeys(zone for each in _GENERATIONS.values() for zone in each.zones))

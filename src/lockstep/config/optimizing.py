@@ -66,10 +66,6 @@ class Optimizer(Component):
         None, description="parameters with arguments of their own; the first that matches counts"
     )
 
-    @property
-    def arguments_of_groups(self) -> list[dict[str, Any]]:
-        return [each.arguments for each in self.groups or ()]
-
 
 class Scheduler(Component):
     """A learning-rate scheduler of torch's kind, stepped every so often; `monitor` feeds those that watch a metric."""

@@ -22,11 +22,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data import workers
 from lockstep.data.counts import with_counts
-from lockstep.data.division import Division
 from lockstep.data.lanes import Lane, Reader, Reading, piece_order
 from lockstep.data.loader import Collate, Loading
 from lockstep.data.order import MicroBatch
-from lockstep.data.portions import Cut, Portion
+from lockstep.data.portions import Cut, Division, Portion
 from lockstep.data.seeding import generators_kept
 from lockstep.data.sources import OWN, PIECES, WHOLE, Source
 from lockstep.distributed.group import Group
