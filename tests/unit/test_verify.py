@@ -78,7 +78,7 @@ def test_metrics_are_compared_too_and_one_example_on_the_other_side_of_a_thresho
 def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
     names = [each.name for each in COMBINATIONS]
     assert len(set(names)) == len(names)
-    assert COMBINATIONS[0] is REFERENCE and REFERENCE.shares == 1 and not REFERENCE.packages and not REFERENCE.gpus
+    assert COMBINATIONS[0] is REFERENCE and not REFERENCE.packages and not REFERENCE.gpus
 
 
 # The short forms, a limit in epochs, and settings that must not disturb the comparison.

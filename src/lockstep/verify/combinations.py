@@ -19,7 +19,6 @@ class Combination:
 
     name: str
     overrides: tuple[str, ...]  # of the config, as for --set
-    shares: int = 1  # parts that a batch is divided into; on hosts, as many as there are
     packages: tuple[str, ...] = ()  # that have to be installed
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
@@ -80,36 +79,36 @@ _GPUS: Any = {"gpus": 2, "env": _NO_TF32}
 # The first is what all others are compared with.
 COMBINATIONS = (
     Combination("cpu-single", (*_CPU, _ONE, _SINGLE)),
-    Combination("cpu-ddp-2", (*_CPU, _TWO, _DDP), shares=2),
-    Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP), shares=4),
-    Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), shares=2, command=_torchrun(2)),
-    Combination("cpu-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_2, _FSDP), shares=2),
-    Combination("cpu-fsdp-3", (*_OVER_CPUS, _THREE, "strategy.mesh={data: 3, model: 1}", _FSDP), shares=3),
-    Combination("cpu-fsdp-4", (*_OVER_CPUS, _FOUR, _MESH_4, _FSDP), shares=4),
-    Combination("cpu-hsdp-2x2", (*_OVER_CPUS, _FOUR, "strategy.mesh={replica: 2, data: 2, model: 1}", _HSDP), shares=4),
+    Combination("cpu-ddp-2", (*_CPU, _TWO, _DDP)),
+    Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP)),
+    Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), command=_torchrun(2)),
+    Combination("cpu-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_2, _FSDP)),
+    Combination("cpu-fsdp-3", (*_OVER_CPUS, _THREE, "strategy.mesh={data: 3, model: 1}", _FSDP)),
+    Combination("cpu-fsdp-4", (*_OVER_CPUS, _FOUR, _MESH_4, _FSDP)),
+    Combination("cpu-hsdp-2x2", (*_OVER_CPUS, _FOUR, "strategy.mesh={replica: 2, data: 2, model: 1}", _HSDP)),
     Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, _MESH_1X2, _FSDP)),
-    Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP), shares=2),
-    Combination("cpu-torchrun-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP), shares=2, command=_torchrun(2)),
-    Combination("cpu-ray-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP, _ON_RAY), shares=2, packages=("ray",)),
-    Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), shares=2, packages=("ray",)),
+    Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP)),
+    Combination("cpu-torchrun-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP), command=_torchrun(2)),
+    Combination("cpu-ray-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP, _ON_RAY), packages=("ray",)),
+    Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), packages=("ray",)),
     Combination("cpu-hosts", (*_HOSTS, _DDP), hosts=True),
     Combination("xla-single", (*_XLA, _ONE, _SINGLE), **_TORCH_XLA),
-    Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), shares=2, **_TORCH_XLA),
-    Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, **_TORCH_XLA, command=_torchrun(2)),
-    Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), shares=2, **_TORCH_XLA),
-    Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), shares=4, **_TORCH_XLA),
-    Combination("xla-spmd-4", (*_XLA_MESH, _ONE, _MESH_4, _SPMD), shares=4, **_TORCH_XLA),
-    Combination("xla-spmd-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _SPMD), shares=2, **_TORCH_XLA),
-    Combination("xla-fsdp-4", (*_XLA_MESH, _ONE, _MESH_4, _FSDP), shares=4, **_TORCH_XLA),
-    Combination("xla-fsdp-tensor-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _FSDP), shares=2, **_TORCH_XLA),
+    Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), **_TORCH_XLA),
+    Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), **_TORCH_XLA, command=_torchrun(2)),
+    Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), **_TORCH_XLA),
+    Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), **_TORCH_XLA),
+    Combination("xla-spmd-4", (*_XLA_MESH, _ONE, _MESH_4, _SPMD), **_TORCH_XLA),
+    Combination("xla-spmd-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _SPMD), **_TORCH_XLA),
+    Combination("xla-fsdp-4", (*_XLA_MESH, _ONE, _MESH_4, _FSDP), **_TORCH_XLA),
+    Combination("xla-fsdp-tensor-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _FSDP), **_TORCH_XLA),
     Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), **_GPU),
-    Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, _SHARED), shares=2, **_GPU),
+    Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, _SHARED), **_GPU),
     Combination("cuda-fsdp-1", (*_OVER_GPUS, _ONE, "strategy.mesh={data: 1, model: 1}", _FSDP), **_GPU),
-    Combination("cuda-shared-fsdp-2", (*_OVER_GPUS, _TWO, _MESH_2, _FSDP, _SHARED), shares=2, **_GPU),
+    Combination("cuda-shared-fsdp-2", (*_OVER_GPUS, _TWO, _MESH_2, _FSDP, _SHARED), **_GPU),
     Combination("cuda-shared-tensor-2", (*_OVER_GPUS, _TWO, _MESH_1X2, _FSDP, _SHARED), **_GPU),
-    Combination("cuda-fsdp-2", (*_OVER_GPUS, _TWO, _MESH_2, _FSDP), shares=2, **_GPUS),
-    Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), shares=2, **_GPUS),
-    Combination("cuda-torchrun-2", (*_CUDA, _TWO, _DDP), shares=2, command=_torchrun(2), **_GPUS),
+    Combination("cuda-fsdp-2", (*_OVER_GPUS, _TWO, _MESH_2, _FSDP), **_GPUS),
+    Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), **_GPUS),
+    Combination("cuda-torchrun-2", (*_CUDA, _TWO, _DDP), command=_torchrun(2), **_GPUS),
 )
 REFERENCE = COMBINATIONS[0]
 
