@@ -109,7 +109,7 @@ def roll_call(folder: str) -> Stamps:
     """One rank of a run that does nothing but join."""
     from lockstep import worker
     from lockstep.config.schema import RunSettings
-    from lockstep.distributed.rollcall import hold
+    from lockstep.distributed.rollcall import call as hold
     from lockstep.distributed.topology import Topology
 
     stamps: Stamps = {}
@@ -264,7 +264,7 @@ def threads_call(stores: list[Any], prefix: str) -> dict[str, Any]:
 def what_ranks_say(count: int) -> tuple[Evidence, list[Report]]:
     """As long as what real ranks say: eight on every host, all settings, twenty files of source."""
     from lockstep.config.schema import RunSettings
-    from lockstep.distributed.rollcall.hold import report as report_of
+    from lockstep.distributed.rollcall.call import report as report_of
     from lockstep.distributed.rollcall.report import Evidence
     from lockstep.distributed.topology import Place, Topology
     from lockstep.runtime.cpu import CpuRuntime

@@ -55,8 +55,6 @@ def measured(example: str, only: list[str]) -> list[str] | None:
 
 
 def where(row: str) -> str:
-    if "| not here: " in row:
-        return ""
     machine = platform.machine()
     if name(row).startswith("cuda"):
         import torch
@@ -69,9 +67,7 @@ def merged(table: list[str], known: list[str], only: list[str]) -> list[str]:
     """The new rows, but for those that say nothing new."""
     rows = {name(line): line for line in known[2:]}
     for line in table[2:]:
-        absent = "| not here: " in line
-        named = not only or any(fnmatch.fnmatch(name(line), pattern) for pattern in only)
-        if (named and not absent) or name(line) not in rows:
+        if not only or any(fnmatch.fnmatch(name(line), pattern) for pattern in only) or name(line) not in rows:
             rows[name(line)] = line
     return [*table[:2], *rows.values()]
 

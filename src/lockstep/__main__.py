@@ -8,7 +8,7 @@ def main() -> None:
         from lockstep.cli import main as commands
     except KeyboardInterrupt:
         sys.exit(130)
-    commands(prog_name="lockstep")  # also as python -m lockstep: the script for a shell knows it by this name
+    commands(prog_name="lockstep")  # also as python -m lockstep: click names the completion variable after it
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.activity import LEFT, Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import meet
+from lockstep.distributed.rollcall.call import hold
 from lockstep.distributed.rollcall.faults import SHOWN
-from lockstep.distributed.rollcall.hold import hold
-from lockstep.distributed.rollcall.report import Evidence, Report, comparable, table
-from lockstep.distributed.rollcall.source import Source, source_files
+from lockstep.distributed.rollcall.report import Evidence, Report, Source, comparable, source_files, table
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks

@@ -109,7 +109,7 @@ def test_a_combination_that_fails_shows_its_headline_and_its_log(project: Projec
     config = project.config(task={"type": f"{TASK_FILE}:Tiny", "fail_at": fails})
     finished = project.run("verify", config, *TWO_RANKS, limit=LIMIT)
     assert finished.code == 1, finished.text
-    (line,) = (line for line in finished.out.splitlines() if line.startswith("cpu-ddp-2    failed"))
+    (line,) = (line for line in finished.out.splitlines() if line.startswith("cpu-ddp-2 failed"))
     assert "rank 1 of 2 on " in line and "failed: ValueError: this example cannot be right; log: " in line
     log = Path(line.split("log: ")[1])
     assert "Traceback" in log.read_text()

@@ -211,7 +211,7 @@ def saboteur() -> Saboteur | None:
 
 
 def _watch_for_moments(saboteur: Saboteur) -> None:
-    import lockstep.distributed.rollcall.hold as hold
+    import lockstep.distributed.rollcall.call as hold
     from lockstep.checkpoint import manifest, ranges
     from lockstep.checkpoint.owners import OwnersWriter
     from lockstep.checkpoint.storage import CheckpointStorage

@@ -26,7 +26,7 @@ from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse
 from lockstep.start import checkpoint as start
-from lockstep.verify.byproduct import batch_statistics
+from lockstep.verify.examine import batch_statistics
 
 launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})
 

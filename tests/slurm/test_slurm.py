@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import ROOT, TASK_FILE, Finished, Project, Started, losses, steps_saved, summary, wait_until
-from lockstep.distributed.node_list import nodes
+from lockstep.distributed.batch import nodes
 from slurm_cluster import SlurmCluster
 
 TINY = f"{TASK_FILE}:Tiny"

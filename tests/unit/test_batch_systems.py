@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import lockstep
 from lockstep.cli import main
 from lockstep.config.schema import RunConfig
-from lockstep.distributed.batch import batch_task
-from lockstep.distributed.node_list import nodes, tasks_per_node
+from lockstep.distributed.batch import batch_task, nodes, tasks_per_node
 from lockstep.distributed.topology import Topology, launched, without_place
 from lockstep.doctor.ask import environment
 from lockstep.errors import ConfigError, LockstepError, TopologyError

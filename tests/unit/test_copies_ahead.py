@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunSettings
-from lockstep.data.ahead import one_ahead
+from lockstep.data.loaders import one_ahead
 from lockstep.data.order import GlobalBatches
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's first optimizer imports it, and it sets an environment variable
 from test_checkpoint_storage import flip
-from test_run import set_up, train
+from test_run import set_up
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import MODEL_FILE
@@ -74,7 +74,8 @@ def test_of_a_branch_that_was_left(new_run: Runs, folder: Path) -> None:
     assert run.restore(step=3)
     assert step(run.newest_saved()) == 3
     assert run.checkpointer.best() == {"value": 1.0, "step": 3}
-    train(run, 2)
+    for _ in run.epochs(2):
+        train_one_pass(run)
     assert step(run.newest_saved()) == 3
     run.checkpoint()
     assert names(folder) == [

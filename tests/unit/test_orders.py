@@ -21,14 +21,12 @@ from torch.utils.data import Dataset, TensorDataset
 from conftest import TASK_FILE
 from lockstep.config.data import Data
 from lockstep.config.schema import After, RunConfig
-from lockstep.data.buckets import Buckets
-from lockstep.data.choosing import choose
+from lockstep.data.choosing import Buckets, Weighted, choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher
 from lockstep.data.order import GlobalBatches
 from lockstep.data.orders import Order, Own, Shuffled
 from lockstep.data.permutation import SORTED_UP_TO, Permutation
 from lockstep.data.split import Part, Split, split_dataset
-from lockstep.data.weighted import Weighted, logarithm
 from lockstep.errors import ConfigError
 from lockstep.train import scoring, trainer
 from lockstep.train.ordering import order_of
@@ -170,11 +168,6 @@ def test_drawing_by_weight_never_changes() -> None:
 
 GOLDEN_WITH = [3, 2, 7, 7, 6, 3, 7, 5]
 GOLDEN_WITHOUT = [2, 6, 3, 4, 7, 5, 1, 0]
-
-
-def test_the_logarithm_is_one() -> None:
-    values = np.concatenate([np.random.default_rng(0).random(1000), [1.0, 2.0**-53, 0.5]])
-    assert np.allclose(logarithm(values), np.log(values), rtol=1e-14, atol=1e-16)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lockstep.distributed import door
-from lockstep.distributed.peers import owner
+from lockstep.distributed.door import owner
 from lockstep.errors import RollCallError
 from lockstep.profiler.demand import _proven, permitted
 

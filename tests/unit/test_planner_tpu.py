@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.planner.devices import known, target
-from lockstep.planner.slices import slice_of, topology
+from lockstep.planner.devices import known, slice_of, target, topology
 from lockstep.planner.tpu import engine
 from lockstep.planner.tpu.blame import of_crash
+from lockstep.planner.tpu.engine import refused
 from lockstep.planner.tpu.program import Program, group_of, padded_bytes
-from lockstep.planner.tpu.refused import refused
 from lockstep.planner.tpu.shardings import REPLICATED, Entry, part, words
 from lockstep.planner.tpu.stored import Argument, Traced, read, write
 

@@ -12,8 +12,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, ended_by_the_kernel, find_cause
 from lockstep.launcher import cgroup
 from lockstep.planner.devices import Device, Target, known
+from lockstep.planner.explain import like
 from lockstep.planner.figures import Step, Work
-from lockstep.planner.here import like
 from lockstep.planner.plan import GIB, Plan
 from lockstep.planner.remedies import Found, find, lines
 from lockstep.planner.roofline import estimate

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.distributed.rollcall.call import call
+from lockstep.distributed.rollcall.call import call, contributions_fault
 from lockstep.distributed.rollcall.faults import SHOWN, differences, find_faults, render
-from lockstep.distributed.rollcall.proof import contributions_fault
-from lockstep.distributed.rollcall.report import Evidence, Report, comparable, digest
-from lockstep.distributed.rollcall.source import source_files
+from lockstep.distributed.rollcall.report import Evidence, Report, comparable, digest, source_files
 from lockstep.distributed.store.client import connect_unix
 from lockstep.distributed.store.private import fresh_folder
 from lockstep.distributed.store.server import Server, listen_on_unix

@@ -137,7 +137,6 @@ def test_a_folder_that_is_none_and_a_misspelt_command(runs: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "claen: there is no such folder; did you mean lockstep runs clean?" in result.stderr
     assert "is a run itself" in lockstep("runs", run(runs, "slow")).stderr
-    assert "no such folder" in lockstep("runs", "diff", "nowhere", "nothing").stderr
     assert "copy them here first" in lockstep("runs", "s3://bucket/runs").stderr
 
 
@@ -165,20 +164,6 @@ def test_the_trials_of_a_sweep_are_runs_too(runs: Path) -> None:
     ), "quick is to be listed"
     lockstep("runs", "clean", "--status", "completed", "--with-checkpoints", "--yes")
     assert (sweep / "trial-00000").is_dir()
-
-
-def test_two_runs_side_by_side(runs: Path) -> None:
-    slow, quick = run(runs, "slow"), run(runs, "quick")
-    told = json.loads(lockstep("runs", "diff", slow.name, quick, "--json").stdout)
-    assert {each["key"]: each["values"] for each in told["config"]} == {
-        "name": ["slow", "quick"],
-        "optimizer.lr": [0.01, 0.5],
-    }
-    losses = [json.loads((each / "summary.json").read_text())["metrics"]["val/loss"] for each in (slow, quick)]
-    assert told["results"]["val/loss"] == losses
-    shown = lockstep("runs", "diff", slow, quick).stdout
-    assert "optimizer.lr  0.01" in shown
-    assert "the configs are the same" in lockstep("runs", "diff", slow, slow).stdout
 
 
 def test_a_clean_up_lists_first_and_removes_only_with_yes(runs: Path) -> None:

@@ -285,7 +285,7 @@ def test_torch_can_meet_there(port: int) -> None:
     """As its groups do on several hosts: through torch's own prefixes, from C++."""
     from torch._C._distributed_c10d import PrefixStore
 
-    from lockstep.distributed.store.for_torch import TorchStore
+    from lockstep.distributed.rendezvous import TorchStore
 
     def connected() -> PrefixStore:
         client: Client = connect_tcp("127.0.0.1", port, SECRET, 5)

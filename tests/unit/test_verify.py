@@ -16,13 +16,11 @@ import pytest
 
 from lockstep.config.load import load
 from lockstep.errors import ConfigError
-from lockstep.verify import byproduct, report
-from lockstep.verify.available import missing
-from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
-from lockstep.verify.findings import Asked, Judged, Report, Row
-from lockstep.verify.judge import Comparison, compare, metrics_apart, tolerance
+from lockstep.verify import report
+from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
+from lockstep.verify.examine import draws_random_numbers
+from lockstep.verify.findings import Asked, Comparison, Judged, Report, Row, compare, metrics_apart, tolerance
 from lockstep.verify.lanes import Lanes
-from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial, execute, headline
 
 REFERENCE_LOSSES = {1: 2.0, 2: 1.0, 3: 0.5}
@@ -80,7 +78,7 @@ def test_metrics_are_compared_too_and_one_example_on_the_other_side_of_a_thresho
 def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
     names = [each.name for each in COMBINATIONS]
     assert len(set(names)) == len(names)
-    assert COMBINATIONS[0] is REFERENCE and REFERENCE.shares == 1 and not REFERENCE.packages and not REFERENCE.gpus
+    assert COMBINATIONS[0] is REFERENCE and not REFERENCE.packages and not REFERENCE.gpus
 
 
 # The short forms, a limit in epochs, and settings that must not disturb the comparison.
@@ -181,9 +179,9 @@ def test_a_moved_generator_means_random_numbers(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"state": {"generators": state}}))
-    assert not byproduct.draws_random_numbers(tmp_path)
+    assert not draws_random_numbers(tmp_path)
     (folder / "state.json").write_text(json.dumps({"state": {"generators": [1, 3]}}))
-    assert byproduct.draws_random_numbers(tmp_path)
+    assert draws_random_numbers(tmp_path)
 
 
 # What is shown
@@ -219,11 +217,12 @@ def test_all_agree_and_what_is_not_here_is_listed() -> None:
     assert [line.split() for line in lines] == [
         ["cpu-single", "reference", "2", "1", "-"],
         ["cpu-ddp-2", "agrees", "2", "1.000001", "1.0e-06"],
-        ["xla-single", "not", "here", "torch_xla", "is", "not", "installed"],
     ]
     assert found.agrees
-    assert report.conclusion(found).startswith("all 2 agree: the largest difference is 1.0e-06 (tolerance 1e-05, ")
-    assert "| xla-single | not here: torch_xla is not installed |  |  |  |" in report.markdown(found)
+    absent, said = report.conclusion(found).splitlines()
+    assert absent == "not here: xla-single (torch_xla is not installed)"
+    assert said.startswith("all 2 agree: the largest difference is 1.0e-06 (tolerance 1e-05, ")
+    assert "| cpu-ddp-2 | agrees | 2 | 1.000001 | 1.0e-06 |" in report.markdown(found)
 
 
 @pytest.mark.parametrize(

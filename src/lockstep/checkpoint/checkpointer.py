@@ -116,8 +116,6 @@ class Checkpointer:
         message = {"generators": generator_states(self._runtime), "attached": self.attached.digests()}
         states = self.compared(message, "generator states", step)
         attached = self.attached.states([each["attached"] for each in states])
-        with self._group.activity.within("the state of all ranks", waits=True):
-            of_ranks = self._strategy.state_of_ranks()
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
             whole = {
@@ -125,7 +123,6 @@ class Checkpointer:
                 "cursors": position["cursors"],
                 **models,
                 **state,
-                **({} if of_ranks is None else {"of_ranks": of_ranks}),
                 "attached": attached,
                 "generators": [each["generators"] for each in states],
             }
@@ -152,7 +149,6 @@ class Checkpointer:
         source = str(self.storage.path(step))
         try:
             self._weights.load(loaded.model, state, source)
-            self._strategy.load_state_of_ranks(state.get("of_ranks", {}))
             self.attached.load(state["attached"])
             state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:

@@ -6,8 +6,6 @@ import errno
 import importlib
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import click
 
 from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
-from lockstep.deprecated import DeprecatedWarning
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
 from lockstep.shown import shown
 from lockstep.terminal import colour, make_safe
@@ -41,7 +38,6 @@ _HOMES = {
     "schema": "schema",
     "runs": "runs",
     "watch": "watch",
-    "completion": "completion",
 }
 
 
@@ -54,9 +50,7 @@ class Commands(Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_safe()
         kwargs.setdefault("color", colour(os.environ))
-        with warnings.catch_warnings():
-            warnings.showwarning = _say_what_is_deprecated(warnings.showwarning)
-            return super().main(*args, **kwargs)
+        return super().main(*args, **kwargs)
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(_HOMES)
@@ -96,7 +90,7 @@ class Commands(Group):
 def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
     """`--epochs 3` is a value of the config: answer it with `--set train.epochs=3`."""
     takes_settings = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
-    from lockstep.config.paths import paths_called
+    from lockstep.config.load import paths_called
 
     paths = paths_called(error.option_name.lstrip("-")) if takes_settings else []
     if not paths:
@@ -107,18 +101,6 @@ def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
         following = arguments[arguments.index(given) + 1 :]
         value = following[0] if following and not following[0].startswith("--") else ""
     vars(error)["possibilities"] = [f"--set {path}={value or 'VALUE'}" for path in paths]
-
-
-def _say_what_is_deprecated(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """As a message of ours: where in our code it was noticed is of no use to whoever wrote the config."""
-
-    def show(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:
-        if issubclass(category, DeprecatedWarning):
-            say(str(message))
-        else:
-            otherwise(message, category, *details, **more)
-
-    return show
 
 
 def _require_a_current_folder() -> None:

@@ -85,9 +85,10 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
     made.create()
     inspections = made.inspect()
     if as_json:
-        from lockstep.doctor import hosts, report
+        from lockstep.cli.doctor import checks_of
+        from lockstep.doctor.check import as_json as in_json
 
-        click.echo(report.as_json(hosts.checks(inspections)))
+        click.echo(in_json(checks_of(inspections)))
     else:
         click.echo(preflight.table(inspections))
     if any(each.problems for each in inspections):

@@ -1,4 +1,4 @@
-"""`lockstep runs`: the runs of a folder, what differs between two of them, and what may be removed. Needs no torch."""
+"""`lockstep runs`: the runs of a folder, and what may be removed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import click
 
 from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
-from lockstep.cli.options import JSON, complete_run_dir
+from lockstep.cli.options import JSON
 from lockstep.config.nearest import nearest
 from lockstep.config.plain import columns, finite
 from lockstep.errors import ConfigError
-from lockstep.shown import in_a_line, size, visible
+from lockstep.shown import in_a_line, size
 
 _COLOURS = {"completed": "green", "stopped early": "green", "running": "cyan", "failed": "red", "lost": "red"}
 _SORTS = ("started", "name", "status", "step", "best", "duration")
@@ -47,12 +47,11 @@ class _Runs(Group):
     epilog=examples(
         "lockstep runs",
         "lockstep runs experiments --status failed --sort duration",
-        "lockstep runs diff digits-20260101-120000 digits-20260102-090000",
         "lockstep runs clean --older-than 7d",
     ),
 )
 def runs() -> None:
-    """List runs, compare two of them, and remove those that are of no use.
+    """List runs, and remove those that are of no use.
 
     `lockstep runs FOLDER` is short for `lockstep runs list FOLDER`.
     """
@@ -88,25 +87,6 @@ def list_(
     for run, line in zip(found, lines, strict=True):
         after = before + len(run.status)
         click.echo(f"{line[:before]}{click.style(run.status, fg=_COLOURS.get(run.status))}{line[after:]}")
-
-
-@runs.command(epilog=examples("lockstep runs diff runs/digits-20260101-120000 runs/digits-20260102-090000"))
-@click.argument("first", metavar="A", type=click.Path(path_type=Path), shell_complete=complete_run_dir)
-@click.argument("second", metavar="B", type=click.Path(path_type=Path), shell_complete=complete_run_dir)
-@JSON
-def diff(first: Path, second: Path, as_json: bool) -> None:
-    """Show where the configs of runs A and B differ, and what came of each.
-
-    A and B are folders, or names of runs in runs/.
-    """
-    from lockstep.runs import differences, table
-
-    found = differences.differences(table.named(first), table.named(second))
-    if as_json:
-        _print_json(found.plain())
-        return
-    for line in differences.lines(found):
-        click.echo(visible(line))
 
 
 @runs.command(
@@ -184,7 +164,7 @@ def _require(folder: Path) -> None:
     """A folder that is none may be a command that was misspelt."""
     if folder.is_dir():
         return
-    meant = nearest(str(folder), ("diff", "clean", "list"), 0.6)
+    meant = nearest(str(folder), ("clean", "list"), 0.6)
     hint = f"; did you mean lockstep runs {meant}?" if meant else "; runs are in runs/, or where --out was"
     if re.match(r"\w+:/", str(folder)):  # a path has one slash of s3://
         hint = "; runs are looked at on a disk: copy them here first, with the tools of that storage"

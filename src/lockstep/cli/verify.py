@@ -46,15 +46,15 @@ def verify(
     """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
     from lockstep.distributed.topology import launched
     from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
-    from lockstep.verify import report, work
-    from lockstep.verify.examine import examine
+    from lockstep.verify import report
+    from lockstep.verify.examine import examine, work_folder
     from lockstep.verify.findings import Asked
 
     if launched(os.environ):
         raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
     try:
-        with work.folder(out) as place:
+        with work_folder(out) as place:
             found = examine(asked, place.path, say)
             place.keep = place.keep or not found.agrees
     except KeyboardInterrupt:

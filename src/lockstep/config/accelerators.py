@@ -121,8 +121,4 @@ def runtime_version(accelerator: Accelerator) -> str:
 
 
 def zones(accelerator: Accelerator) -> tuple[str, ...]:
-    """Where this generation is offered."""
     return _GENERATIONS[accelerator.generation].zones
-
-
-KNOWN_ZONES = tuple(dict.fromkeys(zone for each in _GENERATIONS.values() for zone in each.zones))

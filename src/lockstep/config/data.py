@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lockstep.config.component import as_mapping
-from lockstep.config.section import Section
+from lockstep.config.section import Section, as_mapping
 
 
 class Split(Section):

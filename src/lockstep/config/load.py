@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.mesh import resolve_meshes, spans_processes
 from lockstep.config.nearest import did_you_mean, nearest
-from lockstep.config.renamed import with_current_names
-from lockstep.config.schema import Profile, RunConfig, RunSettings
+from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_value
 from lockstep.config.strategy import Strategy
 from lockstep.config.task_file import KeyPath, with_task_located
 from lockstep.config.text_file import read_text
-from lockstep.config.weights_path import with_weights_located
 from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.shown import brief, in_a_line
@@ -100,8 +98,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> Settings:
     """Build the settings, or say everything that is wrong with them at once."""
-    if issubclass(model, RunSettings):
-        raw, places = with_current_names(raw, places, source)
     try:
         return model.model_validate(raw)
     except ValidationError as problems:
@@ -303,3 +299,40 @@ def _dotted(keys: KeyPath) -> str:
     for key in keys:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
     return in_a_line(text)
+
+
+def with_weights_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str]) -> RunConfig:
+    """With `init_from.path` made absolute: relative to the config's folder, on the command line to where we are.
+
+    Whether it is there is for whoever loads it to say: it may be on other hosts, and a resume does not need it.
+    """
+    init_from = config.init_from
+    if init_from is None or "://" in init_from.path:
+        return config
+    place = places.get(("init_from", "path"), places.get(("init_from",), ""))
+    base = Path.cwd() if place.startswith("--set") else folder
+    path = base / Path(init_from.path).expanduser()
+    return config.model_copy(update={"init_from": init_from.model_copy(update={"path": str(path.absolute())})})
+
+
+# Arguments of optimizers, which are torch's to name.
+_OF_OPTIMIZERS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum"}
+_MOST = 3
+
+
+def paths_called(name: str) -> list[str]:
+    """Returns the paths that end with a name, those of `train` first: `epochs` is `train.epochs`."""
+    name = name.replace("-", "_")
+    if name in _OF_OPTIMIZERS:
+        return [f"optimizer.{_OF_OPTIMIZERS[name]}"]
+    found = [path for path in _paths(RunConfig, "") if path.rpartition(".")[2] == name]
+    return sorted(found, key=lambda path: (not path.startswith("train."), path.count("."), path))[:_MOST]
+
+
+def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        yield path
+        for each in (field.annotation, *get_args(field.annotation)):
+            if isinstance(each, type) and issubclass(each, BaseModel) and each is not model:
+                yield from _paths(each, f"{path}.")

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from lockstep.config.component import Component, as_mapping
-from lockstep.config.section import Section
+from lockstep.config.section import Component, Section, as_mapping
 from lockstep.config.values import ImportPath, Interval
 
 EVERY_STEP = Interval(1, "step")
@@ -66,10 +65,6 @@ class Optimizer(Component):
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] | None = Field(
         None, description="parameters with arguments of their own; the first that matches counts"
     )
-
-    @property
-    def arguments_of_groups(self) -> list[dict[str, Any]]:
-        return [each.arguments for each in self.groups or ()]
 
 
 class Scheduler(Component):

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.config import loggers
-from lockstep.config.component import Component as Component
-from lockstep.config.component import as_mapping
 from lockstep.config.data import Data
 from lockstep.config.optimizing import EVERY_EPOCH as EVERY_EPOCH
 from lockstep.config.optimizing import AnyCompile, AnyEma, AnyScheduler, Optimizer, Patterns
 from lockstep.config.optimizing import Schedule as Schedule
 from lockstep.config.optimizing import Scheduler as Scheduler
 from lockstep.config.pod import Pod
+from lockstep.config.section import Component as Component
 from lockstep.config.section import Section as Section
+from lockstep.config.section import as_mapping
 from lockstep.config.slurm import Slurm
 from lockstep.config.strategy import Strategy
 from lockstep.config.values import HostName, Interval, Seconds

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lockstep.config.component import as_mapping
-from lockstep.config.section import Section
+from lockstep.config.section import Section, as_mapping
 from lockstep.config.values import import_path
 
 # Strategies that spread a model over a mesh: of processes on cpu and cuda, of devices on xla. `spmd` is for xla alone:
@@ -62,7 +61,9 @@ class CommHook(Section):
         description="bf16_compress, fp16_compress, powerSGD, or the import path of a function (state, bucket)"
     )
     rank: int = Field(1, gt=0, le=1024, description="powerSGD: of the matrices that travel in place of gradients")
-    start: int = Field(1000, gt=1, description="powerSGD: the step from which on it compresses")
+    start: int = Field(
+        1000, gt=1, description="powerSGD: the step from which on it compresses, counted anew after a resume"
+    )
 
     @model_validator(mode="after")
     def _numbers_are_for_power_sgd(self) -> CommHook:

@@ -7,14 +7,162 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.config.data import Ordering
 from lockstep.config.load import validate
-from lockstep.data.buckets import Buckets
-from lockstep.data.orders import Order, Own, OwnOrder, Sequential, Shuffled
+from lockstep.data.orders import (
+    BUCKET_STREAM,
+    WEIGHTED_STREAM,
+    Made,
+    Order,
+    Own,
+    OwnOrder,
+    Sequential,
+    Shuffled,
+    digest,
+)
+from lockstep.data.permutation import Indices, Permutation, uniform, words_of
 from lockstep.data.split import Part
-from lockstep.data.weighted import Weighted
 from lockstep.errors import ConfigError
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Weighted(Made):
+    """Examples drawn by weight, as torch's WeightedRandomSampler draws them; a pure function of the seed and the epoch.
+
+    With replacement, every draw is by the weights, whatever was drawn before. Without, what was drawn is out.
+    """
+
+    name = "weighted"
+
+    def __init__(self, count: int, seed: int, weights: Any, replacement: bool = True, draws: int | None = None) -> None:
+        super().__init__(count)
+        self._seed, self._weights, self._replacement = seed, checked_weights(weights, count), replacement
+        self._length = count if draws is None else draws
+        # Added up one after the other, which gives the same sums on every machine.
+        self._sums = np.cumsum(self._weights)
+        there = int(np.count_nonzero(self._weights))
+        if not replacement and self._length > there:
+            raise ConfigError(
+                f"data.order: {self._length} examples cannot be drawn without replacement: {there} of {count} have a "
+                "weight above 0. Lower count, or draw with replacement: true"
+            )
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def facts(self, epoch: int) -> dict[str, Any]:
+        drawn = {"replacement": self._replacement, "length": self._length, "weights": digest(self._weights)}
+        return {**super().facts(epoch), **drawn}
+
+    def at(self, epoch: int, places: Indices) -> Indices:
+        if not self._replacement:
+            return super().at(epoch, places)
+        # Above 0 and up to the whole sum: an example of weight 0 has no room between two sums, and is never met.
+        wanted = uniform(places, WEIGHTED_STREAM, self._seed, epoch) * self._sums[-1]
+        found: Indices = np.searchsorted(self._sums, wanted, side="left").astype(np.int64, copy=False)
+        return found
+
+    def make(self, epoch: int) -> Indices:
+        """Without replacement: each example waits for an exponential time at the rate of its weight; the first come."""
+        there = np.flatnonzero(self._weights)
+        times = -np.log(uniform(there, WEIGHTED_STREAM, self._seed, epoch)) / self._weights[there]
+        return there[np.argsort(times, kind="stable")[: self._length]].astype(np.int64, copy=False)
+
+
+def checked_weights(given: Any, count: int) -> Numbers:
+    weights = numbers(given, count, "weights")
+    wrong = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
+    if len(wrong):
+        raise ConfigError(
+            f"data.order: the weight of example {wrong[0]} is {weights[wrong[0]]:g} ({len(wrong)} such of {count}): "
+            "weights are 0 or more, and finite"
+        )
+    if not weights.any():
+        raise ConfigError(f"data.order: all {count} weights are 0, so that there is nothing to draw")
+    with np.errstate(over="ignore"):
+        total = weights.sum()
+    if not np.isfinite(total):
+        raise ConfigError(f"data.order: the {count} weights add up to more than a number can hold: scale them down")
+    return weights
+
+
+def numbers(given: Any, count: int, name: str) -> Numbers:
+    """One number per example, from whatever holds them."""
+    detached = given.detach().cpu() if hasattr(given, "detach") else given
+    try:
+        found = np.asarray(detached, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        kind = type(given).__name__
+        raise ConfigError(f"data.order: {name} must be one number per example, got a {kind}: {error}") from None
+    if found.shape != (count,):
+        raise ConfigError(
+            f"data.order: there are {count} examples, but {name} of shape {list(found.shape)}: give one number for each"
+        )
+    return found
+
+
+# Batches whose examples are sorted by length together, where nothing was said.
+WINDOW = 100
+
+
+class Buckets(Order):
+    """A random order, of which every so many batches are sorted by length, cut, and shuffled: little is padding.
+
+    Every example comes once in an epoch, in new company every time. Only the last batch may be short: not one of the
+    longest examples, but of any length.
+    """
+
+    name = "buckets"
+
+    def __init__(self, count: int, seed: int, lengths: Any, batch_size: int, window: int | None = None) -> None:
+        super().__init__(count)
+        self._lengths = numbers(lengths, count, "lengths")
+        wrong = np.flatnonzero(~np.isfinite(self._lengths) | (self._lengths < 0))
+        if len(wrong):
+            raise ConfigError(
+                f"data.order: the length of example {wrong[0]} is {self._lengths[wrong[0]]:g}: lengths are 0 or more"
+            )
+        self._seed, self._batch_size, self._window = seed, batch_size, window or WINDOW
+        self._order: tuple[int, Permutation] | None = None
+        self._made: tuple[int, int, Indices] | None = None
+
+    def facts(self, epoch: int) -> dict[str, Any]:
+        return {**super().facts(epoch), "window": self._window, "lengths": digest(self._lengths)}
+
+    def at(self, epoch: int, places: Indices) -> Indices:
+        size = self._window * self._batch_size
+        windows = places // size
+        if len(places) and windows[0] == windows[-1] == windows.max():
+            return self._sorted(epoch, int(windows[0]))[places % size]
+        found = np.empty(len(places), dtype=np.int64)
+        for window in np.unique(windows):
+            here = windows == window
+            found[here] = self._sorted(epoch, int(window))[places[here] % size]
+        return found
+
+    def _sorted(self, epoch: int, window: int) -> Indices:
+        if self._made is None or self._made[:2] != (epoch, window):
+            self._made = epoch, window, self._make(epoch, window)
+        return self._made[2]
+
+    def _make(self, epoch: int, window: int) -> Indices:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Permutation(self.count, BUCKET_STREAM, self._seed, epoch)
+        start = window * self._window * self._batch_size
+        drawn = self._order[1](np.arange(start, min(start + self._window * self._batch_size, self.count)))
+        by_length = drawn[np.argsort(self._lengths[drawn], kind="stable")]
+        full, rest = divmod(len(drawn), self._batch_size)
+        # The short batch is cut out at a random place: taken off the end it would always have the longest examples.
+        key = (BUCKET_STREAM, self._seed, epoch, window)
+        cut = int(words_of(1, *key)[0] % np.uint64(full + 1)) * self._batch_size
+        short = by_length[cut : cut + rest]
+        batches = np.concatenate([by_length[:cut], by_length[cut + rest :]]).reshape(full, self._batch_size)
+        return np.concatenate([batches[Permutation(full, *key)(np.arange(full))].reshape(-1), short])
+
 
 # Of a loop of one's own: one of these words, a mapping with one as its type, a function, or what was made before.
 Asked = str | Mapping[str, Any] | OwnOrder | Order | None

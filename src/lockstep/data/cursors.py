@@ -243,7 +243,6 @@ class Cursors:
 
     @property
     def closed(self) -> list[str]:
-        """The names of sources that no loop walks now."""
         return [each.name for each in self._cursors if not each.is_open]
 
     def find(self, dataset: Any, count: int | None, name: str | None, site: str | None = None) -> Cursor:

@@ -79,8 +79,6 @@ class Lane:
 
 
 class Reader:
-    """Takes examples from a lane."""
-
     def __init__(self, reading: Reading, lane: Lane) -> None:
         self._reading, self._lane = reading, lane
         self._at = 0
@@ -94,7 +92,6 @@ class Reader:
         self._drawn: Any = None  # their state now, as plain data, where they are not as they were seeded
 
     def take(self, count: int) -> list[Any]:
-        """The next examples; fewer at the end."""
         taken: list[Any] = []
         while len(taken) < count and (self._offset < len(self._chunk) or self._read_on()):
             part = self._chunk[self._offset : self._offset + count - len(taken)]
@@ -116,7 +113,6 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """Examples that were taken of the piece at hand."""
         return self._read + self._offset
 
     @property

@@ -2,24 +2,107 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
-from lockstep.data import packed, workers
+from lockstep.data import workers
 from lockstep.data.order import GlobalBatches, MicroBatch
-from lockstep.data.packed import Packed
 from lockstep.data.permutation import Indices
 from lockstep.data.seeding import COLLATING, FETCHING, Key, States, generators_kept, seed_by
 from lockstep.data.split import Part
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
+
+_ALIGNED_TO = 64
+_LEAST_PART = 1 / 4  # of the file that a view must be: so a kept one holds at most four times its own size
+_NUMBERS = {int: torch.int64, float: torch.float64}  # as default_collate has them
+
+
+class Column(NamedTuple):
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, memory: Tensor) -> Tensor:
+        return memory[self.offset : self.offset + self.size].view(self.dtype).view(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Packed(NamedTuple):
+    """A batch on its way from a worker in one file of shared memory, where torch has one for every tensor.
+
+    Columns are views of it. A small one (labels) is copied out: a view that is kept keeps the whole file.
+    """
+
+    memory: Tensor  # bytes
+    columns: tuple[Column, ...]
+    keys: tuple[Any, ...] | None  # of mappings; None: a list
+
+    def unpacked(self) -> Any:
+        # In page-locked memory, a batch is on its way to a device: a copy would not be page-locked.
+        shared = self.memory.is_shared()  # type: ignore[no-untyped-call]
+        least = _LEAST_PART * len(self.memory) if shared else 0
+        found = [each.of(self.memory).clone() if each.size < least else each.of(self.memory) for each in self.columns]
+        return found if self.keys is None else dict(zip(self.keys, found, strict=True))
+
+
+def collate(examples: Sequence[Any]) -> Any:
+    """In a worker: what default_collate makes of these examples; tuples, lists and dicts of tensors are packed."""
+    first = examples[0]
+    keys = tuple(first) if type(first) is dict else None
+    if keys is None and type(first) not in (tuple, list):
+        return default_collate(list(examples))
+    width = len(first)
+    if width < 2 or any(type(each) is not type(first) or len(each) != width for each in examples):
+        return default_collate(list(examples))
+    rows = [[each[key] for key in keys] for each in examples] if keys is not None else examples
+    values = list(zip(*rows, strict=True))
+    columns, size = [], 0
+    for column in values:
+        shape_and_type = _shape_and_type(column)
+        if shape_and_type is None:
+            return default_collate(list(examples))
+        shape, dtype = shape_and_type
+        columns.append(Column(size, dtype, (len(examples), *shape)))
+        size += -(-math.prod(columns[-1].shape) * dtype.itemsize // _ALIGNED_TO) * _ALIGNED_TO
+    if not size:
+        return default_collate(list(examples))
+    storage: Any = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for spec, column in zip(columns, values, strict=True):
+        if isinstance(column[0], Tensor):
+            torch.stack(column, out=spec.of(memory))
+        else:
+            spec.of(memory).copy_(torch.tensor(column, dtype=spec.dtype))
+    return Packed(memory, tuple(columns), keys)
+
+
+def _shape_and_type(column: Sequence[Any]) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Of what all examples have in a place; None where that is not the same, or something else."""
+    first = column[0]
+    if type(first) in _NUMBERS:
+        return ((), _NUMBERS[type(first)]) if all(type(each) is type(first) for each in column) else None
+    if type(first) is not Tensor or first.layout is not torch.strided or first.device.type != "cpu":
+        return None
+    shape, dtype = first.shape, first.dtype
+    alike = all(
+        type(each) is Tensor and each.shape == shape and each.dtype is dtype and not each.requires_grad
+        for each in column
+    )
+    return (tuple(shape), dtype) if alike else None
+
 
 Collate = Callable[[list[Any]], Any]
 
@@ -72,7 +155,6 @@ class Loader:
         return self._loading.workers > 0
 
     def first(self) -> tuple[MicroBatch, Any]:
-        """The first micro-batch, fetched here."""
         micro = next(iter(self.plan.micro_batches(0)))
         return micro, self._fetch(micro.indices, self._seeds(micro, 0))
 
@@ -117,7 +199,6 @@ class Loader:
         return Seeds((self.plan.seed, self._source, epoch), micro.positions)
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker processes."""
         loader, self._worker_loader = self._worker_loader, None
         if loader is not None:
             workers.end(loader, at_once)
@@ -208,7 +289,7 @@ class _Examples:
         )
 
     def _collated(self, examples: Any) -> Any:
-        return (self._collate or (packed.collate if self._in_worker else default_collate))(examples)
+        return (self._collate or (collate if self._in_worker else default_collate))(examples)
 
 
 def _keyed(numbers: list[int], seeds: Seeds) -> Iterator[tuple[int, Key]]:

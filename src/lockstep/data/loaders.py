@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from lockstep.config.data import Data
 from lockstep.data.loader import Collate, Loader, Loading, check_dataset
-from lockstep.data.order import GlobalBatches
+from lockstep.data.order import GlobalBatches, MicroBatch
 from lockstep.runtime.base import Runtime
 
 # Datasets that are evaluated come and go; the loaders of so many are kept.
@@ -78,3 +79,25 @@ class Loaders:
     def close(self, at_once: bool = False) -> None:
         for loader in [*self._training.values(), *self._evaluating.values()]:
             loader.close(at_once)
+
+
+def one_ahead(
+    micros: Iterator[tuple[MicroBatch, Any]], begin: Callable[[Any], Any]
+) -> Iterator[tuple[MicroBatch, Any]]:
+    """The same micro-batches, each begun when the one before it is handed out: its copy goes on during that step.
+
+    The first is handed out as soon as it is there. Nobody counts a batch before its step is done, so that one which was
+    begun and not handed out is fetched again after a restart.
+    """
+    first = next(micros, None)
+    if first is None:
+        return
+    yield first[0], begin(first[1])
+    coming: tuple[MicroBatch, Any] | None = None
+    for micro, batch in micros:
+        begun = micro, begin(batch)
+        if coming is not None:
+            yield coming
+        coming = begun
+    if coming is not None:
+        yield coming

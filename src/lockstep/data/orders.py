@@ -34,7 +34,6 @@ class Order(abc.ABC):
 
     @property
     def length(self) -> int:
-        """Examples in an epoch."""
         return self.count
 
     @abc.abstractmethod

@@ -99,7 +99,6 @@ class States(NamedTuple):
 
 
 def saved_generators() -> list[Any]:
-    """Returns the states of the generators as plain data."""
     numpy: Any = np.random.get_state()
     python = random.getstate()
     return [[python[0], list(python[1]), python[2]], [numpy[0], numpy[1].tolist(), *numpy[2:]],

@@ -46,8 +46,6 @@ def is_stateful(value: Any) -> bool:
 
 
 class Opened:
-    """A piece that is being read."""
-
     def __init__(self, stream: Any, state: Any, name: str) -> None:
         self.ended = self.closed = False
         self._holder = stream if is_stateful(stream) and keeps_all(stream) else None

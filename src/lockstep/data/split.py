@@ -46,8 +46,6 @@ class Split:
 
 
 class Part(Dataset[Any]):
-    """One part of a dataset, as a dataset."""
-
     def __init__(self, dataset: Dataset[Any], split: Split, name: str) -> None:
         self.dataset, self.split, self.name = dataset, split, name
 

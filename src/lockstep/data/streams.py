@@ -22,11 +22,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data import workers
 from lockstep.data.counts import with_counts
-from lockstep.data.division import Division
 from lockstep.data.lanes import Lane, Reader, Reading, piece_order
 from lockstep.data.loader import Collate, Loading
 from lockstep.data.order import MicroBatch
-from lockstep.data.portions import Cut, Portion
+from lockstep.data.portions import Cut, Division, Portion
 from lockstep.data.seeding import generators_kept
 from lockstep.data.sources import OWN, PIECES, WHOLE, Source
 from lockstep.distributed.group import Group
@@ -48,7 +47,6 @@ class Readers:
     start: int
 
     def read(self, number: int) -> Generator[Portion, None, None]:
-        """The portions of one lane."""
         cut, lane, batch = self.cut, self.lanes[number], self.start
         own = (cut.share, lane.number) if self.kind == OWN else ()
         size = cut.batch_size if self.kind == WHOLE else max(cut.size, 1)
@@ -151,13 +149,11 @@ class Pass:
             portions.close()
 
     def first(self) -> tuple[MicroBatch, Any]:
-        """What a batch looks like, by one example."""
         length = self._cut.full if self._cut.fill else 1
         micro = MicroBatch(0, 0, np.arange(length), length, 1.0, length, True, False)
         return micro, self._cut.spare(self._first_example, usual=False)
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker processes."""
         self.closed = True
         loader, self._loader = self._loader, None
         if loader is not None:
@@ -292,8 +288,6 @@ class _InWorker(IterableDataset[Any]):
 
 
 class Streams:
-    """The streams of a run, as one rank reads them."""
-
     def __init__(self, share: int, shares: int, seed: int, loading: Loading, fill: bool, multiple: int) -> None:
         self._share, self._shares, self._seed, self._loading = share, shares, seed, loading
         self._fill, self._multiple = fill, multiple

@@ -22,7 +22,6 @@ from lockstep.distributed.signals import QUIET_SIGNALS
 
 
 def begin(worker: int) -> None:
-    """The first thing that a worker does."""
     for number in QUIET_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET_SIGNALS)

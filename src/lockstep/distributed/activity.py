@@ -163,5 +163,4 @@ def _as_float(number: float) -> float:
 
 
 def beat_key(rank: int) -> str:
-    """Where in the store a rank's newest beat is."""
     return f"beats/{rank}"

@@ -28,8 +28,6 @@ from lockstep.shown import visible
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank failed, as it wrote it down itself."""
-
     rank: int
     host: str
     kind: str
@@ -78,8 +76,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """How a launch ended: what each rank returned, or why one failed."""
-
     exit_code: int
     returned: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None
@@ -92,7 +88,6 @@ def stop_file(error_file: Path) -> Path:
 
 
 def report(error: BaseException, rank: int, host: str) -> Report:
-    """What a rank writes down about the exception that ends it."""
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
     # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).

@@ -125,7 +125,6 @@ class Group:
         return all(self.gather(bool(value), name))
 
     def barrier(self, name: str = "a barrier") -> None:
-        """Return once every rank has arrived here."""
         self.rendezvous(name)
 
     def part(self, parts: Sequence[Sequence[int]]) -> Part:
@@ -176,7 +175,6 @@ class Group:
     # For threads beside the training one, which must not take part in what ranks exchange in step.
 
     def leave_word(self, key: str, text: str) -> None:
-        """Put something into the store, for whoever looks for it."""
         self._store.set(key, text)
 
     def words(self, keys: Sequence[str]) -> list[str | None]:
@@ -184,7 +182,6 @@ class Group:
         return [None if each is None else each.decode() for each in self._store.read_all(list(keys))]
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Remove what was left in the store."""
         for key in keys:
             self._store.delete(key)
 

@@ -1,6 +1,6 @@
-"""Puts a question to a process of its own: one that hangs or crashes costs an answer, not the asker.
+"""Asks a question in a subprocess: a driver that hangs or a library that crashes costs one answer, not the doctor.
 
-The process says at every stage what it does, so that a wait that ends at its limit has a name.
+The subprocess reports every stage it reaches, so that a wait that times out has a name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,36 +21,35 @@ from typing import Any
 
 from lockstep.distributed.failure import describe_exit
 from lockstep.distributed.topology import without_place
+from lockstep.errors import LockstepError
 
-# How long a process that was killed may take to be gone; one that waits for a driver never is.
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 5.0  # a process that waits for a driver may never be gone
 _SHOWN_LINES = 3
-
-# How the process says what it does next.
-Stage = Callable[[str], None]
+_REPLY = "import sys; from lockstep.doctor.ask import reply; reply(*sys.argv[1:])"
+Stage = Callable[[str], None]  # how the subprocess reports what it does next
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the process answered, or why it did not."""
+    """What the subprocess answered, or why it did not."""
 
     value: dict[str, Any] | None
     trouble: str = ""
     late: bool = False
-    module: str = ""  # the package that the trouble is about, where it is known
+    module: str = ""  # the package that caused the trouble, where it is known
 
 
 class Question:
-    """A process that was started to answer; leaving the block ends it."""
+    """A subprocess that was started to answer; leaving the block ends it."""
 
     def __init__(self, topic: str, *arguments: object, limit: float) -> None:
         self._limit = limit
         self._deadline = time.monotonic() + limit
-        # Files, not pipes: nobody has to read along for the process to get on.
+        # Files, not pipes: a full pipe would block the subprocess.
         self._out, self._err = tempfile.TemporaryFile("w+b"), tempfile.TemporaryFile("w+b")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lockstep.doctor.answer", topic, *map(str, arguments)],
-            stdin=subprocess.PIPE,  # never written to; its end tells the process that nobody waits any more
+            [sys.executable, "-P", "-c", _REPLY, topic, *map(str, arguments)],
+            stdin=subprocess.PIPE,  # never written to; its end tells the subprocess that nobody waits any more
             stdout=self._out,
             stderr=self._err,
             env=environment(),
@@ -66,23 +66,23 @@ class Question:
                 file.close()
 
     def answer(self) -> Answer:
-        """Wait for it, for as long as is left of the limit."""
+        """Waits for it, for as long as is left of the limit."""
         try:
             code: int | None = self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             code = None
             self._end()
-        said = [json.loads(line) for line in self._read(self._out).splitlines() if line.endswith("}")]
-        for message in said:
+        messages = [json.loads(line) for line in self._read(self._out).splitlines() if line.endswith("}")]
+        for message in messages:
             if "answer" in message:
                 return Answer(message["answer"])
             if "trouble" in message:
                 return Answer(None, message["trouble"], module=message.get("module", ""))
-        stages = [message["stage"] for message in said]
+        stages = [message["stage"] for message in messages]
         return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)), code is None)
 
     def _end(self) -> None:
-        """With everything that it started, also where it has already left itself."""
+        """With everything that it started, also where it has exited itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,7 +95,7 @@ class Question:
 
 
 def unanswered(code: int | None, limit: float, stages: list[str], errors: str) -> str:
-    """Why there is no answer, from how the process ended (None: not in time), how far it got and what it printed."""
+    """Why there is no answer, from the exit code (None: timed out), the stages it reached and what it printed."""
     at = stages[-1] if stages else "starting Python"
     if code is None:
         return f"{at} did not end within {limit:g} s"
@@ -104,5 +104,46 @@ def unanswered(code: int | None, limit: float, stages: list[str], errors: str) -
 
 
 def environment() -> dict[str, str]:
-    """Modules are found where this process finds them, in the same order; a rank of this process is not passed on."""
+    """Returns an environment with the import path of this process and without its rank."""
     return {**without_place(os.environ), "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}  # noqa: PTH109
+
+
+def reply(topic: str, *arguments: str) -> None:
+    """Runs in the subprocess: writes one JSON message per line to standard output, and exits."""
+    channel = os.dup(1)
+    os.dup2(2, 1)  # libraries print to standard output
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    stages = ["starting"]
+
+    def tell(**message: Any) -> None:
+        os.write(channel, json.dumps(message).encode() + b"\n")
+
+    def stage(name: str) -> None:
+        stages.append(name)
+        tell(stage=name)
+
+    from lockstep.doctor import installed, machine, runtimes
+
+    topics: dict[str, Callable[..., Any]] = {
+        "dependencies": installed.import_dependencies,
+        "hostname": machine.look_up,
+        "disk": machine.write_to_disk,
+        "bucket": machine.write_to_bucket,
+        "runtime": runtimes.take_step,
+        "processes": runtimes.start_processes,
+    }
+    try:
+        tell(answer=topics[topic](stage, *arguments))
+    except LockstepError as error:
+        tell(trouble=str(error))
+    except Exception as error:
+        # The stage is not the cause where a package fails that is imported along with it.
+        module = installed.culprit(error)
+        about = f"loading {module}" if isinstance(error, ImportError) and module else stages[-1]
+        tell(trouble=f"{about}: {type(error).__name__}: {error}", module=module)
+    os._exit(0)  # a library that hangs or crashes at exit does not change the answer
+
+
+def _exit_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(1)

@@ -1,19 +1,27 @@
-"""What one look at the machine found, and what all looks together come to."""
+"""One check of the doctor, and how checks are shown: a line each for people, an object for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-# `none`: simply not here, and nobody asked for it.
-Verdict = Literal["ok", "none", "warn", "fail"]
+import click
+
+from lockstep.config.plain import finite
+from lockstep.shown import visible
+
+Verdict = Literal["ok", "none", "warn", "fail"]  # none: not here, and nobody asked for it
 _BY_WEIGHT: tuple[Verdict, ...] = ("ok", "warn", "fail")
+_COLOURS: dict[Verdict, str] = {"ok": "green", "none": "bright_black", "warn": "yellow", "fail": "red"}
+_INDENT = " " * 6
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class Check:
-    """One look: its verdict, what was found and, where that is not well, what to do."""
+    """The verdict, what was found and, where that is not well, what to do."""
 
     name: str
     verdict: Verdict
@@ -23,11 +31,43 @@ class Check:
 
 
 def overall(checks: Iterable[Check]) -> Verdict:
-    """The gravest verdict of all; what is not here weighs nothing."""
-    present = [check.verdict for check in checks if check.verdict != "none"]
-    return max(present, key=_BY_WEIGHT.index, default="ok")
+    """Returns the worst verdict; what is not here does not count."""
+    return max((check.verdict for check in checks if check.verdict != "none"), key=_BY_WEIGHT.index, default="ok")
 
 
-def exit_code(verdict: Verdict) -> int:
-    """A warning is not a failure: what was asked for works."""
-    return 1 if verdict == "fail" else 0
+def exit_code(checks: Iterable[Check]) -> int:
+    return 1 if overall(checks) == "fail" else 0
+
+
+def text(check: Check) -> str:
+    """Verdict, name and what was found; the remedy on its own line."""
+    first, *more = visible(check.found).splitlines() or [""]
+    shown = "-" if check.verdict == "none" else check.verdict
+    lines = [f"{click.style(shown.ljust(4), fg=_COLOURS[check.verdict])}  {check.name.ljust(17)}  {first}".rstrip()]
+    more += [f"remedy: {visible(check.remedy)}"] if check.remedy else []
+    return "\n".join([*lines, *(f"{_INDENT}{line}".rstrip() for line in more)])
+
+
+def conclusion(checks: Sequence[Check]) -> str:
+    failed, warned = ([each.name for each in checks if each.verdict == verdict] for verdict in ("fail", "warn"))
+    if failed:
+        return f"does not work: {', '.join(failed)}"
+    return "everything works" + (f"; worth a look: {', '.join(warned)}" if warned else "")
+
+
+def as_json(checks: Sequence[Check]) -> str:
+    everything = {"verdict": overall(checks), "checks": [asdict(check) for check in checks]}
+    return json.dumps(finite(everything), indent=2)
+
+
+def size(count: float) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:.0f} {name}"
+    return f"{count:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

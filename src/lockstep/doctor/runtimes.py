@@ -1,22 +1,43 @@
-"""Which device families work here: each takes a real training step, in a process of its own."""
+"""What works: a training step on every device, and processes of the launcher that measure how they talk.
+
+Both run in a subprocess of the doctor (`take_step`, `start_processes`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lockstep.doctor import versions
-from lockstep.doctor.ask import Answer, Question
-from lockstep.doctor.check import Check, Verdict
-from lockstep.doctor.dependencies import reinstall
-from lockstep.doctor.units import duration, size
+from lockstep.doctor.ask import Answer, Question, Stage
+from lockstep.doctor.check import MIB, Check, Verdict, duration, size
+from lockstep.doctor.installed import REQUIREMENTS, reinstall
+
+if TYPE_CHECKING:
+    from lockstep.runtime.base import Runtime
+    from lockstep.train.run import Run
 
 FAMILIES = ("cpu", "cuda", "xla")
 _CUDA_BUILD = "install a build of torch for CUDA (https://pytorch.org/get-started/locally)"
 _LIBRARIES = {"cpu": "gloo", "cuda": "NCCL", "xla": "XLA"}
+_BROKEN = {
+    "cpu": f"torch does not work in this environment: {reinstall('torch')}",
+    "cuda": "check the GPU with nvidia-smi, that nobody else fills it, and that torch fits the driver",
+    "xla": "check that torch_xla fits torch (pip install 'lockstep-train[xla]') and what PJRT_DEVICE says",
+}
+# Sizes of what is summed over all ranks: a bucket of gradients is 25 MiB unless the config says otherwise.
+_SIZES = (1 * MIB, 8 * MIB, 32 * MIB)
+_LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _WARM_UP_ROUNDS = 100, 5, 3
+# A barrier takes a fraction of a millisecond on loopback; beyond this, ranks wait for a core rather than each other.
+_SLOW_BARRIER_SECONDS = 0.02
 
 
 def look(asked: Collection[str], limit: float) -> Iterator[Check]:
@@ -33,7 +54,7 @@ def not_tried(asked: Collection[str]) -> Iterator[Check]:
     """Without torch there is nothing to try."""
     for family in FAMILIES:
         if family in asked or not asked:
-            remedy = f"pip install 'torch{versions.TORCH}'" if asked else ""
+            remedy = f"pip install '{REQUIREMENTS['torch']}'" if asked else ""
             yield Check(family, "fail" if asked else "none", "not tried: torch is not installed", remedy)
 
 
@@ -42,35 +63,31 @@ def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
     facts = answer.value
     if facts is None:
         others_fault = answer.module not in ("", "torch", "torch_xla")
-        yield Check(family, "fail", answer.trouble, reinstall(answer.module) if others_fault else _broken(family))
+        yield Check(family, "fail", answer.trouble, reinstall(answer.module) if others_fault else _BROKEN[family])
         return
     devices = facts["devices"]
     if not devices:
         yield (no_gpu(facts, os.environ.get("CUDA_VISIBLE_DEVICES"), asked) if family == "cuda" else no_xla(asked))
         return
     troubles = {each["device"]: trouble for each in devices if (trouble := trouble_of(each))}
-    verdict, found, remedy = _family(family, devices, troubles, facts["collectives"])
-    yield Check(family, verdict, found, remedy, {"devices": devices})
-    if family == "cpu":
-        return  # which is one device, and all of it is said
-    for each in devices:
-        yield Check(each["device"], "fail" if each["device"] in troubles else "ok", described(each), data=each)
-
-
-def _family(
-    family: str, devices: list[dict[str, Any]], troubles: Mapping[str, str], collectives: bool
-) -> tuple[Verdict, str, str]:
+    verdict: Verdict
     if troubles:
-        return "fail", "; ".join(f"{device}: {trouble}" for device, trouble in troubles.items()), _broken(family)
-    where = f" on each of {len(devices)} devices" if len(devices) > 1 else ""
-    found = f"a training step works{where}: {', '.join(_steps(devices[0]))}"
-    if not collectives:
-        return "warn", found, f"this build of torch has no {_LIBRARIES[family]}: one process works, several cannot talk"
-    return "ok", found, ""
+        verdict, remedy = "fail", _BROKEN[family]
+        found = "; ".join(f"{device}: {trouble}" for device, trouble in troubles.items())
+    else:
+        where = f" on each of {len(devices)} devices" if len(devices) > 1 else ""
+        verdict, remedy, found = "ok", "", f"a training step works{where}: {', '.join(_steps(devices[0]))}"
+        if not facts["collectives"]:
+            verdict = "warn"
+            remedy = f"this build of torch has no {_LIBRARIES[family]}: one process works, several cannot talk"
+    yield Check(family, verdict, found, remedy, {"devices": devices})
+    if family != "cpu":
+        for each in devices:
+            yield Check(each["device"], "fail" if each["device"] in troubles else "ok", described(each), data=each)
 
 
 def trouble_of(device: Mapping[str, Any]) -> str:
-    """What was wrong with the step on a device; nothing where it did what it has to."""
+    """What was wrong with the step on a device, if anything."""
     if "error" in device:
         return str(device["error"])
     first, second = device["losses"]
@@ -78,9 +95,7 @@ def trouble_of(device: Mapping[str, Any]) -> str:
         return f"the step gave numbers that are not finite (losses {first}, {second})"
     if not device["changed"]:
         return "the step changed no weight"
-    if not second < first:
-        return f"the loss did not go down ({first:.6g}, then {second:.6g})"
-    return ""
+    return "" if second < first else f"the loss did not go down ({first:.6g}, then {second:.6g})"
 
 
 def described(device: Mapping[str, Any]) -> str:
@@ -97,25 +112,24 @@ def _steps(device: Mapping[str, Any]) -> list[str]:
 
 
 def no_gpu(facts: Mapping[str, Any], visible: str | None, asked: bool) -> Check:
-    """Absent, or present and out of reach: only the first is nothing to mention."""
+    """A GPU that is absent is worth no word unless it was asked for; one that is out of reach is."""
     hidden = visible is not None and visible.strip() in ("", "-1")
+    absent = hidden or not facts["driver"]
     if hidden:
         found, remedy = f"hidden by CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES"
-    elif not facts["driver"]:
+    elif absent:
         found = "no GPU driver"
         remedy = "use a machine with a GPU and its driver (nvidia-smi shows both), or --runtime cpu"
     elif not facts["built_for"]:
         found, remedy = f"a GPU driver is here, but torch {facts['torch']} is built without CUDA", _CUDA_BUILD
     else:
-        found = f"a GPU driver is here, but torch {facts['torch']} sees no GPU" + (
-            f": {facts['problem']}" if facts["problem"] else ""
-        )
+        problem = f": {facts['problem']}" if facts["problem"] else ""
+        found = f"a GPU driver is here, but torch {facts['torch']} sees no GPU{problem}"
         remedy = "check the driver with nvidia-smi, and in a container that GPUs are passed on (--gpus all)"
-    absent = hidden or not facts["driver"]
-    if asked and absent and not facts["built_for"]:
-        remedy += f"; and {_CUDA_BUILD}"
-    if not asked and absent:
+    if absent and not asked:
         return Check("cuda", "none", f"none here: {found}", data=facts)
+    if absent and not facts["built_for"]:
+        remedy += f"; and {_CUDA_BUILD}"
     return Check("cuda", "fail" if asked else "warn", found, remedy, facts)
 
 
@@ -125,9 +139,204 @@ def no_xla(asked: bool) -> Check:
     return Check("xla", "none", "none here: torch_xla is not installed")
 
 
-def _broken(family: str) -> str:
+def take_step(stage: Stage, family: str) -> dict[str, Any]:
+    """The devices of the family, each with how a step went; where there are none, what is known of the reason."""
+    if family == "xla" and importlib.util.find_spec("torch_xla") is None:
+        return {"devices": []}
+    stage(f"loading {'torch_xla' if family == 'xla' else 'torch'}")
+    from lockstep import runtime
+    from lockstep.config.schema import RunSettings
+
+    if family == "xla":
+        device = runtime.create("xla", 0, 1, RunSettings(runtime="xla"))
+        stage("opening the XLA device")
+        about = {"identity": device.identity(), "version": metadata.version("torch_xla")}
+        devices_here = f"{device.addressable_device_count()} of {device.global_device_count()}"
+        about["name"] = f"{os.environ['PJRT_DEVICE']}, {devices_here}"
+        return {"devices": [{**about, **_step(stage, device)}], "collectives": True}
+    import torch
+    import torch.distributed as dist
+
+    if family == "cpu":
+        device = runtime.create("cpu", 0, 1, RunSettings())
+        here = {"identity": device.identity(), "threads": torch.get_num_threads()}
+        collectives = dist.is_available() and dist.is_gloo_available()
+        return {"devices": [{**here, **_step(stage, device)}], "collectives": collectives}
+    stage("counting GPUs")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return {"devices": [], **_why_no_gpu(stage)}
+    devices = [_gpu(stage, runtime.create("cuda", index, 1, RunSettings())) for index in range(count)]
+    return {"devices": devices, "collectives": dist.is_available() and dist.is_nccl_available()}
+
+
+def _gpu(stage: Stage, device: Runtime) -> dict[str, Any]:
+    import torch
+
+    about: dict[str, Any] = {"device": str(device.device), "identity": "unknown"}
+    stage(f"opening {device.device}")
+    try:
+        about.update(identity=device.identity(), name=torch.cuda.get_device_name(device.device))
+        device.prepare()
+        about["free_memory"], about["memory"] = torch.cuda.mem_get_info(device.device)
+        return {**about, **_step(stage, device)}
+    except RuntimeError as error:  # one broken GPU does not hide the others
+        return {**about, "error": _first_line(error)}
+
+
+def _why_no_gpu(stage: Stage) -> dict[str, Any]:
+    import torch
+
+    stage("asking the GPU driver")
+    problem = ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        problem = _first_line(error)
+    driver = any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    built = torch.version.cuda or torch.version.hip
+    return {"torch": torch.__version__, "built_for": built, "driver": driver, "problem": problem}
+
+
+def _step(stage: Stage, runtime: Runtime) -> dict[str, Any]:
+    """Two steps of a small model: the loss of the second shows what the first one did."""
+    import torch
+    from torch import nn
+
+    device = runtime.device
+    stage(f"a training step on {device}")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(64, 16)
+    inputs, targets = inputs.to(device), inputs.sum(1, keepdim=True).to(device)
+    losses = []
+    began = time.perf_counter()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.detach())
+        runtime.synchronize()
+    seconds = time.perf_counter() - began
+    weights = [parameter.detach() for parameter in model.parameters()]
     return {
-        "cpu": f"torch does not work in this environment: pip install --force-reinstall 'torch{versions.TORCH}'",
-        "cuda": "check the GPU with nvidia-smi, that nobody else fills it, and that torch fits the driver",
-        "xla": "check that torch_xla fits torch (pip install 'lockstep-train[xla]') and what PJRT_DEVICE says",
-    }[family]
+        "device": str(device),
+        "losses": [float(loss) for loss in losses],
+        "finite": all(bool(torch.isfinite(each).all()) for each in weights),
+        "changed": any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True)),
+        "seconds": seconds,
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def look_at_processes(count: int, family: str, limit: float) -> Iterator[Check]:
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder,
+        Question("processes", count, family, folder, limit, limit=limit) as question,
+    ):
+        yield from judge_processes(question.answer(), count, family)
+
+
+def judge_processes(answer: Answer, count: int, family: str) -> Iterator[Check]:
+    name, facts = f"processes on {family}", answer.value
+    if facts is None:
+        late = "start fewer, or give a slow machine more time with --limit"
+        others = "see to the checks above that failed first, then to what this message names"
+        yield Check(name, "fail", answer.trouble, late if answer.late else reinstall(answer.module) or others)
+        return
+    ranks = facts["ranks"]
+    data = {"processes": count, "seconds": facts["seconds"], "ranks": ranks}
+    wrong = [str(rank) for rank, each in enumerate(ranks) if not each.get("correct", True)]
+    if wrong:
+        remedy = "the data plane gives wrong numbers: check the devices, and the interconnect between them"
+        yield Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, data)
+        return
+    came = "1 process ran" if count == 1 else f"{count} processes came together"
+    yield Check(name, "ok", f"{came}, start to end in {duration(facts['seconds'])}", data=data)
+    if count > 1:
+        slowest = {key: max(each[key] for each in ranks) for key in ("latency", "barrier")}
+        yield _latency(slowest["latency"], slowest["barrier"])
+        yield _bandwidth({int(key): max(each["seconds"][key] for each in ranks) for key in ranks[0]["seconds"]})
+
+
+def _latency(all_reduce: float, barrier: float) -> Check:
+    found = f"all_reduce of 4 bytes {duration(all_reduce)}, barrier {duration(barrier)} (medians)"
+    data = {"all_reduce_seconds": all_reduce, "barrier_seconds": barrier}
+    slow = max(all_reduce, barrier) > _SLOW_BARRIER_SECONDS
+    remedy = "ranks wait for a core: use fewer processes or threads (launch.threads), or end what else runs here"
+    return Check("latency", "warn" if slow else "ok", found, remedy if slow else "", data)
+
+
+def _bandwidth(seconds: dict[int, float]) -> Check:
+    """Algorithm bandwidth: bytes of one rank's tensor per second, whatever the library sends for it."""
+    rates = {count: count / each / 1e9 for count, each in seconds.items()}
+    shown = ", ".join(f"{size(count)} at {rate:.3g} GB/s" for count, rate in rates.items())
+    data = {"gigabytes_per_second": {str(count): rate for count, rate in rates.items()}}
+    return Check("bandwidth", "ok", f"all_reduce of {shown}", data=data)
+
+
+def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> dict[str, Any]:
+    """What the ranks measured, by rank; a launch that fails raises what its user would see."""
+    stage(f"starting {processes} processes on {family}")
+    from lockstep.launcher.function import launch
+
+    wait = float(limit) / 3  # ranks give up before the doctor does, and say who did not arrive
+    began = time.perf_counter()
+    limits = {"join_timeout": wait, "timeout": wait, "grace": wait}
+    ranks = launch(_measure, int(processes), folder=folder, runtime=family, launch=limits)
+    return {"ranks": ranks, "seconds": time.perf_counter() - began}
+
+
+def _measure(run: Run) -> dict[str, Any]:
+    """On every rank: the median time of small and large exchanges, and that their result is right."""
+    import torch
+
+    about: dict[str, Any] = {"device": str(run.device), "identity": run.runtime.identity()}
+    if run.world_size == 1:
+        return about
+    tensor = torch.full((1024,), float(run.rank + 1), device=run.device)
+    _sum(run, tensor, "doctor: a sum over all ranks")
+    about["correct"] = bool((tensor == run.world_size * (run.world_size + 1) / 2).all())
+    about["barrier"] = _median(lambda: run.barrier("doctor: a barrier"), _LATENCY_ROUNDS)
+    about["latency"] = _all_reduce(run, 4, _LATENCY_ROUNDS)
+    # The same number of bytes for every size, so that chance counts for as little in the small ones.
+    about["seconds"] = {str(each): _all_reduce(run, each, _BANDWIDTH_ROUNDS * _SIZES[-1] // each) for each in _SIZES}
+    return about
+
+
+def _all_reduce(run: Run, count: int, rounds: int) -> float:
+    import torch
+
+    tensor = torch.zeros(count // 4, dtype=torch.float32, device=run.device)
+    name = f"doctor: an all_reduce of {count} bytes"
+
+    def exchange() -> None:
+        _sum(run, tensor, name)
+        run.runtime.synchronize()
+
+    run.barrier(f"before {name}")
+    return _median(exchange, rounds)
+
+
+def _sum(run: Run, tensor: Any, name: str) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.all_reduce(tensor)
+    except RuntimeError as error:
+        raise run.group.explain(error, name) from error
+
+
+def _median(action: Callable[[], None], rounds: int) -> float:
+    seconds = []
+    for _ in range(_WARM_UP_ROUNDS + rounds):
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[_WARM_UP_ROUNDS:])

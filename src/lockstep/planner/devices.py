@@ -10,13 +10,39 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from lockstep.config.accelerators import Accelerator
+from lockstep.config.accelerators import Accelerator, accelerator
 from lockstep.config.nearest import did_you_mean
 from lockstep.config.section import Section
 from lockstep.config.text_file import read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.errors import ConfigError
-from lockstep.planner.slices import device_name, slice_of
+
+# v5e is what everybody calls it; v5litepod is what it is rented as.
+_SHORT = {"v5litepod": "v5e"}
+_TWO_CORES_IN_ONE = ("v4", "v5p")
+
+
+def slice_of(text: str) -> Accelerator:
+    """A slice of Cloud TPUs by the name that it is rented by. Raises ValueError with the nearest name."""
+    return accelerator(re.sub(r"^v5e-", "v5litepod-", text.strip().lower()))
+
+
+def device_name(found: Accelerator) -> str:
+    return _SHORT.get(found.generation, found.generation)
+
+
+def topology(found: Accelerator) -> dict[str, Any]:
+    sides = [int(each) for each in found.topology.split("x")]
+    chips = found.chips_per_host
+    hosts = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[chips]
+    asked: dict[str, Any] = {
+        "topology_name": f"{device_name(found)}:{'x'.join(map(str, sides))}",
+        "chips_per_host_bounds": hosts,
+    }
+    if found.generation in _TWO_CORES_IN_ONE:
+        asked["chip_config_name"] = "megacore"
+    return asked
+
 
 _TARGET = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d+))?\Z")
 
@@ -36,8 +62,6 @@ class Device(Section):
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of a kind."""
-
     name: str
     device: Device
     count: int

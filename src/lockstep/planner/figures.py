@@ -18,8 +18,6 @@ _SHOWN_EVENTS = 400  # in the picture of a step
 
 @dataclass(frozen=True)
 class Tensor:
-    """One of the largest at the peak."""
-
     bytes: int
     kind: str
     shape: list[int]
@@ -82,8 +80,6 @@ class Awkward:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank."""
-
     world_size: int
     batch: int  # examples of the whole batch
     examples: int | None  # of an epoch; of a stream nobody knows

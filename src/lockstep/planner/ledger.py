@@ -85,8 +85,6 @@ class Collective:
 
 @dataclass
 class Books:
-    """Everything that was noted, in the order in which it happened."""
-
     events: list[tuple[Allocation, int]] = field(default_factory=list)  # with the change in bytes
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
@@ -289,8 +287,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that was alive at once, and what it was."""
-
     bytes: int
     at: int  # the event
     phase: str

@@ -56,7 +56,6 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        """Bytes that are left, or missing."""
         return self.capacity - self.step.peak
 
     def price_per_epoch(self, per_hour: float) -> float | None:

@@ -35,8 +35,6 @@ _RECOMPUTE = {"train.recompute": "blocks"}
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to set, and the plan that comes of it."""
-
     values: Mapping[str, Any]
     plan: Plan
     more_time: float  # per example, as a share of what it takes now; less than 0: it is faster

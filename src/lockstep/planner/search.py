@@ -44,8 +44,6 @@ class Spread:
 
 @dataclass(frozen=True)
 class Way:
-    """What to change in a config."""
-
     title: str
     values: Mapping[str, Any]
 

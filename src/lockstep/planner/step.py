@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
 from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.values import Interval
 from lockstep.distributed.topology import Topology
-from lockstep.planner import figures, fusion, offload, pretend
+from lockstep.planner import figures, fusion, pretend
 from lockstep.planner.figures import Step
 from lockstep.planner.ledger import Ledger, NotTraced, replay
 from lockstep.record.display import Display
@@ -56,7 +58,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = Ledger(only_fake=True, optimizes_on_host=config.strategy.offload)
     if config.strategy.offload:
-        offload.install()
+        _copy_offloaded()
     fusion.install(ledger)
     runtime = pretend.PretendRuntime(fake)
     with pretend.world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
@@ -100,8 +102,6 @@ def trace(config: RunConfig, world_size: int) -> Step:
 
 @dataclass(frozen=True)
 class _Start:
-    """Of a step, in each of the books."""
-
     event: int
     operation: int
     collective: int
@@ -153,7 +153,6 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
 
 
 def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
-    """The axes of the mesh, by the names of torch's groups."""
     mesh = run.mesh
     if mesh is None:
         return {"0": figures.Axis("data", world_size, world_size)}
@@ -202,3 +201,16 @@ def _states(run: Run) -> list[torch.Tensor]:
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [each for each in torch.utils._pytree.tree_leaves(batch) if isinstance(each, torch.Tensor)]
+
+
+def _copy_offloaded() -> None:
+    """`strategy.offload` on fake tensors: to torch a pretended device is the host, so that it copies nothing.
+
+    For a process that does nothing but plan: it is not taken back.
+    """
+    of_the_host: Any = FSDPParam.all_gather_inputs
+
+    def copied(parameter: FSDPParam) -> list[Tensor]:
+        return [each.clone() for each in of_the_host.fget(parameter)]
+
+    FSDPParam.all_gather_inputs = property(copied)  # type: ignore[assignment]

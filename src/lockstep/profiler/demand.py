@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from lockstep.distributed.peers import owner
+from lockstep.distributed.door import owner
 from lockstep.distributed.store import secret as run_secret
 from lockstep.errors import ConfigError
 from lockstep.profiler.xplane import make_readable, varint
@@ -47,8 +47,6 @@ _DURATION_MS = b"\x08"  # the key of the first field of a ProfileRequest, an int
 
 
 class Request:
-    """Somebody waits for a trace of so many seconds."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.failure: str | None = None

@@ -29,8 +29,7 @@ from lockstep.runs.timeline import read_timeline
 from lockstep.shown import brief, in_a_line
 
 QUEUED = "queued"  # the status of a run whose job has not begun
-SCRIPT_FILE = "launch.yaml"  # of a script with its own loop, in place of a config
-_STARTS = (run_folder.CONFIG_FILE, SCRIPT_FILE)
+_STARTS = (run_folder.CONFIG_FILE, "launch.yaml")  # the second: of a script with its own loop
 _STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")
 _LONGEST_REASON = 60
 # That section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
@@ -84,15 +83,6 @@ def found(folder: Path) -> list[Listed]:
         elif (each / "sweep.yaml").is_file():
             runs += [listed(trial, f"{each.name}/{trial.name}") for trial in _folders(each) if is_surely_run(trial)]
     return runs
-
-
-def named(given: Path) -> Path:
-    """The run that somebody means: its folder, or its name below runs/."""
-    for folder in (given, Path("runs") / given):
-        if is_surely_run(folder):
-            return folder
-    there = "there is no such folder" if not given.is_dir() else "it holds no config.yaml with a summary.json or logs"
-    raise ConfigError(f"{given} is not the folder of a run: {there}. lockstep runs lists those of runs/")
 
 
 def listed(folder: Path, name: str = "") -> Listed:

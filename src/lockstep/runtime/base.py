@@ -103,7 +103,6 @@ class Runtime(abc.ABC):
         return ""
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same tensors in the memory of the host."""
         return [each.cpu() for each in tensors]
 
     def fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -119,12 +118,10 @@ class Runtime(abc.ABC):
         return dist.all_reduce(tensor, async_op=True)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Give every rank what rank 0 has in these tensors."""
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
 
     def addressable_device_count(self) -> int:
-        """Devices that this process drives."""
         return 1
 
     def global_device_count(self) -> int | None:

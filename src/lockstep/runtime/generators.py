@@ -21,7 +21,6 @@ def seed_generators(runtime: Runtime, seed: int, rank: int | None = None) -> Non
 
 
 def generator_states(runtime: Runtime) -> dict[str, Any]:
-    """The state of all generators of this process as plain data."""
     kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, state, following = random.getstate()
     return {

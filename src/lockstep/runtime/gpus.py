@@ -59,7 +59,6 @@ def _counted_by_driver() -> int | None:
 
 
 def _cuda_of_torch() -> int | None:
-    """The major version of CUDA that torch was built for."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
@@ -70,7 +69,6 @@ def _cuda_of_torch() -> int | None:
 
 
 def check_devices(wanted: int, present: int) -> None:
-    """Refuse more processes on a host than it has visible GPUs."""
     if wanted <= present:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

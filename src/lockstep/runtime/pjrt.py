@@ -32,7 +32,6 @@ def device_family(settings: RunSettings, env: Mapping[str, str]) -> str:
 
 
 def variables(settings: RunSettings, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set before torch_xla is loaded."""
     family, xla = device_family(settings, env), settings.xla
     found = {DEVICE: family}
     if settings.devices != "auto":
@@ -51,7 +50,6 @@ def variables(settings: RunSettings, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None:
-    """Refuse what cannot work, before any process is started."""
     family, strategy = device_family(settings, env), settings.strategy.type
     if importlib.util.find_spec("torch_xla") is None:
         raise ConfigError(f"runtime: xla needs torch_xla, which is not installed: {_INSTALL}")
@@ -105,7 +103,6 @@ def processes(settings: RunSettings, env: Mapping[str, str]) -> int:
 
 
 def tpu_chips() -> int:
-    """TPU chips on this host's PCI bus."""
     found = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         try:

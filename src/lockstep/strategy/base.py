@@ -243,13 +243,6 @@ class Strategy(abc.ABC):
         """Weights and optimizer state were read back."""
         self.runtime.end_of_program()
 
-    def state_of_ranks(self) -> dict[str, Any] | None:
-        """What ranks keep each for themselves, brought to rank 0, which saves it; called by all of them."""
-        return None
-
-    def load_state_of_ranks(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """What rank 0 had of it."""
-
     # Comparing
 
     @property

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from lockstep.strategy.base import Modules, Strategy, gradients_of
 from lockstep.strategy.synced_norm import synchronise
 
 if TYPE_CHECKING:
-    from lockstep.strategy.comm_hooks import Hook, PowerSgd
+    from lockstep.strategy.comm_hooks import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,6 @@ class DdpStrategy(Strategy):
         self._settings = settings
         self._replicas: list[Replica] = []
         self._own_hook: Hook | None = None
-        self._hooks: list[PowerSgd | None] = []  # what the hook of each replica keeps
 
     def use_comm_hook(self, hook: Any) -> None:
         if not callable(hook):
@@ -175,7 +174,7 @@ class DdpStrategy(Strategy):
         if settings.comm_hook is not None:
             from lockstep.strategy.comm_hooks import register
 
-            self._hooks.append(register(replica, settings.comm_hook, self._own_hook))
+            register(replica, settings.comm_hook, self._own_hook)
         self._replicas.append(replica)
         return replica
 
@@ -220,16 +219,6 @@ class DdpStrategy(Strategy):
         total = super().total_count(counts)
         dist.all_reduce(total)
         return total
-
-    def state_of_ranks(self) -> dict[str, Any] | None:
-        if not any(self._hooks):
-            return None
-        return {"comm_hooks": [None if each is None else each.gathered() for each in self._hooks]}
-
-    def load_state_of_ranks(self, state: Mapping[str, Any]) -> None:
-        for hook, saved in zip(self._hooks, state.get("comm_hooks", []), strict=False):
-            if hook is not None and saved is not None:
-                hook.load(saved, self.runtime.device)
 
     @property
     def has_replicas(self) -> bool:

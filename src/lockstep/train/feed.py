@@ -12,11 +12,10 @@ from torch.utils.data import Dataset
 
 from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
-from lockstep.data.ahead import one_ahead
 from lockstep.data.choosing import Asked, choose
 from lockstep.data.cursors import Cursor, Cursors
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.loaders import Loaders
+from lockstep.data.loaders import Loaders, one_ahead
 from lockstep.data.order import MicroBatch
 from lockstep.data.progress import Progress
 from lockstep.data.sources import check_stream, is_stateful, is_stream

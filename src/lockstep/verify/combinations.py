@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from lockstep.doctor.installed import fit_together, version_of
 from lockstep.errors import ConfigError
+from lockstep.runtime.gpus import gpu_count
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,6 @@ class Combination:
 
     name: str
     overrides: tuple[str, ...]  # of the config, as for --set
-    shares: int = 1  # parts that a batch is divided into; on hosts, as many as there are
     packages: tuple[str, ...] = ()  # that have to be installed
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
@@ -53,80 +55,92 @@ _CPU, _CUDA = ("runtime=cpu", *_PLAIN), ("runtime=cuda", *_PLAIN)
 # As many ranks as hosts: one on each.
 _HOSTS = ("runtime=cpu", "launch.type=ssh", "processes=auto", *_ANY_DEVICES, *_UNSHARDED)
 _XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
-_RAY = ("runtime=cpu", *_PLAIN, "launch.type=ray")
+_ON_RAY = "launch.type=ray"
+_RAY = ("runtime=cpu", *_PLAIN, _ON_RAY)
 # A config's rules for sharding stay; both meshes have the axes that rules name, data and model.
 _XLA_MESH = ("runtime=xla", "xla.device=CPU", "xla.chips=null", *_HERE, "devices=4")
 _SHARED, _SPMD = "launch.share_devices=true", "strategy.type=spmd"
 _SINGLE, _DDP, _THREADS = "strategy.type=single", "strategy.type=ddp", "strategy.type=threads"
 _ONE, _TWO, _THREE, _FOUR = "processes=1", "processes=2", "processes=3", "processes=4"
-_MESH_4, _MESH_2X2 = "strategy.mesh={data: 4, model: 1}", "strategy.mesh={data: 2, model: 2}"
+_MESH_2, _MESH_4 = "strategy.mesh={data: 2, model: 1}", "strategy.mesh={data: 4, model: 1}"
+_MESH_1X2, _MESH_2X2 = "strategy.mesh={data: 1, model: 2}", "strategy.mesh={data: 2, model: 2}"
+_MESH_ALL = "strategy.mesh={data: -1, model: 1}"
 _FSDP, _HSDP = "strategy.type=fsdp", "strategy.type=hsdp"
 # The same on a mesh of processes. Over one place of data, fsdp leaves the rules alone: a task may have none.
 _OVER_CPUS = ("runtime=cpu", *_ANY_DEVICES, *_HERE)
 _OVER_GPUS = ("runtime=cuda", *_ANY_DEVICES, *_HERE)
-_TORCH_XLA = ("torch_xla",)
+_TORCH_XLA: Any = {"packages": ("torch_xla",)}
 # TF32 rounds what goes into a product to 11 bits, and convolutions use it by default: another arithmetic, not another
 # order of the same one.
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+_GPU: Any = {"gpus": 1, "env": _NO_TF32}
+_GPUS: Any = {"gpus": 2, "env": _NO_TF32}
 
 # The first is what all others are compared with.
 COMBINATIONS = (
     Combination("cpu-single", (*_CPU, _ONE, _SINGLE)),
-    Combination("cpu-ddp-2", (*_CPU, _TWO, _DDP), shares=2),
-    Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP), shares=4),
-    Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), shares=2, command=_torchrun(2)),
-    Combination("cpu-fsdp-2", (*_OVER_CPUS, _TWO, "strategy.mesh={data: 2, model: 1}", _FSDP), shares=2),
-    Combination("cpu-fsdp-3", (*_OVER_CPUS, _THREE, "strategy.mesh={data: 3, model: 1}", _FSDP), shares=3),
-    Combination("cpu-fsdp-4", (*_OVER_CPUS, _FOUR, _MESH_4, _FSDP), shares=4),
-    Combination("cpu-hsdp-2x2", (*_OVER_CPUS, _FOUR, "strategy.mesh={replica: 2, data: 2, model: 1}", _HSDP), shares=4),
-    Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, "strategy.mesh={data: 1, model: 2}", _FSDP)),
-    Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP), shares=2),
-    Combination(
-        "cpu-torchrun-fsdp-2",
-        (*_OVER_CPUS, _TWO, "strategy.mesh={data: -1, model: 1}", _FSDP),
-        shares=2,
-        command=_torchrun(2),
-    ),
-    Combination(
-        "cpu-ray-fsdp-2",
-        (*_OVER_CPUS, _TWO, "strategy.mesh={data: -1, model: 1}", _FSDP, "launch.type=ray"),
-        shares=2,
-        packages=("ray",),
-    ),
-    Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), shares=2, packages=("ray",)),
+    Combination("cpu-ddp-2", (*_CPU, _TWO, _DDP)),
+    Combination("cpu-ddp-4", (*_CPU, _FOUR, _DDP)),
+    Combination("cpu-torchrun-2", (*_CPU, _TWO, _DDP), command=_torchrun(2)),
+    Combination("cpu-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_2, _FSDP)),
+    Combination("cpu-fsdp-3", (*_OVER_CPUS, _THREE, "strategy.mesh={data: 3, model: 1}", _FSDP)),
+    Combination("cpu-fsdp-4", (*_OVER_CPUS, _FOUR, _MESH_4, _FSDP)),
+    Combination("cpu-hsdp-2x2", (*_OVER_CPUS, _FOUR, "strategy.mesh={replica: 2, data: 2, model: 1}", _HSDP)),
+    Combination("cpu-tensor-2", (*_OVER_CPUS, _TWO, _MESH_1X2, _FSDP)),
+    Combination("cpu-fsdp-tensor-2x2", (*_OVER_CPUS, _FOUR, _MESH_2X2, _FSDP)),
+    Combination("cpu-torchrun-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP), command=_torchrun(2)),
+    Combination("cpu-ray-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP, _ON_RAY), packages=("ray",)),
+    Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), packages=("ray",)),
     Combination("cpu-hosts", (*_HOSTS, _DDP), hosts=True),
-    Combination("xla-single", (*_XLA, _ONE, _SINGLE), packages=_TORCH_XLA),
-    Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA),
-    Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), shares=2, packages=_TORCH_XLA, command=_torchrun(2)),
-    Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), shares=2, packages=_TORCH_XLA),
-    Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-4", (*_XLA_MESH, _ONE, _MESH_4, _SPMD), shares=4, packages=_TORCH_XLA),
-    Combination("xla-spmd-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _SPMD), shares=2, packages=_TORCH_XLA),
-    Combination("xla-fsdp-4", (*_XLA_MESH, _ONE, _MESH_4, _FSDP), shares=4, packages=_TORCH_XLA),
-    Combination("xla-fsdp-tensor-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _FSDP), shares=2, packages=_TORCH_XLA),
-    Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), gpus=1, env=_NO_TF32),
-    Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, _SHARED), shares=2, gpus=1, env=_NO_TF32),
-    Combination("cuda-fsdp-1", (*_OVER_GPUS, _ONE, "strategy.mesh={data: 1, model: 1}", _FSDP), gpus=1, env=_NO_TF32),
-    Combination(
-        "cuda-shared-fsdp-2",
-        (*_OVER_GPUS, _TWO, "strategy.mesh={data: 2, model: 1}", _FSDP, _SHARED),
-        shares=2,
-        gpus=1,
-        env=_NO_TF32,
-    ),
-    Combination(
-        "cuda-shared-tensor-2",
-        (*_OVER_GPUS, _TWO, "strategy.mesh={data: 1, model: 2}", _FSDP, _SHARED),
-        gpus=1,
-        env=_NO_TF32,
-    ),
-    Combination(
-        "cuda-fsdp-2", (*_OVER_GPUS, _TWO, "strategy.mesh={data: 2, model: 1}", _FSDP), shares=2, gpus=2, env=_NO_TF32
-    ),
-    Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32),
-    Combination("cuda-torchrun-2", (*_CUDA, _TWO, _DDP), shares=2, gpus=2, env=_NO_TF32, command=_torchrun(2)),
+    Combination("xla-single", (*_XLA, _ONE, _SINGLE), **_TORCH_XLA),
+    Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), **_TORCH_XLA),
+    Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), **_TORCH_XLA, command=_torchrun(2)),
+    Combination("xla-threads-2", (*_XLA, _ONE, _THREADS, "devices=2"), **_TORCH_XLA),
+    Combination("xla-threads-4", (*_XLA, _ONE, _THREADS, "devices=4"), **_TORCH_XLA),
+    Combination("xla-spmd-4", (*_XLA_MESH, _ONE, _MESH_4, _SPMD), **_TORCH_XLA),
+    Combination("xla-spmd-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _SPMD), **_TORCH_XLA),
+    Combination("xla-fsdp-4", (*_XLA_MESH, _ONE, _MESH_4, _FSDP), **_TORCH_XLA),
+    Combination("xla-fsdp-tensor-2x2", (*_XLA_MESH, _ONE, _MESH_2X2, _FSDP), **_TORCH_XLA),
+    Combination("cuda-single", (*_CUDA, _ONE, _SINGLE), **_GPU),
+    Combination("cuda-shared-2", (*_CUDA, _TWO, _DDP, _SHARED), **_GPU),
+    Combination("cuda-fsdp-1", (*_OVER_GPUS, _ONE, "strategy.mesh={data: 1, model: 1}", _FSDP), **_GPU),
+    Combination("cuda-shared-fsdp-2", (*_OVER_GPUS, _TWO, _MESH_2, _FSDP, _SHARED), **_GPU),
+    Combination("cuda-shared-tensor-2", (*_OVER_GPUS, _TWO, _MESH_1X2, _FSDP, _SHARED), **_GPU),
+    Combination("cuda-fsdp-2", (*_OVER_GPUS, _TWO, _MESH_2, _FSDP), **_GPUS),
+    Combination("cuda-ddp-2", (*_CUDA, _TWO, _DDP), **_GPUS),
+    Combination("cuda-torchrun-2", (*_CUDA, _TWO, _DDP), command=_torchrun(2), **_GPUS),
 )
 REFERENCE = COMBINATIONS[0]
+
+
+# Before the user's own: what makes a comparison sharp and quick, and may be set back.
+USUAL = (
+    "train.precision=float32",
+    "train.compile=false",
+    "data.workers=0",
+    "data.prefetch=null",
+)
+
+
+def halfway(steps: int) -> int:
+    """The step after which every run is saved: late enough that the next multiple is the end."""
+    return (steps + 1) // 2
+
+
+def needed(steps: int) -> tuple[str, ...]:
+    """After the user's own: what the comparison itself rests on."""
+    return (
+        "train.epochs=null",
+        f"train.steps={steps}",
+        "early_stop=null",
+        "log={every: 1 step, jsonl: true}",  # and no loggers: these runs are nobody's to look at
+        f"checkpoint.every={halfway(steps)} steps",
+        "checkpoint.keep.last=2",
+        "checkpoint.keep.best=0",
+        "launch.max_restarts=0",
+        "launch.port=null",
+        "launch.grace=10 s",
+    )
 
 
 def named(patterns: Iterable[str], option: str) -> set[str]:
@@ -141,3 +155,19 @@ def named(patterns: Iterable[str], option: str) -> set[str]:
             raise ConfigError(f"{option} {pattern}: no combination has this name; {advice}")
         found.update(matching)
     return found
+
+
+def missing(combination: Combination, hosts: Sequence[str] = ()) -> str | None:
+    """What a combination lacks here, or with a config that names these hosts; None where it can run."""
+    if combination.hosts and not hosts:
+        return "the config names no hosts (launch: ssh)"
+    for package in combination.packages:
+        if version_of(package) is None:
+            return f"{package} is not installed"
+    torch, torch_xla = version_of("torch"), version_of("torch_xla")
+    if "torch_xla" in combination.packages and not fit_together(str(torch), str(torch_xla)):
+        return f"torch_xla {torch_xla} does not fit torch {torch}"
+    if combination.gpus and (present := gpu_count()) < combination.gpus:
+        wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"
+        return f"needs {wanted}, and torch sees {present or 'none'}"
+    return None

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from lockstep.checkpoint import manifest
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError
 from lockstep.pod import hosts
 from lockstep.record.run_folder import CONFIG_FILE
-from lockstep.verify import byproduct, over_hosts, trial
-from lockstep.verify.available import missing
-from lockstep.verify.combinations import COMBINATIONS, REFERENCE, Combination, named
-from lockstep.verify.findings import Asked, Judged, Report, Row
-from lockstep.verify.judge import Comparison, Losses, Verdict, compare, metrics_apart, tolerance
+from lockstep.verify import trial
+from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
+from lockstep.verify.findings import (
+    Asked,
+    Comparison,
+    Judged,
+    Losses,
+    Report,
+    Row,
+    Verdict,
+    compare,
+    metrics_apart,
+    tolerance,
+)
 from lockstep.verify.lanes import Lanes
-from lockstep.verify.overrides import USUAL, halfway, needed
 from lockstep.verify.trial import Trial
 
 
@@ -47,8 +58,8 @@ def _compared(runs: _Runs, wanted: set[str], required: set[str]) -> Report:
     fresh = runs.each(others, lambda each: runs.from_the_start(each, reference), "from the start")
     rows += [Row(each, fresh[each.name], required=each.name in required) for each in others]
 
-    report = replace(report, batch_norm=byproduct.batch_statistics(reference.folder))
-    if byproduct.draws_random_numbers(reference.folder):
+    report = replace(report, batch_norm=batch_statistics(reference.folder))
+    if draws_random_numbers(reference.folder):
         return _unjudged(report, config)
     if any(row.fresh.comparison is not None and row.fresh.comparison.first_step for row in rows):
         report = replace(report, control=runs.control(reference))
@@ -139,7 +150,7 @@ class _Runs:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
         given = (combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
-        return over_hosts.train(*given) if combination.hosts else trial.train(*given, self.lanes)
+        return trial.train_on_hosts(*given) if combination.hosts else trial.train(*given, self.lanes)
 
     def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:
@@ -181,3 +192,31 @@ def _handed_over(giver: Trial | None, taker: Trial | None, step: int, out: Path)
     checkpoint.rename(run / "checkpoints" / name)
     shutil.copy(taker.folder / CONFIG_FILE, run / CONFIG_FILE)
     return run
+
+
+def draws_random_numbers(run: Path) -> bool:
+    """Whether any generator moved between the run's checkpoints: dropout, or another draw of the training step.
+
+    Every rank draws numbers of its own, so that the losses of such a task differ with the number of ranks by design.
+    What a dataset draws is the same on any number of ranks, and moves none of these generators.
+    """
+    states = [_generators(folder) for folder in sorted((run / "checkpoints").glob("step-*"))]
+    return any(state != states[0] for state in states)
+
+
+def batch_statistics(run: Path) -> list[str]:
+    """The layers that normalise by statistics of a rank's share of the batch."""
+    newest = max((run / "checkpoints").glob("step-*"), default=None)
+    if newest is None:
+        return []
+    return [name.removesuffix(".running_mean") for name in _tensors(newest) if name.endswith(".running_mean")]
+
+
+def _generators(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / manifest.TREE_FILE).read_text(encoding="utf-8"))["state"]["generators"]
+
+
+def _tensors(checkpoint: Path) -> list[str]:
+    from lockstep.checkpoint import manifest, merge
+
+    return [each.name for each in merge.weights(checkpoint, manifest.read(checkpoint))[0]]

@@ -7,11 +7,13 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +23,8 @@ Found = TypeVar("Found")
 
 _MOST = 4
 _LOOK_SECONDS = 0.2
+# Once asked to stop, a run has `launch.grace` to leave, and this is longer.
+_LEAVE_SECONDS = 20.0
 
 
 class Lanes:
@@ -51,35 +55,25 @@ class Lanes:
 
     def side_by_side(self, tasks: Sequence[Callable[[], Found]]) -> list[Found]:
         """What all of them return, in their order; the first failure is raised, once all that were begun have ended."""
-        waiting, results, failures = list(enumerate(tasks)), dict[int, Found](), list[BaseException]()
-        lock = threading.Lock()
+        failed = threading.Event()
 
-        def work() -> None:
-            while not self.stopping.is_set() and not failures:
-                with lock:
-                    if not waiting:
-                        return
-                    number, task = waiting.pop(0)
-                try:
-                    results[number] = task()
-                except BaseException as error:
-                    failures.append(error)
+        def guarded(task: Callable[[], Found]) -> Found:
+            if failed.is_set() or self.stopping.is_set():
+                raise CancelledError
+            try:
+                return task()
+            except BaseException:
+                failed.set()
+                raise
 
-        threads = [threading.Thread(target=work, name=f"lockstep-verify-{each}") for each in range(self.count)]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(_LOOK_SECONDS)  # so that Ctrl-C is heard
-        except BaseException:
-            self.stopping.set()
-            for thread in threads:
-                thread.join()
-            raise
-        if failures:
-            raise failures[0]
-        return [results[number] for number in range(len(tasks))]
+        with ThreadPoolExecutor(self.count, "lockstep-verify") as pool:
+            futures = [pool.submit(guarded, task) for task in tasks]
+            try:
+                wait(futures)
+            except BaseException:  # Ctrl-C
+                self.stopping.set()
+                raise
+        return [future.result() for future in futures]
 
     def command(self, arguments: Sequence[str], log: Path, limit: float) -> int | None:
         """Run a command of ours by a process that may have run others; None where it did not end in time."""
@@ -121,8 +115,6 @@ class _Starter:
         return code
 
     def end(self) -> None:
-        from lockstep.verify.trial import end
-
         process, self._process = self._process, None
         if process is not None:
             end(process)
@@ -146,3 +138,14 @@ class _Starter:
                 return None
         line = process.stdout.readline()
         return int(line) if line.strip() else process.wait(limit) or 1
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Asked first: a launcher ends its ranks, wherever they are. Nothing is done where it has ended by itself."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVE_SECONDS)

@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.config.plain import finite
-from lockstep.verify.findings import Judged, Report, Row
-from lockstep.verify.judge import Comparison
-from lockstep.verify.overrides import halfway
+from lockstep.config.plain import columns, finite
+from lockstep.verify.combinations import halfway
+from lockstep.verify.findings import Comparison, Judged, Report, Row
 
 _ALL_SHOWN = 5  # steps; of more, the first three and the last
 # Rounding grows from step to step. In units of the tolerance, so much at once is something else.
@@ -18,30 +17,18 @@ _SUM_DIFFERENCE = 0.4  # relative, of halves: a loss that is a sum over the exam
 
 
 def text(report: Report) -> str:
-    """Aligned columns; what did not run has its reason in their place."""
-    head, rows = _head(report), [_cells(row, report) for row in report.rows]
-    whole = [head, *(cells for cells in rows if len(cells) == len(head))]
-    widths = [max(len(cells[at]) for cells in whole) for at in range(len(head))]
-    widths[:2] = [max(len(cells[at]) for cells in (head, *rows)) for at in range(2)]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
-    return "\n".join(lines)
+    return "\n".join(columns(_table(report)))
 
 
 def markdown(report: Report) -> str:
-    """A row per combination; the reason of one that did not run is with its verdict."""
-    head = _head(report)
-    lines = [head, ["---"] * len(head)]
-    for cells in (_cells(row, report) for row in report.rows):
-        if len(cells) < len(head):
-            cells = [cells[0], ": ".join(cells[1:]), *[""] * (len(head) - 2)]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    head, *rows = _table(report)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def conclusion(report: Report) -> str:
     """What it comes to, and what to do about what is not right."""
     bad = [row for row in report.rows if not row.good and (row.ran or row.required)]
-    lines = [_what_is_wrong(row) for row in bad if row.fresh.verdict != "random"]
+    lines = [*_not_here(report), *(_what_is_wrong(row) for row in bad if row.fresh.verdict != "random")]
     lines += [*_by_halves(report), *_by_design(report)]
     ran = [row for row in report.rows if row.ran]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
@@ -88,25 +75,33 @@ def as_json(report: Report) -> str:
     return json.dumps(finite(everything), indent=2)
 
 
-def _head(report: Report) -> list[str]:
-    first, *others = _shown_steps(report.asked.steps)
-    steps = [f"loss at step {first}", *map(str, others)]
-    resumed = [f"resumed at {halfway(report.asked.steps)} from", "largest difference", "verdict"]
-    return ["combination", "verdict", *steps, "largest difference", *(resumed if report.asked.resume else [])]
+def _table(report: Report) -> list[list[str]]:
+    """A head, and a row for every combination that ran."""
+    first, *others = steps = _shown_steps(report.asked.steps)
+    head = ["combination", "verdict", f"loss at step {first}", *map(str, others), "largest difference"]
+    if report.asked.resume:
+        head += [f"resumed at {halfway(report.asked.steps)} from", "largest difference", "verdict"]
+    rows = [head]
+    for row in report.rows:
+        if row.fresh.trial is None:
+            continue
+        fresh, resumed = row.fresh, row.resumed
+        losses = [_loss(row.fresh.trial.losses, step) for step in steps]
+        cells = [row.combination.name, fresh.verdict, *losses, _difference(fresh)]
+        if report.asked.resume:
+            cells += ["-"] * 3 if resumed is None else [resumed.resumed_from, _difference(resumed), resumed.verdict]
+        rows.append(cells)
+    return rows
 
 
-def _cells(row: Row, report: Report) -> list[str]:
-    """As many as the head has, or a name, a verdict and a reason."""
-    fresh, resumed = row.fresh, row.resumed
-    name = row.combination.name
-    if fresh.trial is None or fresh.verdict == "failed":
-        log = f"; log: {fresh.trial.log}" if fresh.trial is not None else ""
-        return [name, fresh.verdict, fresh.reason + log]
-    losses = [_loss(fresh.trial.losses, step) for step in _shown_steps(report.asked.steps)]
-    cells = [name, fresh.verdict, *losses, _difference(fresh)]
-    if not report.asked.resume:
-        return cells
-    return [*cells, *(["-"] * 3 if resumed is None else [resumed.resumed_from, _difference(resumed), resumed.verdict])]
+def _not_here(report: Report) -> list[str]:
+    """One line for all combinations that cannot run, by reason."""
+    absent: dict[str, list[str]] = {}
+    for row in report.rows:
+        if not row.ran and not row.required:
+            absent.setdefault(row.fresh.reason, []).append(row.combination.name)
+    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in absent.items())
+    return [f"not here: {told}"] if told else []
 
 
 def _shown_steps(steps: int) -> list[int]:

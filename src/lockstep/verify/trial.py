@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
+import secrets
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.distributed.failure import describe_exit
 from lockstep.doctor.ask import environment
-from lockstep.record.run_folder import SUMMARY_FILE
+from lockstep.record.run_folder import read_summary
 from lockstep.verify.combinations import Combination
-from lockstep.verify.lanes import Lanes
+from lockstep.verify.lanes import Lanes, end
 
 LOSS = "train/loss"  # what training rows call it
-# Once asked to stop, a run has `launch.grace` to leave (see overrides.py), and this is longer.
-_LEAVE_SECONDS = 20.0
 _LOOK_SECONDS = 0.5
+# How long a pod's own commands may take, and how often a run that does not end is told to before its pod is removed.
+_COMMAND_SECONDS, _TRIES = 120.0, 5
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
 
@@ -60,6 +58,41 @@ def resume(combination: Combination, run: Path, limit: float, lanes: Lanes) -> T
     return _run(combination, ["resume", str(run)], run.parents[1], limit, lanes)
 
 
+def train_on_hosts(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
+    """A new run of the config on its hosts; its folder is below `out` afterwards."""
+    out.mkdir(parents=True)
+    pod, settings = f"verify-{secrets.token_hex(4)}", settings_of(combination, overrides)
+
+    def run(log: str, *arguments: str, seconds: float = _COMMAND_SECONDS) -> int | None:
+        return execute(command_of(combination, arguments), environment(), out / log, seconds)
+
+    made = ["pod", "create", pod, "--config", str(config), *settings]
+    began = time.monotonic()
+    code = run("output.log", *made)
+    if code != 0:  # not all hosts can take part; nothing is remembered, and nothing is on them yet
+        return concluded(command_of(combination, made), out, code, time.monotonic() - began, _COMMAND_SECONDS)
+    command = ["train", str(config), *settings, "--pod", pod]
+    try:
+        code = run("output.log", *command, seconds=limit)
+        seconds = time.monotonic() - began
+        pulled = run("pull.log", "pod", "pull", pod, "--out", str(out / "runs"))
+    finally:
+        _remove(pod, run)
+    found = concluded(command_of(combination, command), out, code, seconds, limit)
+    if pulled != 0 and not found.failure:
+        return replace(found, failure=f"the run's folder could not be brought here; see {out / 'pull.log'}")
+    return found
+
+
+def _remove(pod: str, run: Callable[..., int | None]) -> None:
+    """A job that is still at work is ended first: asked twice, as by Ctrl-C."""
+    for _ in range(_TRIES):
+        if run("delete.log", "pod", "delete", pod, "--yes") == 0:
+            return
+        run("stop.log", "pod", "stop", pod, "--now")
+        time.sleep(1.0)
+
+
 def _run(combination: Combination, arguments: list[str], out: Path, limit: float, lanes: Lanes) -> Trial:
     command, log = command_of(combination, arguments), out / "output.log"
     began = time.monotonic()
@@ -77,10 +110,14 @@ def command_of(combination: Combination, arguments: Sequence[str]) -> list[str]:
 def concluded(command: Sequence[str], out: Path, code: int | None, seconds: float, limit: float) -> Trial:
     """What a run came to whose folder is below `out`, where its log is too."""
     log, folder = out / "output.log", next(iter((out / "runs").glob("*/")), None)
+    summary = {} if folder is None else read_summary(folder)
     if code == 0:
-        return Trial(shlex.join(command), log, folder, seconds, _losses(folder), metrics=_metrics(folder))
+        metrics = {
+            name: each for name, each in (summary.get("metrics") or {}).items() if isinstance(each, (int, float))
+        }
+        return Trial(shlex.join(command), log, folder, seconds, _losses(folder), metrics=metrics)
     text = log.read_text(encoding="utf-8", errors="replace")
-    failure = _late(text, limit) if code is None else headline(text, _reason(folder), code)
+    failure = _late(text, limit) if code is None else headline(text, summary.get("reason") or None, code)
     return Trial(shlex.join(command), log, folder, seconds, failure=failure)
 
 
@@ -109,17 +146,6 @@ def execute(
             end(process)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Asked first: a launcher ends its ranks, wherever they are. Nothing is done where it has ended by itself."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LEAVE_SECONDS)
-
-
 def _losses(folder: Path | None) -> dict[int, float]:
     from lockstep.record.recorder import METRICS_FILE
     from lockstep.record.writers import SPEED, read_rows
@@ -131,21 +157,6 @@ def _losses(folder: Path | None) -> dict[int, float]:
     named = dict.fromkeys(name for row in rows for name in row if name.startswith("train/"))
     loss = LOSS if LOSS in named or not named else next(iter(named))
     return {row["step"]: row[loss] for row in rows if row.get(loss) is not None}
-
-
-def _metrics(folder: Path | None) -> dict[str, float]:
-    if folder is None or not (folder / SUMMARY_FILE).is_file():
-        return {}
-    found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("metrics") or {}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
-
-
-def _reason(folder: Path | None) -> str | None:
-    """Why our launcher says that the run failed."""
-    if folder is None or not (folder / SUMMARY_FILE).is_file():
-        return None
-    reason = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("reason")
-    return reason if isinstance(reason, str) and reason else None
 
 
 def headline(log: str, reason: str | None, code: int) -> str:

@@ -17,8 +17,6 @@ SHOWN = 32
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong, and the ranks that it concerns."""
-
     text: str
     ranks: tuple[int, ...]
     missing: bool = False  # whether these ranks did not report at all

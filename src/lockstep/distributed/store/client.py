@@ -96,7 +96,6 @@ class Client:
         self._connection.ask(b"set", self._key(key), _bytes(value))
 
     def read(self, key: str) -> bytes | None:
-        """What is there at this moment."""
         return self.read_all([key])[0]
 
     def read_all(self, keys: Sequence[str]) -> list[bytes | None]:

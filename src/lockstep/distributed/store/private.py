@@ -23,7 +23,6 @@ _STALE_SECONDS = 24 * 3600.0
 
 @contextlib.contextmanager
 def fresh_folder() -> Iterator[Path]:
-    """A new folder of mode 0700, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-", dir=_places()[0]))
     try:
         yield folder

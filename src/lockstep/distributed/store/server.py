@@ -42,8 +42,6 @@ LONGEST_WAIT_SECONDS = 1.0
 
 @dataclass
 class _Guest:
-    """One connection."""
-
     socket: socket.socket
     address: str
     arrived: float
@@ -58,8 +56,6 @@ class _Guest:
 
 @dataclass(order=True)
 class _Wait:
-    """A guest that waits for keys."""
-
     deadline: float
     guest: _Guest = field(compare=False)
     keys: list[bytes] = field(compare=False)

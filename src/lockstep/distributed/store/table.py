@@ -39,7 +39,6 @@ class Table:
             raise Malformed("an unknown request") from None
 
     def missing(self, keys: Iterable[bytes]) -> bytes | None:
-        """The first of these keys that is not there."""
         return next((key for key in keys if key not in self._values), None)
 
     def _set(self, key: bytes, value: bytes) -> list[bytes]:

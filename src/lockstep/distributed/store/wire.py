@@ -55,7 +55,6 @@ class Seal:
         return 0 if self._key is None else _SEAL_BYTES
 
     def of(self, body: bytes) -> bytes:
-        """The seal of the next frame."""
         if self._key is None:
             return b""
         self._count += 1

@@ -214,7 +214,6 @@ def in_debugger(frame: FrameType | None) -> bool:
 
 
 def resident_memory() -> int | None:
-    """Bytes of memory that this process holds, where the system says so."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

@@ -42,8 +42,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a watcher knows of a rank."""
-
     rank: int
     beat: Beat | None  # its newest, if there was any
     quiet: float  # seconds since that beat came, by the watcher's clock
@@ -51,14 +49,11 @@ class Seen:
 
     @property
     def still(self) -> float:
-        """Seconds without progress."""
         return self.quiet + (self.beat.still if self.beat else 0.0)
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Ranks that are stuck, and what to tell the user."""
-
     ranks: tuple[int, ...]
     message: str
     waited_for: bool = True

@@ -56,7 +56,6 @@ class Watcher:
 
     @property
     def begun(self) -> bool:
-        """Whether any rank has made a step, as far as it is known."""
         return any(beat is not None and beat.begun for beat, _ in self._newest.values())
 
     def _seen(self, rank: int, now: float) -> Seen:

@@ -14,7 +14,6 @@ _FATAL = "Fatal Python error"
 
 
 def told(error: Exception) -> str:
-    """Of an exception."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
     where = f" at {_place(frames[-1].filename, frames[-1].lineno or 0)}" if frames else ""
     first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,58 @@ from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
 from lockstep.planner.tpu.blame import of_crash
-from lockstep.planner.tpu.refused import Refused, refused
 from lockstep.planner.tpu.shardings import part
 from lockstep.planner.tpu.stored import Traced, read
+
+_USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
+_PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
+_ALLOCATION = re.compile(r"^\s*\d+\. Size: (?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
+_SHAPE = re.compile(r"Shape: (?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
+_SOURCE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
+_NAME = re.compile(r'op_name="(?P<name>[^"]*)"')
+_TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MOST = 10
+
+
+@dataclass(frozen=True)
+class Refused:
+    capacity: int
+    program: int
+    arguments: int  # 0 where it does not count them, as for a slice that is not there
+    largest: list[dict[str, Any]]
+
+
+def refused(text: str) -> Refused | None:
+    """What libtpu says where a program does not fit: how much it needs, and what for. None for any other error."""
+    used = _USED.search(text)
+    if used is None:
+        return None
+    parts = {each["name"]: size(each["size"]) for each in _PART.finditer(text)}
+    arguments = parts.get("arguments", 0)
+    found = list(_ALLOCATION.finditer(text))
+    ends = [each.start() for each in found[1:]] + [len(text)]
+    return Refused(
+        size(used["capacity"]),
+        parts.get("program", size(used["used"]) - arguments),
+        arguments,
+        [_allocation(each["size"], text[each.end() : end]) for each, end in zip(found, ends, strict=True)][:_MOST],
+    )
+
+
+def size(text: str) -> int:
+    return round(float(text.rstrip("KMGT")) * _TIMES[text[-1] if text[-1] in "KMGT" else ""])
+
+
+def _allocation(written: str, rest: str) -> dict[str, Any]:
+    shape, source, name = _SHAPE.search(rest), _SOURCE.search(rest), _NAME.search(rest)
+    return {
+        "bytes": size(written),
+        "shape": [int(each) for each in shape["dims"].split(",") if each] if shape else [],
+        "dtype": shape["type"] if shape else "",
+        "operation": name["name"] if name else "",
+        "line": f"{source['file']}:{source['line']}" if source and source["line"] else "",
+    }
+
 
 # torch_xla's own extras name these: another libtpu speaks another version of XLA's messages.
 WANTED = {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
@@ -40,7 +90,6 @@ class NotCompiled(LockstepError):
 
 
 def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path) -> None:
-    """Write the traced step of a config to a file."""
     require_tracer()
     said = out.with_suffix(".json")
     arguments = [str(config), target.type, str(out), *overrides]
@@ -57,7 +106,6 @@ def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path
 
 
 def compile(step: Path, target: Accelerator) -> Step:
-    """What libtpu makes of a traced step."""
     require_compiler()
     traced, _ = read(step)
     if traced.devices != target.devices:
@@ -118,7 +166,6 @@ def _require_processor() -> None:
 
 
 def _child(module: str, arguments: Sequence[str]) -> tuple[str, int]:
-    """What it printed, and its exit code."""
     left_out = ("RANK", "WORLD_SIZE", "PJRT_DEVICE", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -135,7 +182,6 @@ def _child(module: str, arguments: Sequence[str]) -> tuple[str, int]:
 
 
 def _crash(log: str, code: int) -> str:
-    """The one line of a crash that says something."""
     lines = [each.strip() for each in log.splitlines() if each.strip()]
     for wanted in (r"Check fail", r"^F\d{4} ", r"\bFATAL\b", r"Error\b"):
         for line in lines:

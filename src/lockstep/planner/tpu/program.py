@@ -317,7 +317,6 @@ def _chain(pairs: str) -> list[int]:
 
 
 def _aliased(header: str) -> set[int]:
-    """Which results take an argument's place."""
     _, _, rest = header.partition("input_output_alias={")
     return {int(each) for each in re.findall(r"\{(\d+)\}: \(", rest[: _closing_brace(rest)])}
 

@@ -32,7 +32,6 @@ def words(spec: Sequence[Entry], mesh: Mapping[str, int]) -> str:
 
 
 def part(shape: Sequence[int], sharding: str) -> list[int]:
-    """What of a tensor one device has."""
     match = re.match(r"\{devices=\[([\d,]+)\]", sharding)
     if match is None:
         return list(shape)

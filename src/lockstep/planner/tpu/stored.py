@@ -22,8 +22,6 @@ _MOST_FACTS, _MOST_PROGRAM = 256 * 2**20, 2 * 2**30
 
 @dataclass(frozen=True)
 class Argument:
-    """What the program is given, in its order."""
-
     kind: str  # weights, optimizer, gradients, batch or other
     name: str
     shape: list[int]  # of the whole

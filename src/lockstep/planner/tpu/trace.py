@@ -23,7 +23,7 @@ from lockstep.config.on_slice import check_slice
 from lockstep.config.schema import Checkpoint, Log, RunConfig, Xla
 from lockstep.config.values import Interval
 from lockstep.errors import LockstepError
-from lockstep.planner.slices import slice_of
+from lockstep.planner.devices import slice_of
 from lockstep.planner.tpu.blame import told
 from lockstep.planner.tpu.stored import Argument, Traced, write
 
