@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import manifest
+from lockstep.checkpoint import manifest, merge
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.pod import hosts
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
@@ -217,6 +221,43 @@ def _generators(checkpoint: Path) -> Any:
 
 
 def _tensors(checkpoint: Path) -> list[str]:
-    from lockstep.checkpoint import manifest, merge
-
     return [each.name for each in merge.weights(checkpoint, manifest.read(checkpoint))[0]]
+
+
+@dataclass
+class Place:
+    path: Path
+    keep: bool
+
+
+@contextlib.contextmanager
+def work_folder(out: Path | None) -> Iterator[Place]:
+    """A new folder: the one that was asked for, or a temporary one that goes unless it is to be kept."""
+    if out is None:
+        place = Place(Path(tempfile.mkdtemp(prefix="lockstep-verify-")), keep=False)
+    else:
+        try:
+            out.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: a new folder cannot be made there: {error.strerror}") from None
+        place = Place(out.resolve(), keep=True)
+    try:
+        with _ending_like_an_interrupt():
+            yield place
+    finally:
+        if not place.keep:
+            shutil.rmtree(place.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ending_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does: the run under way is ended, nothing stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
