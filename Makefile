@@ -5,7 +5,7 @@ MINUTES = 10
 SEED =
 LOOPS = 20000
 
-TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,fp8,docs,dev
+TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,docs,dev
 TEST_PYTHON = .venv-test/bin/python
 PYTEST = -m pytest --numprocesses 2
 

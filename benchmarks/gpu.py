@@ -2,7 +2,9 @@
 Lockstep has to keep there.
 
 python benchmarks/gpu.py --out FILE         on a machine with an NVIDIA GPU of 80 GB or more; about twenty minutes
-python benchmarks/gpu.py --only small       the smaller model alone; large, costs, checks, or names of cases, as well
+python benchmarks/gpu.py --only small       the smaller model alone; large, costs, checks, curves, or names of cases
+python benchmarks/gpu.py --together         all cases compile at once and are measured one after another: soon, without
+                                            first steps, as far as their memory allows
 python benchmarks/gpu.py --tiny             anywhere: the same code with a tiny model on the CPU, which measures nothing
 
 With one round, cases run in the order in which --only names them. --json FILE is written after every case, and no case
@@ -26,11 +28,11 @@ from typing import Any
 
 import report
 import torch
+import turns
 import yaml
 from gpt_sizes import size_of, text_bytes
 
 TASK = Path(__file__).with_name("gpu_task.py")
-BLOCK = 30  # steps between two looks at the clock, as in gpu_task.py: three rows of Lockstep's log
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Case:
     name: str
     text: str
     model: str  # small or large
-    who: str  # plain, accelerate, lightning, lockstep
+    who: str  # plain, accelerate, lightning, fabric, transformers, lockstep
     compile: Any = True
     recompute: bool = False
     precision: str = "bf16"
@@ -53,7 +55,10 @@ CASES = [
     Case("plain-eager", "plain PyTorch, eager", "small", "plain", False),
     Case("plain", "plain PyTorch, compiled", "small", "plain"),
     Case("accelerate", "Accelerate, compiled", "small", "accelerate"),
-    Case("lightning", "Lightning, compiled", "small", "lightning"),
+    Case("lightning", "Lightning, compiled, AdamW not fused", "small", "lightning"),
+    Case("lightning-by-hand", "Lightning, compiled, clipped by hand", "small", "lightning"),
+    Case("fabric", "Lightning Fabric, compiled", "small", "fabric"),
+    Case("transformers", "transformers' Trainer, compiled", "small", "transformers"),
     Case("lockstep-eager", "Lockstep, eager", "small", "lockstep", False),
     Case("lockstep", "Lockstep, `compile: true`", "small", "lockstep"),
     Case("lockstep-blocks", "Lockstep, `compile: blocks`", "small", "lockstep", "blocks"),
@@ -108,14 +113,16 @@ CASES = [
     ),
 ]
 
+MODULES = {"lightning": "pytorch_lightning", "fabric": "lightning_fabric"}  # where the name is not the module's
+
 NOTES = """\
 bf16 autocast, fused AdamW, gradients clipped to a norm of 1; {small} x {context} tokens per step for the small model,
-{large} x {context} for the large one. The median over blocks of 30 steps, the device waited for at each end, after
-{warm_up} steps to warm up. Plain, Accelerate and Lightning load with torch's `DataLoader` (pinned memory) and log
-nothing; Lockstep logs every 10 steps, compares replicas and watches, as it does by default. First steps are seconds
-from the command to the end of the first step: cold with an empty cache of compiled code, warm in a second start with
-the same. The ceiling, {ceiling:.0f} TFLOP/s, was measured just before with bf16 matrices of {side} x {side}; a token
-is counted as 6 x parameters + 12 x layers x width x context operations."""
+{large} x {context} for the large one. The median over blocks of 30 steps (10 of the large model), the device waited
+for at each end, after one block to warm up. The others load with torch's `DataLoader` (pinned memory) and log nothing;
+Lockstep logs every 10 steps, compares replicas and watches, as it does by default. First steps are seconds from the
+command to the end of the first step: cold with an empty cache of compiled code, warm in a second start with the same.
+The ceiling, {ceiling:.0f} TFLOP/s, was measured just before with bf16 matrices of {side} x {side}; a token is counted
+as 6 x parameters + 12 x layers x width x context operations."""
 
 
 def main() -> None:
@@ -123,6 +130,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to prove the code")
     parser.add_argument("--only", nargs="+", help="small, large, costs, checks, or names of cases")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
+    parser.add_argument("--together", action="store_true", help="compile all cases at once, measure one after another")
     parser.add_argument("--cold", action="store_true", help="one start of each case, with an empty cache")
     parser.add_argument("--out", type=Path, help="write what is printed there as well")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
@@ -135,6 +143,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         speed, raw = compare(chosen, Path(folder))
         checks = []
+        if chosen.only and "curves" in chosen.only:
+            checks.append(curves(chosen.tiny, Path(folder), raw))
         if not chosen.only or "checks" in chosen.only:
             checks = [resume_check(chosen.tiny, Path(folder)), digits_check(chosen.tiny, Path(folder))]
     device = "a tiny model on the CPU" if chosen.tiny else torch.cuda.get_device_name()
@@ -152,8 +162,12 @@ def main() -> None:
 def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
     """The tables of step times, and everything that was measured for them."""
     tiny = chosen.tiny
+    if chosen.only == ["curves"]:
+        return "", {}
     ceiling = in_child("ceiling", tiny, folder)
-    cases = [each for each in CASES if each.who in ("plain", "lockstep") or report.installed(each.who)]
+    cases = [
+        each for each in CASES if each.who in ("plain", "lockstep") or report.installed(MODULES.get(each.who, each.who))
+    ]
     wanted = chosen.only or (["plain", "lockstep", "lockstep-blocks"] if tiny else ["small", "large", "costs"])
     cases = [
         each for name in wanted for each in cases if name in (each.name, each.group or each.model)
@@ -161,7 +175,11 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     began = time.monotonic()
     caches: dict[str, Path] = {}
-    for name in report.interleaved([each.name for each in cases], chosen, shuffled=chosen.repeats > 1):
+    if chosen.together:
+        found |= measured_together(cases, tiny, folder, chosen)
+    for name in report.interleaved(
+        [] if chosen.together else [each.name for each in cases], chosen, shuffled=chosen.repeats > 1
+    ):
         if time.monotonic() - began > chosen.seconds:
             print(f"{name} is left out: no time", file=sys.stderr, flush=True)
             continue
@@ -178,13 +196,13 @@ def compare(chosen: argparse.Namespace, folder: Path) -> tuple[str, dict[str, An
     parts = []
     for model, title in (("small", "124 million parameters"), ("large", "1.3 billion parameters")):
         ours = [each for each in cases if each.model == model]
-        plain = step_of(found["plain" if model == "small" else "plain-large"], tiny)
+        plain = step_of(model, found["plain" if model == "small" else "plain-large"])
         rows = [[each.text, *cells(each, found[each.name], tiny, ceiling["ceiling"], plain)] for each in ours]
         if rows:
             parts.append(f"{title}:\n\n{report.table(header, rows)}")
     parts += [first_steps(cases, found), same_losses(cases, found)]
     sizes = {each: batch_size(each, tiny) for each in ("small", "large")}
-    notes = NOTES.format(warm_up=steps_of(tiny)[0], context=size_of("small", tiny)["context"], **sizes, **ceiling)
+    notes = NOTES.format(context=size_of("small", tiny)["context"], **sizes, **ceiling)
     return "\n\n".join([*filter(None, parts), notes]), {"ceiling": ceiling, "found": found}
 
 
@@ -217,6 +235,26 @@ def measured(name: str, tiny: bool, folder: Path, caches: dict[str, Path], once:
     }
 
 
+def measured_together(
+    cases: list[Case], tiny: bool, folder: Path, chosen: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """Steps alone: the first ones are those of several processes at once."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    cache = folder / "cache"
+    commands = {each.name: command_of(each, tiny, folder) for each in cases}
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    for name, failure in turns.taken(commands, folder, min(chosen.seconds, 500), **variables):
+        if failure:
+            print(f"{name} failed: {failure}", file=sys.stderr, flush=True)
+            continue
+        result = dict(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+        found[name].append({**result, "phases": {}, "cold phases": {}, "cold": None, "warm": None})
+        print(f"{name}: {cells(case_of(name), found[name], tiny, 1.0, None)}", file=sys.stderr, flush=True)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps({"found": found}), encoding="utf-8")
+    return found
+
+
 def first_steps(cases: list[Case], found: dict[str, list[dict[str, Any]]]) -> str:
     """Where the time to the first step goes: when each phase ended, in seconds after the command."""
     shown = [case for case in cases if found[case.name] and not case.group]
@@ -240,18 +278,20 @@ def same_losses(cases: list[Case], found: dict[str, list[dict[str, Any]]]) -> st
             losses = found[case.name][0]["losses"]
             rows.append([case.text, case.model, *(f"{each:.4f}" for each in losses[1:])])
     return (
-        "Losses every 30 steps:\n\n" + report.table(["", "model", *["loss"] * (len(rows[0]) - 2)], rows) if rows else ""
+        "Losses before every block of steps:\n\n" + report.table(["", "model", *["loss"] * (len(rows[0]) - 2)], rows)
+        if rows
+        else ""
     )
 
 
-def step_of(found: list[dict[str, Any]], tiny: bool) -> float | None:
-    stamps = [each["stamps"][steps_of(tiny)[0] // BLOCK :] for each in found]
-    blocks = [(after - before) / BLOCK for each in stamps for before, after in itertools.pairwise(each)]
+def step_of(model: str, found: list[dict[str, Any]]) -> float | None:
+    stamps = [each["stamps"][1:] for each in found]  # without the warm-up
+    blocks = [(after - before) / block_of(model) for each in stamps for before, after in itertools.pairwise(each)]
     return statistics.median(blocks) if blocks else None
 
 
 def cells(case: Case, found: list[dict[str, Any]], tiny: bool, ceiling: float, plain: float | None) -> list[str]:
-    step = step_of(found, tiny)
+    step = step_of(case.model, found)
     if step is None:
         return ["failed", *["-"] * 6]
     size = size_of(case.model, tiny)
@@ -277,29 +317,52 @@ def batch_size(model: str, tiny: bool) -> int:
     return 4 if tiny else 32 if model == "small" else 16
 
 
-def steps_of(tiny: bool) -> tuple[int, int]:
+def block_of(model: str) -> int:
+    """Steps between two looks at the clock: rows of Lockstep's log."""
+    return 30 if model == "small" else 10
+
+
+def steps_of(model: str, tiny: bool) -> tuple[int, int]:
     """Steps to warm up, and steps to measure."""
-    return (30, 30) if tiny else (30, 90)
+    block = block_of(model)
+    return (block, block) if tiny else (block, 3 * block)
+
+
+def child(name: str, tiny: bool, file: Path) -> list[str]:
+    return [sys.executable, __file__, "--child", name, str(file), *(["--tiny"] if tiny else [])]
 
 
 def in_child(name: str, tiny: bool, folder: Path, **variables: str) -> dict[str, Any]:
     file = folder / f"{name}.json"
-    command = [sys.executable, __file__, "--child", name, str(file), *(["--tiny"] if tiny else [])]
-    report.run(command, limit=400, **variables)
+    report.run(child(name, tiny, file), limit=400, **variables)
     return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def trained_by_lockstep(case: Case, tiny: bool, folder: Path, variables: dict[str, str]) -> dict[str, Any]:
+def command_of(case: Case, tiny: bool, folder: Path) -> list[str]:
+    """Returns the command that runs a case and writes its stamps to NAME.json."""
+    if case.who != "lockstep":
+        return child(case.name, tiny, folder / f"{case.name}.json")
     stamps = folder / f"{case.name}.json"
-    steps = sum(steps_of(tiny))
-    task = {"type": f"{TASK}:TimedText", "steps": steps, "stamps": str(stamps), **model_of(case.model, tiny)}
+    steps = sum(steps_of(case.model, tiny))
+    task = {
+        "type": f"{TASK}:TimedText",
+        "steps": steps,
+        "block": block_of(case.model),
+        "stamps": str(stamps),
+        **model_of(case.model, tiny),
+    }
     training = {
         "steps": steps + 1, "compile": case.compile, "batch_size": batch_size(case.model, tiny), "clip_norm": 1.0,
         "precision": case.precision, "recompute": "blocks" if case.recompute else None,
     }  # fmt: skip
     settings = dict(case.settings)
     task |= settings.pop("task", {})
-    run = lockstep_train(case.name, tiny, folder, task, training, variables, **settings)
+    return lockstep_command(case.name, tiny, folder, task, training, **settings)
+
+
+def trained_by_lockstep(case: Case, tiny: bool, folder: Path, variables: dict[str, str]) -> dict[str, Any]:
+    report.run(command_of(case, tiny, folder), limit=400, **variables)
+    run, stamps = max((folder / case.name).iterdir()), folder / f"{case.name}.json"
     shutil.rmtree(run / "checkpoints")
     found = dict(json.loads(stamps.read_text(encoding="utf-8")))
     timeline = [json.loads(line) for line in (run / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -315,10 +378,16 @@ def lockstep_train(
     folder: Path,
     task: dict[str, Any],
     training: dict[str, Any],
-    variables: dict[str, str] | None = None,
     **settings: Any,
 ) -> Path:
     """Train through the command line; the run's folder."""
+    report.run(lockstep_command(name, tiny, folder, task, training, **settings), limit=400)
+    return max((folder / name).iterdir())
+
+
+def lockstep_command(
+    name: str, tiny: bool, folder: Path, task: dict[str, Any], training: dict[str, Any], **settings: Any
+) -> list[str]:
     config = {
         "task": task,
         "runtime": "cpu" if tiny else "cuda",
@@ -330,8 +399,7 @@ def lockstep_train(
     }
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    report.run([*report.lockstep(), "train", str(file), f"--out={folder / name}"], limit=400, **(variables or {}))
-    return max((folder / name).iterdir())
+    return [*report.lockstep(), "train", str(file), f"--out={folder / name}"]
 
 
 # What has to hold
@@ -377,6 +445,40 @@ def digits_check(tiny: bool, folder: Path) -> tuple[bool, str]:
     )
 
 
+CURVES = {"bf16": "bf16", "fp8": "fp8"}
+CURVE_BATCH = 4  # examples of a step: the runs share the GPU
+
+
+def curves(tiny: bool, folder: Path, raw: dict[str, Any]) -> tuple[bool, str]:
+    """The large model trains on real text in bf16 and in fp8, at the same time: losses must agree to 0.5 %."""
+    steps, commands = 50 if tiny else 500, {}
+    for name, precision in CURVES.items():
+        file = str(folder / f"{name}.json")
+        task = {"type": f"{TASK}:Curve", "steps": steps, "file": file, **model_of("large", tiny)}
+        training = {
+            "steps": steps + 1, "compile": "blocks", "batch_size": CURVE_BATCH, "clip_norm": 1.0,
+            "precision": precision,
+        }  # fmt: skip
+        settings = {"scheduler": {"type": "cosine", "warmup": "5%"}}
+        commands[name] = lockstep_command(name, tiny, folder, task, training, **settings)
+    found: dict[str, list[float]] = {}
+    failed = ""
+    for name, failure in turns.taken(commands, folder, 500, at_once=True):
+        if failure:
+            failed += f"\n\n```\n{name}: {failure}\n```"
+        else:
+            found[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    raw["curves"] = found
+    tenth, ends = steps // 10, range(steps // 5, steps + 1, steps // 5)
+    means = {name: [statistics.mean(each[end - tenth : end]) for end in ends] for name, each in found.items()}
+    rows = [[name, *(f"{each:.4f}" for each in row)] for name, row in means.items()]
+    text = report.table([f"loss, mean of {tenth} steps up to", *map(str, ends)], rows) + failed
+    if not {"bf16", "fp8"} <= means.keys():
+        return False, f"curves: failed\n\n{text}"
+    off = means["fp8"][-1] / means["bf16"][-1] - 1
+    return abs(off) < 0.005, f"fp8 ends {off:+.2%} off bf16:\n\n{text}"
+
+
 # In a child process
 
 
@@ -407,11 +509,14 @@ def in_this_process(name: str, file: str, tiny: bool) -> None:
     from torch.utils.data import DataLoader
 
     torch.manual_seed(0)
-    task = TimedText(steps=sum(steps_of(tiny)), stamps=file, **model_of(case.model, tiny))
+    steps, block = sum(steps_of(case.model, tiny)), block_of(case.model)
+    task = TimedText(steps=steps, block=block, stamps=file, **model_of(case.model, tiny))
     data = DataLoader(
         task.train_data(), batch_size(case.model, tiny), shuffle=True, drop_last=True, pin_memory=not tiny
     )
-    {"plain": plain, "accelerate": accelerate, "lightning": lightning}[case.who](case, task, data, tiny)
+    ways = {"plain": plain, "accelerate": accelerate, "lightning": lightning, "fabric": fabric,
+            "transformers": transformers}  # fmt: skip
+    ways[case.who](case, task, data, tiny)
 
 
 def plain(case: Case, task: Any, loader: Any, tiny: bool) -> None:
@@ -453,7 +558,10 @@ def accelerate(case: Case, task: Any, loader: Any, tiny: bool) -> None:
 
 
 def lightning(case: Case, task: Any, loader: Any, tiny: bool) -> None:
-    from lightning.pytorch import LightningModule, Trainer
+    """Lightning refuses to clip with a fused optimizer: one that is not, or clipping in a hook."""
+    from pytorch_lightning import LightningModule, Trainer
+
+    by_hand = case.name == "lightning-by-hand"
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -465,15 +573,58 @@ def lightning(case: Case, task: Any, loader: Any, tiny: bool) -> None:
             return task.loss(self.model, batch)
 
         def configure_optimizers(self) -> Any:
-            return task.optimizer(self.model)
+            optimizer = task.optimizer(self.model)
+            if by_hand:
+                return optimizer
+            return type(optimizer)(optimizer.param_groups, lr=task.lr, betas=(0.9, 0.95), fused=False, foreach=True)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if by_hand:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     trainer = Trainer(
         accelerator="cpu" if tiny else "gpu", devices=1, precision="bf16-mixed", max_steps=task.steps + 1,
-        # Lightning does not clip by norm with a fused optimizer under "16-mixed"; with bf16 it does.
-        gradient_clip_val=1.0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        gradient_clip_val=None if by_hand else 1.0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), loader)
+
+
+def fabric(case: Case, task: Any, loader: Any, tiny: bool) -> None:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu" if tiny else "gpu", devices=1, precision="bf16-mixed")
+    fabric.launch()
+    model = task.model()
+    optimizer = task.optimizer(model)
+    model, optimizer = fabric.setup(torch.compile(model), optimizer)
+    for batch in itertools.islice(fabric.setup_dataloaders(loader), task.steps + 1):
+        fabric.backward(task.loss(model, batch))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def transformers(case: Case, task: Any, loader: Any, tiny: bool) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Timed(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return task.loss(model, inputs["windows"])
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=task.steps + 1, per_device_train_batch_size=loader.batch_size, bf16=True,
+            torch_compile=True, max_grad_norm=1.0, dataloader_pin_memory=not tiny, dataloader_drop_last=True,
+            logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=tiny,
+            remove_unused_columns=False, lr_scheduler_type="constant",
+        )  # fmt: skip
+        model = task.model()
+        trainer = Timed(
+            model, arguments, train_dataset=task.train_data(), optimizers=(task.optimizer(model), None),
+            data_collator=lambda rows: {"windows": [torch.stack([row[0] for row in rows])]},
+        )  # fmt: skip
+        trainer.train()
 
 
 if __name__ == "__main__":

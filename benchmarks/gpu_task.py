@@ -16,21 +16,28 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt import TextModel
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "examples"), str(Path(__file__).resolve().parent)]
+import turns  # noqa: E402
+from gpt import TextModel  # noqa: E402
 
-BLOCK = 30  # steps between two looks at the clock, for which the device has to be waited for
+COMPILED = 3  # steps after which nothing is compiled any more
 IMPORTED = time.time()
 
 
 class TimedText(TextModel):
-    """Waits for the device and notes the time before every thirtieth step; writes all down before the last."""
+    """Waits for the device and notes the time before every so many steps; writes all down before the last."""
 
     def __init__(
-        self, steps: int = 0, stamps: str = "", deterministic: bool = False, heartbeat: bool = True, **size: Any
+        self,
+        steps: int = 0,
+        stamps: str = "",
+        block: int = 30,
+        deterministic: bool = False,
+        heartbeat: bool = True,
+        **size: Any,
     ) -> None:
         super().__init__(**size)
-        self.steps, self._file = steps, stamps
+        self.steps, self._file, self._block = steps, stamps, block
         self._calls, self._stamps = 0, []
         self._loss, self._losses = torch.zeros(()), []
         # By the clock that whoever started this process has as well.
@@ -59,7 +66,9 @@ class TimedText(TextModel):
         if self._file and self._calls == 1:
             self._wait()
             self.phases["backward, optimizer"] = time.time()
-        if self._file and self._calls % BLOCK == 0:
+        if self._file and self._calls == COMPILED:
+            turns.begin("cuda" if torch.cuda.is_available() else "cpu")
+        if self._file and self._calls % self._block == 0:
             self._look_at_the_clock()
         self._calls += 1
         if self._calls > 1:
@@ -88,6 +97,28 @@ class TimedText(TextModel):
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             found = {"stamps": self._stamps, "peak": peak, "losses": self._losses, "phases": self.phases}
             Path(self._file).write_text(json.dumps(found), encoding="utf-8")
+            turns.end("cuda" if on_gpu else "cpu")
+
+
+class Curve(TextModel):
+    """Writes down the loss of every step."""
+
+    def __init__(self, steps: int = 0, file: str = "", **size: Any) -> None:
+        super().__init__(**size)
+        self._steps, self._file = steps, file
+        self._losses: list[Tensor] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        device = batch[0].device
+        if len(self._losses) == COMPILED:
+            turns.begin(device)
+        if len(self._losses) == self._steps:
+            losses = torch.stack(self._losses).tolist()
+            Path(self._file).write_text(json.dumps(losses), encoding="utf-8")
+            turns.end(device)
+        loss = super().loss(model, batch)
+        self._losses.append(loss.detach())
+        return loss
 
 
 class NotedText(TextModel):

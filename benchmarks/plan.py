@@ -2,16 +2,22 @@
 
 python benchmarks/plan.py                on a machine with an NVIDIA GPU of 80 GB; some minutes
 python benchmarks/plan.py --quick        anywhere: tiny models, planned alone, which measures nothing
+python benchmarks/plan.py --planned-only --json plans.json    anywhere; then, on a GPU of that size, what was planned:
+python benchmarks/plan.py --plans plans.json --only largest   batches and contexts just within an H200
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +31,7 @@ from gpt_sizes import size_of, text_bytes
 
 TASKS = Path(__file__).with_name("plan_task.py")
 GIB = 2**30
+BEGAN = time.monotonic()
 STEPS = 4
 SPARE = 1.4  # of what is planned: what the allocator keeps for itself, and a plan that is wrong
 MOST_WRONG = 0.10
@@ -42,6 +49,8 @@ class Case:
     model: str
     train: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
 
 
 CASES = [
@@ -67,27 +76,63 @@ CASES = [
     Case("ResNet-50, batch 256 in 4 parts", "resnet", {"batch_size": 256, "accumulate": 4}),
 ]  # fmt: skip
 
+OFFLOAD = {"strategy": {"type": "fsdp", "offload": True}}
+# As many as `lockstep plan` says that an H200 holds of the large model, and 3 % more.
+LARGEST = [
+    ("batch", 55, {}, {}, {}),
+    ("batch", 57, {}, {}, {}),
+    ("context", 55, {}, {}, {}),
+    ("context", 57, {}, {}, {}),
+    ("batch", 182, AGAIN, {}, {}),
+    ("batch", 188, AGAIN, {}, {}),
+    ("batch", 446, AGAIN, {}, {"parts": True}),
+    ("batch", 497, AGAIN, OFFLOAD, {"parts": True}),
+    ("context", 176, AGAIN, {}, {}),
+    ("batch", 460, AGAIN, {}, {"parts": True}),
+]
+
+
+def largest(what: str, count: int, train: dict[str, Any], settings: dict[str, Any], task: dict[str, Any]) -> Case:
+    ways = ["recompute"] * bool(train) + ["loss in parts"] * bool(task) + ["offload"] * bool(settings)
+    size = {"batch_size": count if what == "batch" else 1, **train}
+    length = {} if what == "batch" else {"context": count * 1024}
+    text = f"batch {count}" if what == "batch" else f"context {count} x 1024"
+    name = ", ".join([f"largest: GPT 1.3 B, {text}", *ways])
+    return Case(name, "1.3b", size, settings, {"short": True, **length, **task}, steps=2)
+
+
+CASES += [largest(*each) for each in LARGEST]
+
 
 def main() -> None:
     parser = report.options(__doc__, repeats=1)
     parser.add_argument("--at-once", type=int, default=1, help="cases side by side; their memory is counted apart")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases with one of these in their name")
+    parser.add_argument("--plans", type=Path, help="plans made before, as --planned-only --json writes them")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--planned-only", action="store_true", help="plan, and measure nothing")
     chosen = report.parse(parser)
     cases = [each for each in CASES if not chosen.only or any(text in each.name for text in chosen.only)]
     measures = torch.cuda.is_available() and not chosen.quick and not chosen.planned_only
-    room = Room(torch.cuda.get_device_properties(0).total_memory) if measures else None
+    device, size = gpu() if measures else ("no GPU: planned alone", 0)
+    room = Room(size) if measures else None
     with tempfile.TemporaryDirectory(prefix="plan-") as folder, ThreadPoolExecutor(chosen.at_once) as pool:
-        found = list(pool.map(lambda each: compared(each, Path(folder), chosen.quick, room), cases))
+        found = list(pool.map(lambda each: compared(each, Path(folder), chosen, room), cases))
     header = ["", "measured", "planned", "", "traced in"]
     text = report.table(header, [cells(case, each) for case, each in zip(cases, found, strict=True)])
     wrong = [abs(each["planned"] / each["measured"] - 1) for each in found if "measured" in each]
-    device = torch.cuda.get_device_name() if measures else "no GPU: planned alone"
     if wrong:
         text += f"\n\nOn one {device}: at most {max(wrong):.1%} off, in the mean {sum(wrong) / len(wrong):.1%}."
     raw = {"device": device, "cases": {case.name: each for case, each in zip(cases, found, strict=True)}}
     report.publish(text, raw, chosen.json)
     sys.exit(1 if any(each > MOST_WRONG for each in wrong) or any("failed" in each for each in found) else 0)
+
+
+def gpu() -> tuple[str, int]:
+    """Its name and memory, by the driver: asking torch would take some of that memory."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    name, size = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    return name, int(size) * 2**20
 
 
 def cells(case: Case, found: dict[str, Any]) -> list[str]:
@@ -120,19 +165,25 @@ class Room:
                 self._changed.notify_all()
 
 
-def compared(case: Case, folder: Path, tiny: bool, room: Room | None) -> dict[str, Any]:
-    print(case.name, file=sys.stderr, flush=True)
+def compared(case: Case, folder: Path, chosen: argparse.Namespace, room: Room | None) -> dict[str, Any]:
+    if time.monotonic() - BEGAN > chosen.seconds:
+        return {"failed": "left out: no time"}
     own = folder / case.name.replace(" ", "-").replace(":", "").replace(",", "")
     own.mkdir()
+    found: dict[str, Any] = {}
     try:
-        found = planned(case, own, tiny)
-        if room is None:
-            return found
-        with room.taken(found["planned"] * SPARE + GIB):
-            return {**found, **measured(case, own)}
+        plans = json.loads(chosen.plans.read_text(encoding="utf-8"))["cases"] if chosen.plans else {}
+        found = plans.get(case.name) or planned(case, own, chosen.quick)
+        if room is not None:
+            with room.taken(found["planned"] * SPARE + GIB):
+                found = {**found, **measured(case, own)}
     except report.MeasurementFailed as failure:  # the others are worth having
-        print(f"{case.name} failed: {failure}", file=sys.stderr)
-        return {"failed": str(failure)}
+        found = {**found, "failed": str(failure)}
+    print(f"{time.monotonic() - BEGAN:.0f} s: {case.name}: {found}"[:1500], file=sys.stderr, flush=True)
+    if chosen.json:
+        with chosen.json.with_suffix(".lines").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({case.name: found}) + "\n")
+    return found
 
 
 def planned(case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
@@ -146,14 +197,32 @@ def planned(case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
 
 
 def measured(case: Case, folder: Path) -> dict[str, Any]:
+    """Trains in a process that is forked from one with torch in it: a start takes a second instead of ten."""
     notes = folder / "notes.json"
     config = written(case, folder / "measured.yaml", tiny=False, notes=str(notes))
-    command = [*report.lockstep(), "train", str(config), f"--out={folder / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "lockstep", "plan_task"])
+    process = context.Process(target=train, args=(config, folder))
+    process.start()
+    process.join(500)
+    process.kill()
     said = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
     if not said.get("complete"):
-        raise report.MeasurementFailed(done.stderr[-3000:])
+        failure = folder / "failure"
+        raise report.MeasurementFailed(failure.read_text(encoding="utf-8") if failure.exists() else "killed")
     return {"measured": said["peak"], "reserved": said["reserved"], "used": said["used"]}
+
+
+def train(config: Path, folder: Path) -> None:
+    import lockstep
+
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        lockstep.train(config, out=folder / "run")
+    except BaseException as failure:
+        (folder / "failure").write_text(f"{type(failure).__name__}: {failure}"[:3000], encoding="utf-8")
 
 
 def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
@@ -166,13 +235,14 @@ def written(case: Case, file: Path, tiny: bool, notes: str) -> Path:
             "max_bytes": text_bytes(tiny),
             "lr": 6e-4,
         }
-    batches = STEPS * case.train.get("accumulate", 1)
+    batches = case.steps * case.train.get("accumulate", 1)
     config = {
         "task": {
             "type": f"{TASKS}:{kind}",
             "notes": notes,
             "batches": batches,
             **size,
+            **({} if tiny else case.task),
         },
         "runtime": "cuda",
         "processes": 1,

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import lockstep
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from gpt import TextModel
+from gpt import GPT, TextModel
 from resnet50 import ImageNet
 
 
@@ -39,13 +41,33 @@ class Notes:
         self._left -= 1
 
 
+class InParts(GPT):
+    """Never has all logits in memory."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return super().forward(tokens)
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return lockstep.nn.linear_cross_entropy(self.norm(x), self.head.weight, targets)
+
+
 class Text(TextModel):
-    def __init__(self, notes: str = "", batches: int = 0, **size: Any) -> None:
+    def __init__(
+        self, notes: str = "", batches: int = 0, parts: bool = False, short: bool = False, **size: Any
+    ) -> None:
         super().__init__(**size)
-        self._notes = Notes(notes, batches)
+        self._notes, self._parts, self._short = Notes(notes, batches), parts, bool(notes) and short
+
+    def model(self) -> nn.Module:
+        return (InParts if self._parts else GPT)(self.vocab, self.context, self.layers, self.heads, self.width)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self._notes.write()
+        if self._short:  # the optimizer's state is there from the second step on: the first need not be long
+            self._short, (windows,) = False, batch
+            batch = [windows[:1, :1025]]
         return super().loss(model, batch)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -38,7 +35,6 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchao")
     monkeypatch.setattr(float8, "_LEAST_WEIGHTS", 64 * 64)
 
 
@@ -46,7 +42,7 @@ def test_large_layers_of_blocks_multiply_in_eight_bits(caplog: pytest.LogCapture
     caplog.set_level("INFO")
     torch.manual_seed(0)
     model = Model(64)
-    given = torch.randn(4, 64)
+    given = torch.randn(16, 64)
     before = model(given)
     parameters = dict(model.named_parameters())
     float8.use_float8(model, None, CPU)
@@ -76,16 +72,32 @@ def test_a_model_without_blocks_has_all_of_its_large_layers_exchanged() -> None:
     assert [type(each).__name__ for each in model] == ["Float8Linear", "ReLU", "Linear"]
 
 
-def test_xla_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_agree_with_those_of_a_plain_layer_and_with_compiled_ones() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False))
+    given = torch.randn(2, 16, 64, requires_grad=True)
+
+    def gradients(forward: nn.Module) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(forward(given).square().mean(), [given, *model.parameters()]))
+
+    wanted = gradients(model)
+    float8.use_float8(model, None, CPU)
+    found = gradients(model)
+    compiled = gradients(torch.compile(model, backend="aot_eager"))
+    for plain, short, same in zip(wanted, found, compiled, strict=True):
+        assert 0 < (short - plain).norm() / plain.norm() < 0.15
+        torch.testing.assert_close(same, short)
+
+
+def test_rows_that_the_kernels_cannot_multiply_go_through_the_plain_layer() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    given = torch.randn(5, 64)
+    wanted = model(given)
+    float8.use_float8(model, None, CPU)
+    assert torch.equal(model(given), wanted)
+    assert not torch.equal(model(given.repeat(16, 1))[:5], wanted)
+
+
+def test_xla_is_refused() -> None:
     with pytest.raises(ConfigError, match="the runtime is xla: use bf16"):
         float8.use_float8(Model(64), None, torch.device("xla", 0))
-    real = builtins.__import__
-
-    def missing(name: str, *rest: Any) -> Any:
-        if name.startswith("torchao"):
-            raise ImportError("No module named 'torchao'")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"needs torchao .*lockstep-train\[fp8\]"):
-        float8.use_float8(Model(64), None, CPU)

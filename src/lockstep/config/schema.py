@@ -70,7 +70,7 @@ class Train(Section):
     precision: Precision = Field(
         "float32",
         description="tf32: shorter products on CUDA; bf16, fp16 (CUDA): by autocast, fp16 with a scaled loss; fp8: "
-        "bf16, with large linear layers in eight bits (torchao)",
+        "bf16, with large linear layers in eight bits",
     )
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)
