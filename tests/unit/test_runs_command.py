@@ -220,6 +220,38 @@ def test_never_what_is_no_run_or_holds_something_else(runs: Path, tmp_path: Path
         cleaning.remove(runs / "project", with_checkpoints=True)
 
 
+@pytest.mark.parametrize("name", ["aside-step-00000004", "damaged-step-00000004-2", ".partial-replaced-step-00000004-77"])
+def test_a_checkpoint_under_another_name_is_a_checkpoint(runs: Path, name: str) -> None:
+    broken = run(runs, "broken")
+    (broken / "checkpoints" / name).mkdir(parents=True)
+    assert "nothing to remove" in lockstep("runs", "clean", "--yes").stderr
+    result = lockstep("runs", "clean", "--status", "failed", "--yes")
+    assert f"is kept: has {name}, which may be the only checkpoint left: --with-checkpoints" in result.stdout
+    assert (broken / "checkpoints" / name).is_dir()
+    with pytest.raises(ConfigError, match="with-checkpoints"):
+        cleaning.remove(broken, with_checkpoints=False)
+    lockstep("runs", "clean", "--status", "failed", "--with-checkpoints", "--yes")
+    assert not broken.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["samples/best.png", "samples/step-00000002/notes.md", "logs/why.txt", "checkpoints/mine/model.pt"]
+)
+def test_files_of_users_inside_of_a_runs_folders_are_kept(runs: Path, name: str) -> None:
+    broken = run(runs, "broken")
+    for ours in ("samples/step-00000002/a/b.png", "logs/rank-11.log", "logs/.nfs0001", "code/task.py"):
+        (broken / ours).parent.mkdir(parents=True, exist_ok=True)
+        (broken / ours).write_text("")
+    (broken / name).parent.mkdir(parents=True, exist_ok=True)
+    (broken / name).write_text("mine")
+    result = lockstep("runs", "clean", "--with-checkpoints", "--yes")
+    shown = "checkpoints/mine" if "mine" in name else name
+    assert f"is kept: holds {shown}, which no run writes" in result.stdout
+    shutil.rmtree(broken / shown) if "mine" in name else (broken / name).unlink()
+    lockstep("runs", "clean", "--with-checkpoints", "--yes")
+    assert not broken.exists()
+
+
 def test_what_others_wrote_is_shown_as_text(runs: Path) -> None:
     broken = run(runs, "broken")
     (broken / "summary.json").write_text(json.dumps({"status": "failed", "reason": "\x1b[2Jgone", "step": "x"}))

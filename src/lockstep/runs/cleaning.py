@@ -19,6 +19,8 @@ from lockstep.runs.table import QUEUED, Listed, is_surely_run, listed
 
 # What is removed where no status is named: ends that nobody goes on from, where there is no checkpoint.
 USELESS = ("failed", LOST, "interrupted")
+# Checkpoints that were set aside, or that a save was about to replace. One of them may be the only one left.
+_RENAMED = ("aside-step-*", "damaged-step-*", ".partial-replaced-*")
 # What a run's folder has. Whatever else is in it was put there by somebody, who may want it.
 OURS = (
     "config.yaml", "launch.yaml", "topology.json", "summary.json", "metrics.jsonl", "evaluations.jsonl", "live.json",
@@ -26,6 +28,13 @@ OURS = (
     "loggers", "code", "job.sh", "slurm", "wandb", "report.html", ".lock*", ".lease", "*.partial", ".gone_back",
     ".seen-by-all-*", ".nfs*",
 )  # fmt: skip
+# What a run writes into those of its folders that users put files into, too.
+_INSIDE = {
+    "logs": ("rank-[0-9]*.log", "ray.log", ".nfs*"),
+    "samples": ("step-*", ".nfs*"),
+    "checkpoints": ("step-*", "best", *_RENAMED, ".partial-*", ".nfs*"),
+}
+_SAMPLE_NAMES = ("*.png", "*.txt", "*.json", ".*.partial", ".nfs*")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _NAMED_FILES = 3
 
@@ -58,7 +67,7 @@ def choose(
         for run in runs
         if run.status in asked
         and now - run.changed >= older_than
-        and (statuses or not run.checkpoints or with_checkpoints)
+        and (statuses or with_checkpoints or not (run.checkpoints or _renamed(run.folder)))
     ]
 
 
@@ -104,8 +113,30 @@ def _against(run: Listed, with_checkpoints: bool, ours: bool = False) -> str | N
         return "has not begun: its job may be waiting in a queue. Cancel the job, and remove the folder yourself"
     if run.checkpoints and not with_checkpoints:
         return f"has {run.checkpoints} checkpoint{'s' if run.checkpoints > 1 else ''}: --with-checkpoints removes them"
-    others = [each.name for each in run.folder.iterdir() if not any(fnmatchcase(each.name, name) for name in OURS)]
+    renamed = _renamed(run.folder)
+    if renamed and not with_checkpoints:
+        return f"has {renamed[0]}, which may be the only checkpoint left: --with-checkpoints removes it"
+    others = _others(run.folder)
     if others:
         named = ", ".join(sorted(others)[:_NAMED_FILES]) + (", ..." if len(others) > _NAMED_FILES else "")
         return f"holds {named}, which no run writes: move it away, or remove the folder yourself"
     return None
+
+
+def _renamed(folder: Path) -> list[str]:
+    return sorted(each.name for pattern in _RENAMED for each in (folder / "checkpoints").glob(pattern))
+
+
+def _others(folder: Path) -> list[str]:
+    """Returns the paths of files and folders that no run writes, relative to the run's folder."""
+    found = [each for each in folder.iterdir() if not _fits(each, OURS)]
+    for name, patterns in _INSIDE.items():
+        if (folder / name).is_dir():
+            found += [each for each in (folder / name).iterdir() if not _fits(each, patterns)]
+    samples = (each for step in (folder / "samples").glob("step-*") for each in step.rglob("*") if not each.is_dir())
+    found += [each for each in samples if not _fits(each, _SAMPLE_NAMES)]
+    return [str(each.relative_to(folder)) for each in found]
+
+
+def _fits(path: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in patterns)
