@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import lockstep
 from conftest import Project, wait_until
 from lockstep.cli import main
+from lockstep.train.prediction_files import PredictionFiles, PredictionsFailed
 
 TASKS = Path(__file__).parents[1] / "after_tasks.py"
 CONFIG: dict[str, Any] = {
@@ -130,10 +131,39 @@ def test_predict_that_was_killed_goes_on_after_its_parts(run: Path, project: Pro
     other = command(*arguments, "--step", "7", "--out", out)
     assert other.exit_code == 2 and "holds parts of other predictions" in other.stderr
     assert (parts / min(there)).stat().st_ino == kept
-    assert found(*arguments, "--out", out)["parts_before"] == len(there)
+    damaged = parts / max(there)
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    done = command(*arguments, "--out", out, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["parts_before"] == len(there) - 1, "the damaged one is made again"
     assert not parts.exists()
     found(*arguments[:-1], "1", "--out", project.folder / "whole.parquet")
     assert out.read_bytes() == (project.folder / "whole.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_part_that_is_damaged_gets_into_no_file(tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
+    files = PredictionFiles(tmp_path / f"out.{form}")
+    assert files.begin({"examples": 30}) == []
+    for number in range(3):
+        files.write(number, {"label": list(range(number * 10, number * 10 + 10))})
+    (victim,) = files.folder.glob("part-00000001*")
+    whole = victim.read_bytes()
+    victim.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]) or whole[:-1])  # a row less: still well formed
+    with pytest.raises(PredictionsFailed, match=rf"{victim.name}: the part is damaged.*run the same command again"):
+        files.put_together(3, 30)
+    assert not files.out.exists() and len(list(files.folder.glob("part-*"))) == 3
+    assert files.begin({"examples": 30}) == [0, 2]
+    assert f"{victim.name}: the part is damaged" in caplog.text
+    files.write(1, {"label": list(range(10, 20))})
+    files.write(1, {"label": list(range(10, 20))})  # as a second rank of another start would
+    with pytest.raises(PredictionsFailed, match="have 30 rows for 31 examples"):
+        files.put_together(3, 31)
+    files.put_together(3, 30)
+    rows = pq.read_table(files.out).to_pydict()["label"] if form == "parquet" else [
+        json.loads(line)["label"] for line in files.out.read_text().splitlines()
+    ]  # fmt: skip
+    assert rows == list(range(30)) and not files.folder.exists()
 
 
 def model_by_hand(run: Path) -> torch.nn.Module:

@@ -1,12 +1,16 @@
 """Predictions on the disk: a file per part while they are made, and one file by a rename when all of them are there.
 
 Both forms hold one row for every example, in the order of the data. Parquet is written by pyarrow; JSON lines need
-nothing. A part is there whole or not at all, so that whoever goes on after a kill makes those that are not.
+nothing. A part is there whole or not at all, so that whoever goes on after a kill makes those that are not. Its name
+holds the digest of its content: a part that was damaged since is made again and never gets into the file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,8 +24,11 @@ from torch import Tensor
 from lockstep.checkpoint.storage import sync_folder
 from lockstep.errors import ConfigError, LockstepError
 
+logger = logging.getLogger(__name__)
+
 PARTS, PLAN_FILE = ".parts", "plan.json"
-_PART = re.compile(r"part-(\d{8})\.(parquet|jsonl)")
+_PART = re.compile(r"part-(\d{8})-([0-9a-f]{16})\.(parquet|jsonl)")
+_DIGEST = "{digest}"  # in a name that the file's digest is filled into
 
 Columns = Mapping[str, Any]
 
@@ -39,9 +46,6 @@ class PredictionFiles:
         self.out, self.folder = out, out.with_name(out.name + PARTS)
         self._form = form_of(out)
 
-    def part(self, number: int) -> Path:
-        return self.folder / f"part-{number:08d}.{self._form}"
-
     def begin(self, plan: Mapping[str, Any]) -> list[int]:
         """For rank 0: make the folder of the parts, or go on with it; the numbers of the parts that are there."""
         if self.out.exists():
@@ -56,29 +60,46 @@ class PredictionFiles:
                 _write(known, lambda file: file.write_text(text, encoding="utf-8"))
             for leftover in self.folder.glob(".*.partial-*"):
                 leftover.unlink()
-            return sorted(int(found[1]) for each in self.folder.iterdir() if (found := _PART.fullmatch(each.name)))
+            for number, part in self._parts().items():
+                try:
+                    _content(part)
+                except PredictionsFailed:
+                    logger.warning("%s: the part is damaged; part %d is predicted again", part, number)
+                    part.unlink()
+            return sorted(self._parts())
         except OSError as error:
             told = error.strerror or error
             raise ConfigError(f"--out {self.out}: cannot be written: {told}: name a writable folder") from None
 
     def write(self, number: int, columns: Columns) -> None:
         write = _write_parquet if self._form == "parquet" else _write_jsonl
-        _write(self.part(number), lambda file: write(file, columns))
+        _write(self.folder / f"part-{number:08d}-{_DIGEST}.{self._form}", lambda file: write(file, columns))
 
-    def put_together(self, count: int) -> int:
-        """For rank 0: one file of all parts, which then go; how many rows it has."""
-        parts = [self.part(number) for number in range(count)]
-        missing = [each.name for each in parts if not each.exists()]
+    def put_together(self, count: int, rows: int) -> None:
+        """For rank 0: make one file of all parts, which must have so many rows, and remove the parts."""
+        there = self._parts()
+        missing = [number for number in range(count) if number not in there]
         if missing:
             raise PredictionsFailed(
-                f"{self.folder}: {len(missing)} of {count} parts are not there, the first is {missing[0]}: --out has "
-                "to be on a disk that the hosts of all ranks share"
+                f"{self.folder}: {len(missing)} of {count} parts are not there, the first is part {missing[0]}: --out "
+                "has to be on a disk that the hosts of all ranks share"
             )
         join = _join_parquet if self._form == "parquet" else _join_jsonl
-        rows: list[int] = []
-        _write(self.out, lambda file: rows.append(join(file, parts)))
+
+        def fill(file: Path) -> None:
+            written = join(file, [there[number] for number in range(count)])
+            if written != rows:
+                raise PredictionsFailed(
+                    f"{self.folder}: the parts have {written} rows for {rows} examples. Delete that folder and predict "
+                    "again"
+                )
+
+        _write(self.out, fill)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return rows[0]
+
+    def _parts(self) -> dict[int, Path]:
+        """Returns the files of the parts by their numbers."""
+        return {int(found[1]): each for each in self.folder.iterdir() if (found := _PART.fullmatch(each.name))}
 
     def _require_same(self, text: str, plan: Mapping[str, Any]) -> None:
         try:
@@ -152,7 +173,8 @@ def _write(file: Path, fill: Callable[[Path], Any]) -> None:
         fill(temporary)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        temporary.rename(file)
+            digest = hashlib.file_digest(written, "sha256").hexdigest()[:16] if _DIGEST in file.name else ""
+        temporary.rename(file.with_name(file.name.replace(_DIGEST, digest)))
         sync_folder(file.parent)
     except OSError as error:
         raise PredictionsFailed(
@@ -161,6 +183,17 @@ def _write(file: Path, fill: Callable[[Path], Any]) -> None:
         ) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _content(part: Path) -> bytes:
+    """Returns what a part holds, after comparing it with the digest in its name."""
+    data = part.read_bytes()
+    if hashlib.sha256(data).hexdigest()[:16] not in part.name:
+        raise PredictionsFailed(
+            f"{part}: the part is damaged: its content does not match the digest in its name. Nothing was written to "
+            "--out: run the same command again, which makes this part again and keeps the others"
+        )
+    return data
 
 
 def _plain(value: Any) -> Any:
@@ -182,7 +215,7 @@ def _join_jsonl(file: Path, parts: Sequence[Path]) -> int:
     rows = 0
     with file.open("wb") as stream:
         for part in parts:
-            data = part.read_bytes()
+            data = _content(part)
             rows += data.count(b"\n")
             stream.write(data)
     return rows
@@ -214,11 +247,11 @@ def _array(pa: Any, values: list[Any]) -> Any:
 def _join_parquet(file: Path, parts: Sequence[Path]) -> int:
     import pyarrow.parquet as pq
 
-    schema = pq.read_schema(parts[0])
+    schema = pq.read_schema(io.BytesIO(_content(parts[0])))
     rows = 0
     with pq.ParquetWriter(file, schema) as writer:
         for part in parts:
-            table = pq.read_table(part)
+            table = pq.read_table(io.BytesIO(_content(part)))
             if table.schema != schema:
                 raise PredictionsFailed(
                     f"{part}: its columns are {_described(table.schema)}, those of {parts[0].name} are "
