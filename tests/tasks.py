@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -85,6 +86,10 @@ class Tiny(lockstep.Task):
             if once:
                 Path(once).touch()
             time.sleep(3600)
+        if self._now("fill"):
+            with contextlib.suppress(OSError), Path(self.fail_at["file"]).open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
         if self._now("wait"):
             while not Path(self.fail_at["until"]).exists():
                 time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous
     finished = project.run("train", config, "--out", small_disk)
     assert finished.code == 5
     assert "could not be written" in finished.err and "No space left on device" in finished.err
-    assert "make room" in finished.err
+    assert "make room" in finished.err and re.search(r"It needs [\d.]+ k?B and [\d.]+ k?B are free", finished.err)
     assert "Traceback" not in finished.err
     (run,) = small_disk.iterdir()
     saved = steps_saved(run)
@@ -55,6 +56,27 @@ def test_full_disk_while_saving(project: Project, small_disk: Path, asynchronous
                           "--set", f"train={{steps: {max(saved) + 2}, batch_size: 12}}")  # fmt: skip
     assert resumed.code == 0, resumed.text
     assert f"restored step-{max(saved):08d}" in resumed.out
+
+
+@as_root
+@pytest.mark.parametrize("what", ["log", "checkpoint"])
+def test_the_file_that_found_no_room_is_named(project: Project, small_disk: Path, what: str) -> None:
+    fail_at = {"rank": 0, "step": 3, "how": "fill", "file": str(small_disk / "filler")}
+    config = project.config(
+        task={"type": f"{TASK_FILE}:Tiny", "fail_at": fail_at, "sleep": 0.02},
+        train={"steps": 100, "batch_size": 12},
+        log={"every": "1 step" if what == "log" else "1000 steps"},
+        checkpoint={"every": "100 steps" if what == "log" else "4 steps"},
+    )
+    finished = project.run("train", config, "--out", small_disk)
+    (run,) = [each for each in small_disk.iterdir() if each.is_dir()]
+    assert finished.code == 5 and "Traceback" not in finished.err, finished.err
+    assert "No space left on device" in finished.err and "make room" in finished.err
+    if what == "log":
+        assert re.search(rf"metrics\.jsonl'; {run} has [\d.]+ k?B free\. Checkpoints", finished.err)
+    else:
+        assert re.search(r"step-00000004: the checkpoint could not be written: .* [\d.]+ k?B are free", finished.err)
+    assert not list(run.glob(".report.html.*"))
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused_before_any_process_starts(project: Project) -> None:

@@ -335,8 +335,8 @@ def test_a_full_disk_is_told_with_what_is_needed_and_what_is_free(store: Checkpo
         write(store, huge)
     text = str(refused.value)
     assert "step-00000003: the checkpoint could not be written: [Errno 28] No space left on device" in text
-    assert f"It needs {huge.bytes / 1e6:.1f} MB" in text
-    assert "MB are free. Earlier checkpoints are untouched: make room" in text
+    assert "It needs 4503.6 TB and " in text
+    assert "B are free. Earlier checkpoints are untouched: make room" in text
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import parts, ranges
-from lockstep.config.text_file import LONGEST_RECORD, read_bytes
+from lockstep.config.text_file import naming, LONGEST_RECORD, read_bytes
 
 WHOLE, BY_OWNERS = 1, 2  # formats
 STEP_PREFIX = "step-"
@@ -81,7 +81,8 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
     """The last file of a checkpoint; on the disk when this returns."""
     told = {"format": WHOLE, **manifest}
     text = json.dumps({**told, "digest": _digest(told)}, indent=1) + "\n"
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as stream:
+    file = folder / MANIFEST_FILE
+    with naming(file), file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

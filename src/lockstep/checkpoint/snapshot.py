@@ -22,6 +22,7 @@ from lockstep.checkpoint import codec, manifest, tensor_file
 from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE, TREE_FILE
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.plain import finite
+from lockstep.config.text_file import naming
 
 # What is written, and then digested while the processor still has it at hand.
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -76,7 +77,8 @@ class NewFile:
     def write(self, data: memoryview) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
-            self._stream.write(piece)
+            with naming(self.path):
+                self._stream.write(piece)
             self._digest.update(piece)
         self._size += len(data)
 
@@ -89,7 +91,7 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._stream:
+        with naming(self.path), self._stream:
             if error is None:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())

@@ -25,6 +25,7 @@ from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.text_file import read_bytes
 from lockstep.errors import CheckpointError
+from lockstep.shown import size as size_text
 
 if TYPE_CHECKING:
     from lockstep.distributed.group import Group
@@ -404,6 +405,6 @@ def _cannot_write(final: Path, needed: int, error: Exception) -> str:
     except OSError:
         return message
     return (
-        f"{message} It needs {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free. Earlier checkpoints are "
+        f"{message} It needs {size_text(needed)} and {size_text(free)} are free. Earlier checkpoints are "
         "untouched: make room (checkpoint.keep keeps fewer) and resume the run"
     )

@@ -1,10 +1,12 @@
-"""Files that are read whole: regular ones, of a size that fits their purpose, in UTF-8."""
+"""Files that are read whole: regular ones, of a size that fits their purpose, in UTF-8. Errors that name their file."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +41,15 @@ def open_regular(path: Path) -> BinaryIO:
         stream.close()
         raise
     return stream
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an OSError: a write by itself raises one without it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _require_regular(found: os.stat_result, path: Path) -> None:

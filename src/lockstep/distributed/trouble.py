@@ -9,6 +9,8 @@ import errno
 import os
 from typing import Literal, NamedTuple
 
+from lockstep.shown import size
+
 _SHARED_MEMORY = "/dev/shm"
 # In lower case, as all that is compared with them.
 _DEAD_WORKER = ("dataloader worker (pid",)
@@ -64,17 +66,20 @@ def _is_disk_full(error: BaseException) -> bool:
 
 
 def _no_space(error: BaseException, text: str) -> Trouble:
-    named = getattr(error, "filename", None) is not None
-    if not named and _room() is not None and _room()[1] < _LITTLE_BYTES:  # type: ignore[index]
+    file = getattr(error, "filename", None)
+    if file is None and (shared := _room(_SHARED_MEMORY)) is not None and shared[1] < _LITTLE_BYTES:
         return _no_shared_memory(text)
+    folder = None if file is None else os.path.dirname(os.fsdecode(file)) or "."  # noqa: PTH120  as it was given
+    room = _room(folder) if folder is not None else None
+    free = f"; {folder} has {size(room[1])} free" if room is not None else ""
     return Trouble(
-        f"could not be written: {text}. Checkpoints that are there are untouched: make room and resume the run",
-        is_told=named,
+        f"could not be written: {text}{free}. Checkpoints that are there are untouched: make room and resume the run",
+        is_told=file is not None,
     )
 
 
 def _no_shared_memory(text: str) -> Trouble:
-    room = _room()
+    room = _room(_SHARED_MEMORY)
     found = f"; {_SHARED_MEMORY} has {room[0] / 1e6:.1f} MB, {room[1] / 1e6:.1f} MB of it free" if room else ""
     return Trouble(
         f"shared memory is full: {text}{found}. Data workers hand over batches in it: lower data.workers "
@@ -83,10 +88,10 @@ def _no_shared_memory(text: str) -> Trouble:
     )
 
 
-def _room() -> tuple[int, int] | None:
-    """Bytes of shared memory, and of those that are free, where the system has it as a folder."""
+def _room(folder: str) -> tuple[int, int] | None:
+    """Returns the bytes of a folder's file system and those that are free; None where there is no such folder."""
     try:
-        found = os.statvfs(_SHARED_MEMORY)
+        found = os.statvfs(folder)
     except OSError:
         return None
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

@@ -79,12 +79,20 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is still in its buffer
+            super().close()
+
 
 class _Lines(logging.StreamHandler[Any]):
     """Plain lines on a screen that may be gone: who reads them is no concern of the run's."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is still in its buffer
+            super().close()
 
 
 class _ScreenFormatter(logging.Formatter):

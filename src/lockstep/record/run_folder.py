@@ -68,6 +68,8 @@ def write_text(file: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):  # on a full disk it takes room that others need
+            temporary.unlink()
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.plain import finite
+from lockstep.config.text_file import naming
 from lockstep.errors import ConfigError
 from lockstep.record import png
 from lockstep.record.logger import Kind, Sample, Table
-from lockstep.record.writers import naming
 
 FOLDER = "samples"
 _STEP = "step-"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.plain import finite
-from lockstep.config.text_file import open_regular
+from lockstep.config.text_file import naming, open_regular
 
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # what rows of training have, and others do not
@@ -27,7 +26,8 @@ class JsonlWriter:
             self._stream.flush()
 
     def close(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # a line that write() could not get rid of, and has raised for
+            self._stream.close()
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -70,12 +70,3 @@ def write_json(path: Path, value: Any) -> None:
     with naming(path):
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An error of the system names the file: that of a write does not by itself."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
