@@ -89,7 +89,7 @@ class Tiny(lockstep.Task):
         if self._now("fill"):
             with contextlib.suppress(OSError), Path(self.fail_at["file"]).open("wb", buffering=0) as file:
                 while True:
-                    file.write(bytes(4096))
+                    file.write(bytes(2**20))
         if self._now("wait"):
             while not Path(self.fail_at["until"]).exists():
                 time.sleep(0.05)

@@ -293,6 +293,42 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: La
         assert not host.processes("lockstep")
 
 
+# Takes all room there is on a disk once a file appears, and whatever is freed later; in consoles, too.
+HUNGRY = """
+import contextlib, glob, os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+while True:
+    for each in [sys.argv[1] + "-more", *glob.glob(sys.argv[2])]:
+        with contextlib.suppress(OSError), open(each, "ab", buffering=0) as file:
+            while True:
+                file.write(b" " * (1 if each.endswith(".log") else 4096))
+    time.sleep(0.001)
+"""
+
+
+def test_a_full_disk_on_the_host_that_leads_is_named(laptop: Laptop) -> None:
+    anna, disk = laptop.network.hosts["anna"], laptop.network.disk
+    anna.run("mount", "-t", "tmpfs", "-o", "size=1100m", "tmpfs", str(disk))
+    fail_at = {"rank": 0, "step": 6, "how": "fill", "file": str(disk / "filler")}
+    hungry = subprocess.Popen(
+        anna.enter(sys.executable, "-c", HUNGRY, str(disk / "filler"), str(disk / "full/jobs/*/console.log"))
+    )
+    try:
+        finished = laptop.run(
+            "train",
+            laptop.config("full", ("anna", "bert"), processes=2, task={"type": "tasks.py:Tiny", "fail_at": fail_at}),
+        )
+    finally:
+        hungry.kill()
+        hungry.wait()
+        anna.run("umount", "-l", str(disk))
+    assert finished.code == 5, finished.text
+    assert "Traceback" not in finished.text and "did not say why" not in finished.text
+    assert "rank 0 of 2 on anna failed: " in finished.text and "No space left on device" in finished.text
+    assert "make room" in finished.text and finished.text.count("lockstep pod resume full") == 1
+
+
 @pytest.mark.long
 def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: Laptop) -> None:
     """The port is taken: the head cannot begin, and nobody is left waiting for it."""

@@ -189,8 +189,8 @@ class _Leading:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status = conclude(self._order, self._result, self._head.world_size, self._mirror)
-        self._job.has_ended(code, status)
+        code, status, said = conclude(self._order, self._result, self._head.world_size, self._mirror)
+        self._job.has_ended(code, status, said)
         return code
 
 
@@ -243,16 +243,19 @@ def main(job_folder: str) -> int:
     job = Job(Path(job_folder))
     _speak_into(job.console)
     make_safe()
+    said = ""
     try:
         job.hold()
         order = Order.model_validate_json(job.order.read_text(encoding="utf-8"))
         os.environ.update(checked_env(order.env))
         code = Agent(order, job).run()
     except (LockstepError, ValidationError, OSError) as error:
-        tell(f"lockstep: {error}")
+        said = f"lockstep: {error}"
+        tell(said)
         code = error.exit_code if isinstance(error, LockstepError) else 2
-    if job.ended() is None:
-        job.has_ended(code, "ended")
+    with contextlib.suppress(OSError):  # no room even for that: the console has said so
+        if job.ended() is None:
+            job.has_ended(code, "ended", said)
     return code
 
 

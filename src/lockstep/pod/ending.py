@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.distributed.failure import Result, how_to_plan
@@ -11,24 +12,34 @@ from lockstep.mirror.mirror import Mirror
 from lockstep.pod.order import Order
 from lockstep.record.run_folder import note_end, read_summary
 from lockstep.runs.report import leave_report
+from lockstep.shown import shown
 from lockstep.terminal import tell
 
 
-def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str]:
-    """Tell it; the exit code, and the status. `mirror` is what keeps the folder in a bucket: it gets the rest first."""
-    note_end(Path(order.folder), result)
+def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str, str]:
+    """Tell it; the exit code, the status and what was told. `mirror` keeps the folder in a bucket: it gets the rest first."""
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(shown(text))
+        tell(text)
+
+    try:
+        note_end(Path(order.folder), result)
+    except OSError as error:
+        say(f"lockstep: {error}")
     leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
     config = order.run_config()
     limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
     behind = mirror.finish(limit) if mirror is not None else None
-    code, status = _tell(order, result, world_size)
+    code, status = _tell(order, result, world_size, say)
     if behind is not None:
-        tell(f"lockstep: {behind}")
-        return (BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code), status
-    return code, status
+        say(f"lockstep: {behind}")
+        code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
+    return code, status, "\n".join(said)
 
 
-def _tell(order: Order, result: Result, world_size: int) -> tuple[int, str]:
+def _tell(order: Order, result: Result, world_size: int, say: Callable[[str], None]) -> tuple[int, str]:
     """The exit code is 75 only where there is a checkpoint to go on from."""
     folder, pod = Path(order.folder), shlex.quote(order.pod)
     config = order.run_config()
@@ -36,30 +47,30 @@ def _tell(order: Order, result: Result, world_size: int) -> tuple[int, str]:
     go_on = f"lockstep pod resume {pod}"
     if result.failure is not None:
         failure = result.failure
-        tell(_lines(failure.render(world_size)))
+        say(_lines(failure.render(world_size)))
         if failure.memory and config.after is None:
-            tell(f"lockstep: {how_to_plan('CONFIG', world_size)}")
-        tell(f"lockstep: logs: lockstep pod pull {pod}")
+            say(f"lockstep: {how_to_plan('CONFIG', world_size)}")
+        say(f"lockstep: logs: lockstep pod pull {pod}")
         if saved:
-            tell(f"lockstep: go on from the last checkpoint with: {go_on}")
+            say(f"lockstep: go on from the last checkpoint with: {go_on}")
         return result.exit_code, "failed"
     if result.exit_code == PREEMPTED_EXIT_CODE:
-        tell(f"lockstep: saved and stopped; go on with: {go_on}")
+        say(f"lockstep: saved and stopped; go on with: {go_on}")
         return result.exit_code, "preempted"
     if result.nothing_to_save:
-        tell(f"lockstep: stopped before the first step; go on with: {go_on}")
+        say(f"lockstep: stopped before the first step; go on with: {go_on}")
         return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
     if result.exit_code:
         then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
-        tell(f"lockstep: ended at once; {then}")
+        say(f"lockstep: ended at once; {then}")
         return result.exit_code, "interrupted"
     summary = read_summary(folder)
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
                         if isinstance(value, (int, float)))  # fmt: skip
     told = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
-    tell(f"lockstep: {summary.get('status', 'ended')}: {told}  {metrics}".rstrip())
-    tell(f"lockstep: run folder: {order.url or f'{order.head.name}:{folder}'}")
-    tell(f"lockstep: bring it here: lockstep pod pull {pod}")
+    say(f"lockstep: {summary.get('status', 'ended')}: {told}  {metrics}".rstrip())
+    say(f"lockstep: run folder: {order.url or f'{order.head.name}:{folder}'}")
+    say(f"lockstep: bring it here: lockstep pod pull {pod}")
     return 0, str(summary.get("status", "completed"))
 
 

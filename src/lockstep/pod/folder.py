@@ -12,6 +12,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError, LaunchError
 
+# Of ended.json: padded to its size when the agent starts, and overwritten in place. JSON may escape a character to six.
+_ENDED_BYTES, _LONGEST_SAID = 64 * 1024, 8 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -66,7 +68,11 @@ class Job:
         self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
 
     def hold(self) -> None:
-        """By the agent, for as long as it lives: whoever asks sees it by this lock, from other containers too."""
+        """By the agent, for as long as it lives: whoever asks sees it by this lock, from other containers too.
+
+        It reserves the room for its last message, which it writes even where the disk is full by then.
+        """
+        self._write_ended(b"")
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,8 +98,25 @@ class Job:
         """By the agent, once it is at work."""
         _write(self._agent, {"pid": os.getpid(), "port": port})
 
-    def has_ended(self, exit_code: int, status: str) -> None:
-        _write(self._ended, {"exit_code": exit_code, "status": status})
+    def has_ended(self, exit_code: int, status: str, said: str = "") -> None:
+        """`said` is the end of the console, which may have found no room there."""
+        content = {"exit_code": exit_code, "status": status, "said": said[:_LONGEST_SAID]}
+        self._write_ended(json.dumps(content).encode())
+
+    def _write_ended(self, content: bytes) -> None:
+        descriptor = os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.pwrite(descriptor, content.ljust(_ENDED_BYTES), 0)
+        finally:
+            os.close(descriptor)
+
+    def unsaid(self) -> str:
+        """Returns the lines of the agent's last message that its console has no room for."""
+        said = str((self.ended() or {}).get("said", ""))
+        with self.console.open("rb") as console:
+            console.seek(max(0, console.seek(0, os.SEEK_END) - 2 * _ENDED_BYTES))
+            told = set(console.read().decode(errors="replace").splitlines())
+        return "".join(f"{line}\n" for line in said.splitlines() if line not in told)
 
     def agent(self) -> dict[str, Any] | None:
         """What the agent of this job wrote down; None where it has not begun."""

@@ -147,6 +147,8 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
             out.flush()
             ended = job.ended()
             if ended is not None and not alive:
+                out.write(job.unsaid().encode())
+                out.flush()
                 return int(ended["exit_code"])
             if not alive and job.agent() is not None:
                 out.write(f"lockstep: the agent on {os.uname().nodename} is gone, and did not say why: it was killed, "
@@ -163,7 +165,7 @@ def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     job = folder.newest_job()
     if job is None:
         return {"job": None}
-    ended = job.ended() or {}
+    ended = {key: value for key, value in (job.ended() or {}).items() if key != "said"}
     return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": os.uname().nodename}
 
 
