@@ -329,6 +329,21 @@ def test_a_full_disk_on_the_host_that_leads_is_named(laptop: Laptop) -> None:
     assert "make room" in finished.text and finished.text.count("lockstep pod resume full") == 1
 
 
+def test_of_two_commands_that_start_a_pod_at_once_one_goes_on(laptop: Laptop) -> None:
+    config = laptop.config("twice", train={"steps": 8, "batch_size": 12})
+    both = [laptop.start("train", config) for _ in range(2)]
+    texts = [each.communicate(timeout=120)[0] for each in both]
+    assert sorted(each.returncode for each in both) == [0, 2], texts
+    (refused,) = [text for text, each in zip(texts, both, strict=True) if each.returncode]
+    assert "is being started by another command" in refused or "is still at work there" in refused
+    (run,) = laptop.runs("anna", "twice")
+    assert summary(run)["status"] == "completed"
+    pod = {"python": sys.executable, "directory": str(laptop.network.disk), "env": ["NOT_SET"]}
+    assert "pod.env: NOT_SET" in laptop.run("train", laptop.config("twice", pod=pod)).text
+    claims = [(laptop.network.hosts[name].disk / "twice" / "claim.json").read_text() for name in NAMES[:3]]
+    assert claims == ["{}"] * 3, "neither who was refused nor who is done keeps others out"
+
+
 @pytest.mark.long
 def test_a_host_that_goes_wrong_between_look_and_start_ends_the_others(laptop: Laptop) -> None:
     """The port is taken: the head cannot begin, and nobody is left waiting for it."""

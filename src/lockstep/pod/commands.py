@@ -50,8 +50,10 @@ class PodCommands:
         chosen = range(len(self.transport.workers)) if worker is None else [worker]
         return [command for each in chosen for command in self.transport.run(argv, each)]
 
-    def inspecting(self, folder: str | None = None, make: bool = False, devices: bool = True) -> list[Command]:
-        return self.asking("inspect", **self.about(folder, make, devices))
+    def inspecting(
+        self, folder: str | None = None, make: bool = False, devices: bool = True, claim: str | None = None
+    ) -> list[Command]:
+        return self.asking("inspect", **self.about(folder, make, devices), **({"claim": claim} if claim else {}))
 
     def about(self, folder: str | None = None, make: bool = False, devices: bool = True) -> dict[str, Any]:
         """What an inspection is about."""

@@ -7,13 +7,17 @@ import fcntl
 import json
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.errors import ConfigError, LaunchError
 
 # Of ended.json: padded to its size when the agent starts, and overwritten in place. JSON may escape a character to six.
 _ENDED_BYTES, _LONGEST_SAID = 64 * 1024, 8 * 1024
+# How long a command that starts a job keeps others out: it may copy for ten minutes, and be killed meanwhile.
+_CLAIM_SECONDS = 900.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -52,6 +56,32 @@ class PodFolder:
             names = sorted(each.name for each in (self.path / "jobs").iterdir())
             return self.job(names[-1]) if names else None
         return None
+
+    def claim(self, job: str) -> str | None:
+        """Reserves this host's part of the pod while a job is started; returns the job that has reserved it already."""
+        with self._claimed() as file:
+            try:
+                held = json.loads(file.read() or "{}")
+                other, age = held.get("job", job), time.time() - held.get("time", 0.0)
+            except (ValueError, AttributeError, TypeError):
+                other, age = job, 0.0
+            if other != job and age < _CLAIM_SECONDS:
+                return str(other)
+            _overwrite(file, {"job": job, "time": time.time()})
+            return None
+
+    def release(self, job: str) -> None:
+        """Ends what claim() began: the job is at work, or was not started."""
+        with contextlib.suppress(FileNotFoundError), self._claimed() as file:
+            if job in file.read():
+                _overwrite(file, {})
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[IO[str]]:
+        descriptor = os.open(self.path / "claim.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
 
     def make(self) -> None:
         for each in (self.path.parent, self.path, self.code, self.runs, self.path / "jobs"):
@@ -129,6 +159,13 @@ class Job:
         """The agent's process, where it is alive: a number that another process has by now is not it."""
         pid = (self.agent() or {}).get("pid")
         return pid if self.is_alive and isinstance(pid, int) and pid > 0 else None
+
+
+def _overwrite(file: IO[str], content: dict[str, Any]) -> None:
+    file.seek(0)
+    file.truncate()
+    json.dump(content, file)
+    file.flush()
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

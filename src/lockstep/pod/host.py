@@ -54,7 +54,14 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
         "newest_step": _newest_step(asked.get("folder")),
+        "claimed": _claimed(folder, asked.get("claim")),
     }
+
+
+def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Give back what inspect reserved for a job that was not started."""
+    folder.release(str(asked["job"]))
+    return {}
 
 
 def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -110,17 +117,17 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         env=inherited,
         start_new_session=True,
     )
-    return _begun(job, lambda: agent.poll() is None)
+    return _begun(folder, job, lambda: agent.poll() is None)
 
 
 def begun(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Wait until the agent of a job is at work, whoever started it."""
     job = _job(folder, asked)
     deadline = time.monotonic() + _APPEAR_SECONDS
-    return _begun(job, lambda: job.is_alive or time.monotonic() < deadline)
+    return _begun(folder, job, lambda: job.is_alive or time.monotonic() < deadline)
 
 
-def _begun(job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
+def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
     deadline = time.monotonic() + _BEGIN_SECONDS
     while job.agent() is None:
         if not is_there() and job.agent() is None:
@@ -129,6 +136,7 @@ def _begun(job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
         if time.monotonic() > deadline:
             raise LaunchError(f"the agent did not begin within {_BEGIN_SECONDS:g} s; see {job.console}")
         time.sleep(_POLL_SECONDS)
+    folder.release(job.name)  # from here on, that it is at work keeps others out
     return {"job": job.name, **(job.agent() or {})}
 
 
@@ -217,7 +225,7 @@ def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 _VERBS: tuple[Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int], ...] = (
-    inspect, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
+    inspect, release, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
 )  # fmt: skip
 VERBS = {verb.__name__: verb for verb in _VERBS}
 
@@ -261,6 +269,15 @@ def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
     except LockstepError as error:
         return {"error": str(error)}
     return {"runtime": family, "processes": count}
+
+
+def _claimed(folder: PodFolder, job: str | None) -> str | None:
+    if job is None:
+        return None
+    try:
+        return folder.claim(job)
+    except OSError:  # the folder cannot be written, which is a problem by itself
+        return None
 
 
 def _newest_step(folder: str | None) -> int | None:

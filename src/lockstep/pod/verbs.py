@@ -37,10 +37,15 @@ class Pod(PodCommands):
     """What can be done with the hosts of a config."""
 
     def inspect(
-        self, folder: str | None = None, make: bool = False, devices: bool = True, ahead: Ahead | None = None
+        self,
+        folder: str | None = None,
+        make: bool = False,
+        devices: bool = True,
+        ahead: Ahead | None = None,
+        claim: str | None = None,
     ) -> list[Inspection]:
-        """`ahead` is what was asked already, if it is this."""
-        commands, began = self.inspecting(folder, make, devices), time.time()
+        """`ahead` is what was asked already, if it is this; `claim` the job that is about to start."""
+        commands, began = self.inspecting(folder, make, devices, claim), time.time()
         dones = ahead.answers(commands, _ANSWER_SECONDS) if ahead is not None else None
         if ahead is not None and dones is not None:
             began = ahead.began
@@ -67,16 +72,28 @@ class Pod(PodCommands):
 
     def start(self, out: Path | Url, record: Record | None = None) -> Record:
         """Bring code and an order to every host and start their agents; with a record, the run in it goes on."""
+        import secrets
+
+        job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        try:
+            return self._start(job, out, record)
+        except BaseException:
+            execute(self.asking("release", job=job), _ANSWER_SECONDS)
+            raise
+
+    def _start(self, job: str, out: Path | Url, record: Record | None) -> Record:
         from lockstep.pod import archive
 
         folder = record.folder if record is not None else None
-        inspections = self.inspect(folder, make=True)
+        inspections = self.inspect(folder, make=True, claim=job)
+        self._require_claim(inspections)
         if record is None:
             found = self._reachable(inspections, needed=self.nodes)
         else:  # a host that has gone since then is what spares are for
             found = _newest_first(self._enough(inspections), record)
         self._tell_missing(found)
-        order = self._order(found, self._folder(found[0], out, folder), record.url if record is not None else None, out)
+        url = record.url if record is not None else None
+        order = self._order(job, found, self._folder(found[0], out, folder), url, out)
         wanted = self.code.digests()
         archives = []
         for index, each in enumerate(found):
@@ -120,9 +137,17 @@ class Pod(PodCommands):
             told = [f"{name}: {why}" for name, why in wrong.items()]
             raise NotAll("\n".join([*told, "nothing was started: what began on other hosts was ended"]))
 
-    def _order(self, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
-        import secrets
+    def _require_claim(self, inspections: Sequence[Inspection]) -> None:
+        """Of several commands that start the pod at once, the one goes on that was first on the first good host."""
+        first = next((each for each in inspections if not each.problems), None)
+        if first is not None and first.found.get("claimed"):
+            raise NotAll(
+                f"pod {self.name} is being started by another command (job {first.found['claimed']} on {first.name}), "
+                "so nothing was started. Follow that one, or stop it first: lockstep pod stop "
+                f"{self.name}. A command that was killed keeps others out for 15 minutes"
+            )
 
+    def _order(self, job: str, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
         from lockstep.distributed.store.secret import fresh
         from lockstep.pod.order import Host, Order
 
@@ -140,7 +165,7 @@ class Pod(PodCommands):
             config["processes"] = "auto"
         return Order(
             pod=self.name,
-            job=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}",
+            job=job,
             index=0,
             hosts=tuple(
                 Host(name=each.name, address=each.found["address"], processes=per_host[each.index]) for each in found

@@ -140,7 +140,7 @@ def described(config: RunConfig, name: str, folder: str | None = None) -> str:
     pod = Pod(name, config)
     workers = range(len(pod.transport.workers))
     commands = [
-        *pod.inspecting(folder, make=True),
+        *pod.inspecting(folder, make=True, claim="JOB"),
         *(c for each in workers for c in pod.copying(each, pod.archive(each))),
     ]
     for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):
