@@ -18,6 +18,7 @@ from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
+from lockstep.runs.reader import read_run
 
 MODEL = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -94,6 +95,36 @@ def test_merge(run: Path, tmp_path: Path) -> None:
     refused = lockstep("merge", run, "--out", tmp_path / "other.safetensors")
     assert refused.exit_code == 5 and "step-00000010 is damaged: model.safetensors" in refused.output
     assert not (tmp_path / "other.safetensors").exists() and not list(tmp_path.glob(".*partial*"))
+
+
+SAVES = """
+import sys, torch
+from pathlib import Path
+from lockstep.checkpoint import codec
+from lockstep.checkpoint.snapshot import Snapshot, write
+from lockstep.checkpoint.storage import CheckpointStorage
+storage, step = CheckpointStorage(Path(sys.argv[1])), 100
+while True:
+    tree, tensors = codec.pack({"momentum": torch.ones(7)})
+    for each in (step, step):  # the second takes the place of the first
+        write(storage, Snapshot(each, {"w": torch.ones(300_000)}, tree, tensors, {}, {"epoch": 1}))
+    storage.delete(step - 1) if step > 100 else print("begun", flush=True)
+    step += 1
+"""
+
+
+def test_checkpoints_of_a_run_at_work_are_not_damaged(run: Path) -> None:
+    (run / "summary.json").write_text("{}")
+    with subprocess.Popen([sys.executable, "-c", SAVES, str(run / "checkpoints")], stdout=subprocess.PIPE) as saves:
+        assert saves.stdout is not None and saves.stdout.readline()
+        try:
+            found = [lockstep(verb, run) for _ in range(20) for verb in ("verify", "list")]
+            pages = [read_run(run) for _ in range(50)]
+        finally:
+            saves.kill()
+    assert {each.exit_code for each in found} == {0}
+    assert not [each.output for each in found if "damaged" in each.output or "missing" in each.output]
+    assert not [each.problem for page in pages for each in page.checkpoints if each.problem]
 
 
 @pytest.mark.parametrize("verb", ["list", "show", "verify", "merge"])

@@ -197,14 +197,19 @@ def to_check(manifest: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     return found
 
 
+def check(folder: Path) -> None:
+    """Reads all of a checkpoint; raises Damaged or Unreadable where it is not whole."""
+    manifest = read(folder)
+    check_sizes(folder, manifest)
+    found = read_parts(folder, manifest) if manifest["format"] == BY_OWNERS else {}
+    for name, rank in to_check(manifest):
+        check_part(folder, name, rank, found, manifest)
+
+
 def problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint, by reading all of it; nothing where it is whole. Raises Unreadable."""
     try:
-        manifest = read(folder)
-        check_sizes(folder, manifest)
-        found = read_parts(folder, manifest) if manifest["format"] == BY_OWNERS else {}
-        for name, rank in to_check(manifest):
-            check_part(folder, name, rank, found, manifest)
+        check(folder)
     except Damaged as error:
         return str(error)
     return None

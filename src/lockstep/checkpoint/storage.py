@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_name
@@ -39,11 +39,18 @@ BEST = "best"  # a link to the best of them
 _DAMAGED, _ASIDE = "damaged-", "aside-"  # before the name of a checkpoint that is not whole; that is, but abandoned
 
 
+T = TypeVar("T")
+
+
 class Branch(NamedTuple):
     """What a run went on from: a step, or nothing where it began anew; and what tells it from another such start."""
 
     step: int | None
     id: str
+
+
+class Removed(CheckpointError):
+    """Retention, or somebody, removed a checkpoint while it was read."""
 
 
 class CheckpointStorage:
@@ -119,11 +126,31 @@ class CheckpointStorage:
         return self._first_good(self.to_try(best=True, mode=mode))
 
     def problem(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, by reading every file and comparing it with the manifest."""
+        """What is wrong with a checkpoint, by reading every file and comparing it with the manifest; raises Removed."""
         try:
-            return manifest.problem(self.path(step))
+            self.look(step, manifest.check)
+            return None
+        except Damaged as error:
+            return str(error)
         except Unreadable as error:
             raise self.unreadable(step, str(error)) from None
+
+    def look(self, step: int, read: Callable[[Path], T]) -> T:
+        """Returns what `read` finds in a checkpoint of a run that may be at work.
+
+        Reads again where the run has replaced the checkpoint meanwhile, and raises Removed where it has removed it:
+        what is missing then is no damage.
+        """
+        while True:
+            before = _identity(self.path(step))
+            try:
+                return read(self.path(step))
+            except (Damaged, Unreadable):
+                after = _identity(self.path(step))
+                if after is None:
+                    raise Removed(f"{self.path(step)} was removed while it was read") from None
+                if after == before:
+                    raise
 
     def pass_over(self, step: int, problem: str) -> None:
         """Say that a checkpoint is damaged, and remember it until it is set aside."""
@@ -349,11 +376,25 @@ class CheckpointStorage:
 
     def _first_good(self, steps: list[int]) -> int | None:
         for step in steps:
-            problem = self.problem(step)
+            try:
+                problem = self.problem(step)
+            except Removed:
+                continue
             if problem is None:
                 return step
             self.pass_over(step, problem)
         return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a folder from another that takes its name later; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError:  # it may be there
+        return (0, 0)
+    return found.st_dev, found.st_ino
 
 
 def sync_folder(folder: Path) -> None:

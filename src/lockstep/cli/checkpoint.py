@@ -36,7 +36,7 @@ def checkpoint() -> None:
 def list_(run_dir: Path | Url, as_json: bool) -> None:
     """All checkpoints of the run in RUN_DIR, oldest first. By their manifests: verify reads them to their end."""
     storage = _storage(run_dir)
-    listed = [_listed(storage, step) for step in storage.steps()]
+    listed = [found for step in storage.steps() if (found := _listed(storage, step)) is not None]
     if as_json:
         _print_json({"checkpoints": listed, "set_aside": storage.all_set_aside()})
         return
@@ -55,8 +55,8 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     from lockstep.checkpoint import manifest, merge
 
     storage = _storage(run_dir)
-    folder = storage.path(_chosen(storage, step))
-    told = _manifest(storage, folder)
+    chosen = _chosen(storage, step)
+    folder, told = storage.path(chosen), _manifest(storage, chosen)
     found, _ = merge.weights(folder, told)
     state, _ = merge.weights(folder, told, "state")
     if as_json:
@@ -90,14 +90,22 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
 @JSON
 def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     """Read all checkpoints of the run in RUN_DIR to their end, and compare every digest; exit code 5 where one is not
-    what was written."""
+    what was written. The run may be at work."""
+    from lockstep.checkpoint.storage import Removed
+
     storage = _storage(run_dir)
     if step is not None:
         storage.require(step)
     found = []
     for each in storage.steps() if step is None else [step]:
         name = storage.path(each).name
-        problem = storage.problem(each)
+        try:
+            problem = storage.problem(each)
+        except Removed as removed:
+            if step is not None:
+                raise
+            say(str(removed))
+            continue
         found.append({"step": each, "whole": problem is None, "problem": problem})
         if not as_json:
             click.echo(visible(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}"))
@@ -125,8 +133,7 @@ def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> Non
     problem = storage.problem(chosen)
     if problem is not None:
         raise CheckpointError(f"{storage.path(chosen)} is damaged: {problem}. Name another step with --step")
-    folder = storage.path(chosen)
-    told = _manifest(storage, folder)
+    folder, told = storage.path(chosen), _manifest(storage, chosen)
     if weights == "ema" and not averaged(folder, told):
         raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
     count = merge(folder, told, out, average=weights == "ema")
@@ -158,22 +165,29 @@ def _chosen(storage: CheckpointStorage, step: int | None) -> int:
     return storage.steps()[-1]
 
 
-def _manifest(storage: CheckpointStorage, folder: Path) -> dict[str, Any]:
+def _manifest(storage: CheckpointStorage, step: int) -> dict[str, Any]:
     from lockstep.checkpoint import manifest
 
-    try:
+    def read(folder: Path) -> dict[str, Any]:
         told = manifest.read(folder)
         manifest.check_sizes(folder, told)
+        return told
+
+    try:
+        return storage.look(step, read)
     except (manifest.Damaged, manifest.Unreadable) as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    return told
+        raise CheckpointError(f"{storage.path(step)}: {error}") from None
 
 
-def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any]:
-    """A checkpoint by its manifest; where that is damaged, only what is wrong."""
+def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any] | None:
+    """A checkpoint by its manifest; where that is damaged, only what is wrong; None where it was removed meanwhile."""
+    from lockstep.checkpoint.storage import Removed
+
     folder = storage.path(step)
     try:
-        return {"problem": None, **_facts(_manifest(storage, folder))}
+        return {"problem": None, **_facts(_manifest(storage, step))}
+    except Removed:
+        return None
     except CheckpointError as error:
         return {"step": step, "problem": str(error).removeprefix(f"{folder}: ")}
 

@@ -14,7 +14,7 @@ import yaml
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
-from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.storage import CheckpointStorage, Removed
 from lockstep.config.load import parse_yaml
 from lockstep.config.strategy import MESH_TYPES
 from lockstep.config.text_file import read_bytes, read_text
@@ -225,7 +225,7 @@ def _mesh(config: Mapping[str, Any], size: int) -> dict[str, int]:
 
 def _checkpoints(folder: Path, config: Mapping[str, Any]) -> list[SavedCheckpoint]:
     storage = CheckpointStorage(folder / "checkpoints")
-    found = [_checkpoint(storage, step) for step in storage.steps()]
+    found = [each for step in storage.steps() if (each := _checkpoint(storage, step)) is not None]
     saving = config.get("checkpoint")
     keep = saving.get("keep") if isinstance(saving, dict) else None
     mode = text(keep.get("mode")) if isinstance(keep, dict) else ""
@@ -238,12 +238,14 @@ def _marked(saved: SavedCheckpoint, best: bool) -> SavedCheckpoint:
     return SavedCheckpoint(**{**vars(saved), "best": best})
 
 
-def _checkpoint(storage: CheckpointStorage, step: int) -> SavedCheckpoint:
+def _checkpoint(storage: CheckpointStorage, step: int) -> SavedCheckpoint | None:
     try:
-        told = manifest.read(storage.path(step))
+        told = storage.look(step, manifest.read)
         size = sum(each["bytes"] for each in told["files"].values())
     except (Damaged, Unreadable, OSError, KeyError, TypeError, AttributeError) as error:
         return SavedCheckpoint(step, problem=str(error))
+    except Removed:
+        return None
     return SavedCheckpoint(step, number(told.get("epoch")), text(told.get("created")), size, number(told.get("value")))
 
 
