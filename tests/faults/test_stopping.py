@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -212,7 +213,10 @@ def test_no_process_outlives_the_run_whatever_state_it_is_in(project: Project) -
     command = project.start("train", project.config(**values), env={"PYTHONPATH": str(TASK_FILE.parent)})
     finished = command.wait(60)  # fails where a process is left
     assert finished.code == 4, finished.text
-    assert "in data of step" in finished.err
+    line = STUCK.split("\n").index("                time.sleep(1)") + 1
+    assert re.search(
+        rf"rank \d: in data of step \d+, data worker [01] \(pid \d+\) at stuck\.py:{line}, since", finished.err
+    ), finished.err
 
 
 @pytest.mark.long

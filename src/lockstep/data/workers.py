@@ -19,6 +19,7 @@ from torch.utils.data._utils import signal_handling
 
 from lockstep.distributed.descendants import die_with_parent
 from lockstep.distributed.signals import QUIET_SIGNALS
+from lockstep.distributed.watch.data_workers import show_stack_on_request
 
 
 def begin(worker: int) -> None:
@@ -26,6 +27,7 @@ def begin(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET_SIGNALS)
     die_with_parent()
+    show_stack_on_request()
 
 
 @contextlib.contextmanager

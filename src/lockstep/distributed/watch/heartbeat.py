@@ -6,7 +6,6 @@ import faulthandler
 import logging
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +16,10 @@ from typing import Any, TextIO
 
 from lockstep.distributed.activity import LEFT, Activity, Beat, beat_key
 from lockstep.distributed.topology import Topology
+from lockstep.distributed.watch import data_workers
 from lockstep.distributed.watch.clock import RunningClock
 from lockstep.distributed.watch.stall import Limits, Seen
+from lockstep.distributed.watch.user_code import is_users
 from lockstep.distributed.watch.watcher import Watcher
 from lockstep.errors import RankStalled
 from lockstep.shown import in_a_line, shown
@@ -29,10 +30,8 @@ VERDICT = "stalled"
 _INTERVAL = 1.0
 # How long a rank that must end may take to write down why.
 _END_SECONDS = 10.0
-_NOT_THE_USERS = tuple(
-    str(Path(folder).resolve())
-    for folder in (Path(__file__).parents[2], sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-)
+# How often a data worker is asked for its line, at most.
+_WORKER_SECONDS = 5.0
 
 
 def interval(limits: Limits) -> float:
@@ -52,6 +51,7 @@ class Heartbeat:
         self._count = 0
         self._clock = RunningClock()
         self._told = (-1, 0.0)  # the number of the moment that was told last, and how long this process had paused then
+        self._worker: tuple[int, tuple[int, int], float, str] = (-1, (-1, -1), 0.0, "")  # asked last, when again, answer
         self._debugged = 0.0  # how much of that moment the user's debugger took
         self._last_answer = self._clock.now()
         self._stopping = threading.Event()
@@ -138,7 +138,7 @@ class Heartbeat:
         if in_debugger(frame):
             self._debugged = taken  # whoever looks at it takes their time
         still = max(taken - self._debugged, 0.0)
-        where = user_line(frame) if frame is not None else ""
+        where = self._where(frame, now.number)
         doing, waits = self._located(stacks) or (now.doing, now.waits)
         return Beat(
             self._count, now.number, now.step, doing, waits, now.first, now.limit, round(still, 1), where,
@@ -146,6 +146,17 @@ class Heartbeat:
             self._activity.total_steps, self._activity.busy,
             resident_memory() if self.tells_resident_memory else self._activity.memory,
         )  # fmt: skip
+
+    def _where(self, frame: FrameType | None, moment: int) -> str:
+        """The line of the training thread; where it waits for a data worker, that worker and its line."""
+        worker = data_workers.awaited(frame)
+        if worker is None:
+            return user_line(frame) if frame is not None else ""
+        if self._worker[:2] != (moment, worker) or time.monotonic() > self._worker[2]:
+            line = data_workers.line_of(worker[1])
+            told = f"data worker {worker[0]} (pid {worker[1]}){f' at {line}' if line else ''}"
+            self._worker = (moment, worker, time.monotonic() + _WORKER_SECONDS, told)
+        return self._worker[3]
 
     def _located(self, stacks: dict[int, FrameType]) -> tuple[str, bool] | None:
         """Where in a sharded model this rank is, unless it waits for something that has a name."""
@@ -226,7 +237,7 @@ def user_line(frame: FrameType | None) -> str:
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", *_NOT_THE_USERS)) and "site-packages" not in file:
+        if is_users(file):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return f"{Path(innermost.f_code.co_filename).name}:{innermost.f_lineno}" if innermost is not None else ""
