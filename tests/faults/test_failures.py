@@ -54,6 +54,32 @@ def test_a_loss_that_is_not_a_number_stops_with_step_and_rank(project: Project) 
     assert "the loss is nan at step 9 on rank 1" in resumed.err, "the fifth step of the resumed run, by its own number"
 
 
+GREEDY = """
+import ctypes
+
+
+class Greedy:
+    def start(self, about): pass
+
+    def log(self, step, values):
+        if step >= 4:
+            ctypes.PyDLL(None).sleep(60)  # as native code does that does not release Python's lock
+
+    def finish(self, status): pass
+"""
+
+
+def test_a_logger_that_holds_pythons_lock_is_named(project: Project) -> None:
+    (project.folder / "greedy.py").write_text(GREEDY)
+    finished = project.run("train", project.config(
+        task={"type": TINY, "sleep": 0.05}, log={"every": "1 step", "mine": {"type": "greedy.py:Greedy"}},
+        watch={"stall_after": "3 s", "first_time": "3 s"},
+    ))  # fmt: skip
+    assert finished.code == 4, finished.text
+    assert "rank 0: no sign of life since" in finished.err
+    assert "The logger log.mine has been in log for " in finished.err and "release Python's lock" in finished.err
+
+
 def test_diverging_again_is_not_worth_a_restart(project: Project) -> None:
     code, err, _ = failing(project, "nan", rank=0, step=3, launch={"max_restarts": 3})
     assert code == 5

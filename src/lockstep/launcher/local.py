@@ -235,7 +235,7 @@ def _supervise(
             chronicle.show(watcher.everyone)
             if stall is not None:
                 chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
-                return _end_stalled(ranks, stall, error_files)
+                return _end_stalled(ranks, stall, error_files, chronicle.folder)
             if asked and not watcher.begun and time.monotonic() > began + _EARLY_SECONDS and ranks.done() is None:
                 # Still compiling, connecting or fetching, in code that no signal reaches; no step has been made.
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
@@ -261,14 +261,17 @@ def _tell_who_was_late(error_files: list[Path]) -> None:
             tell(f"lockstep: {file.read_text(encoding='utf-8')}")
 
 
-def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:
+def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path], folder: Path | None) -> Result:
     """Have every rank write down its stacks, end all of them, and say who was stuck where."""
+    from lockstep.record.logger_calls import suspect
+
     ranks.dump_stacks()
     time.sleep(_DUMP_SECONDS)
     ranks.close(signal.SIGKILL)
     if any(not report.consequence for report in _reports(error_files)):
         return _failed(error_files, {}, stopping=False)  # a rank failed, and then could not leave
-    cause = f"{stall.message}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+    logger = suspect(folder, stall.message) if folder is not None else ""
+    cause = f"{stall.message}{logger}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
     stuck = stall.ranks[0]
     kind, code = RankStalled.__name__, RankStalled.exit_code
     failure = Failure(stuck, socket.gethostname(), cause, code, kind, concerns_all_ranks=True)

@@ -25,6 +25,7 @@ from lockstep.pod.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patienc
 from lockstep.pod.order import Order, Share, shares
 from lockstep.record import chronicle as chronicles
 from lockstep.record.chronicle import Chronicle
+from lockstep.record.logger_calls import suspect
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
@@ -186,7 +187,7 @@ class Head:
     def _stalled(self, rank: int, message: str) -> Result:
         self._say(stacks=True)
         time.sleep(_DUMP_SECONDS)
-        cause = f"{message}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+        cause = f"{message}{suspect(Path(self._order.folder), message)}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
         code = RankStalled.exit_code
         failure = Failure(rank, self._host_of(rank), cause, code, RankStalled.__name__, concerns_all_ranks=True)
         return Result(code, failure=failure)

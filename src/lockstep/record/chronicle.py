@@ -45,6 +45,7 @@ class Chronicle:
     def __init__(
         self, folder: Path, warn: Callable[[str], object] = logger.warning, timeline: str = TIMELINE_FILE
     ) -> None:
+        self.folder: Path | None = folder
         self._folder, self._timeline = folder, timeline
         self._aside = Aside(folder, warn)
         self._next_live = 0.0
@@ -112,7 +113,7 @@ def opened(folder: Path | None, warn: Callable[[str], object], timeline: str = T
 
 class _Nowhere(Chronicle):
     def __init__(self) -> None:
-        pass
+        self.folder = None
 
     def note(self, kind: str, at: float | None = None, until: float | None = None, **more: Any) -> None:
         pass

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from lockstep.config.text_file import LONGEST_RECORD, read_text
 from lockstep.record.logger import About, Logger, Sample, takes_samples
+from lockstep.record.logger_calls import CallNote
 from lockstep.record.writers import write_json
 from lockstep.shown import brief, in_a_line
 
@@ -141,6 +142,7 @@ class Outbox:
     # The thread
 
     def _work(self, about: About) -> None:
+        self._call_note = CallNote(self._file.parent, self.name)
         self._note()  # the id that it starts with is the one that it goes on with, whatever happens
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls():
@@ -154,6 +156,7 @@ class Outbox:
                 self._note()
         else:
             self._abandon()
+        self._call_note.close()
         self._over = True
 
     def _keep(self, returned: Mapping[str, Any] | None) -> None:
@@ -192,6 +195,7 @@ class Outbox:
 
     def _called(self, method: str, call: Callable[[], None]) -> bool:
         self._at = (method, time.monotonic())
+        self._call_note.enter(method)
         try:
             call()
         except BaseException as error:  # a logger that calls sys.exit ends its own thread, and nothing else
@@ -200,6 +204,7 @@ class Outbox:
             return False
         finally:
             self._at = None
+            self._call_note.leave()
         return True
 
     def _abandon(self) -> None:
