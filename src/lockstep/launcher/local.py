@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.distributed import trouble
 from lockstep.distributed.failure import (
     Failure,
     Report,
@@ -184,8 +185,9 @@ def cannot_start(count: int, error: OSError) -> str:
         errno.EMFILE: f"the limit of open files is {files}; raise it (ulimit -n)",
         errno.EAGAIN: "the limit of processes is reached; raise it (ulimit -u), or end some",
         errno.ENOMEM: "there is not enough memory; use fewer processes",
+        errno.ENOSPC: trouble.what_is_full(tempfile.gettempdir()),
     }.get(error.errno or 0, "`lockstep doctor` looks for what is wrong")
-    return f"{count} processes could not be started: {error.strerror or error}; {remedy}"
+    return f"{count} process{'' if count == 1 else 'es'} could not be started: {error.strerror or error}; {remedy}"
 
 
 def _supervise(
