@@ -65,3 +65,10 @@ def test_it_goes_on_where_it_was(project: Project, how: str) -> None:
     assert found == {"restored": True, "began": saved, "world_size": world_size, "argv": ["30", "two words"]}
     assert (summary(run)["status"], summary(run)["step"]) == ("completed", 60)
     assert len(list((project.folder / "runs").iterdir())) == 1 and not (elsewhere / "runs").exists()
+
+    before = sorted(each.name for each in (run / "checkpoints").iterdir())
+    (project.folder / "own.py").write_text(SCRIPT.replace("run.restore()", "False"))
+    forgotten = Started([sys.executable, "-m", "lockstep", "resume", str(run)], elsewhere).wait()
+    assert forgotten.code != 0 and before, forgotten.text
+    assert f"main has not called run.restore(): it would begin at step 0 and set {before[-1]} aside" in forgotten.err
+    assert sorted(each.name for each in (run / "checkpoints").iterdir()) == before

@@ -50,6 +50,8 @@ class Topology:
     port: int = 0
     # Restarts so far: every attempt meets under its own prefix in the same store.
     attempt: int = 0
+    # `lockstep resume` started these processes, to go on with a run.
+    resumes: bool = False
     # The launcher already serves a store of torch's at address:port, so nobody must open a second one there.
     launcher_serves_store: bool = False
     # The Unix socket of our own launcher's store, where it started this process; or that it is on the network.

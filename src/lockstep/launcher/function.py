@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,10 @@ def launch(
             "lockstep.launch was called while a rank was importing the script. "
             'Put the call under `if __name__ == "__main__":`'
         )
-    name = str(getattr(main, "__name__", "run"))
-    place = _Folder(script.running(name, next(_calls), checked, topology), checked.name or name, out, folder)
+    name, call = str(getattr(main, "__name__", "run")), next(_calls)
+    resumed = script.folder_to_resume(call)
+    place = _Folder(script.running(name, call, checked, topology), checked.name or name, out, resumed or folder)
+    resumes = resumed is not None
     if topology is None:
         family, count = runtime.resolve(checked)
         room.check(count, checked.data.workers)
@@ -71,9 +74,10 @@ def launch(
         if topology is None and count > 1:
             script.require_guard("lockstep.launch")
             script.require_importable(main)
-            returned = _launch_processes(main, checked, place)
+            returned = _launch_processes(main, checked, place, resumes)
         else:
-            returned = [worker.call(main, checked, topology or Topology(), place.make, place.prepare)]
+            here = replace(topology or Topology(), resumes=resumes)
+            returned = [worker.call(main, checked, here, place.make, place.prepare)]
         place.tell_how_it_ended()
         return returned
     except Preempted:
@@ -81,7 +85,9 @@ def launch(
         raise
 
 
-def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _Folder) -> list[Any]:
+def _launch_processes(
+    main: Callable[..., Any], settings: RunSettings, place: _Folder, resumes: bool
+) -> list[Any]:
     count = int(settings.processes)
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
@@ -91,7 +97,7 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
         result = local.launch(
             plan,
             entry=call_function,
-            argument=_pickled(partial(_rank_main, main, settings, str(folder))),
+            argument=_pickled(partial(_rank_main, main, settings, str(folder), resumes)),
             max_restarts=settings.launch.max_restarts,
             grace=settings.launch.grace,
             watch=Limits.of(settings.watch, settings.runtime),
@@ -108,8 +114,9 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
         return [result.returned[rank] for rank in range(count)]
 
 
-def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str) -> Any:
-    return worker.call(main, settings, Topology.from_env(os.environ), lambda: Path(folder))
+def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str, resumes: bool) -> Any:
+    topology = replace(Topology.from_env(os.environ), resumes=resumes)
+    return worker.call(main, settings, topology, lambda: Path(folder))
 
 
 class _Folder:
@@ -120,9 +127,8 @@ class _Folder:
         self._made: Path | None = None
 
     def make(self) -> Path:
-        named = script.folder_to_resume(self._script.call) or self._given
-        if named is not None:
-            self._made = _existing_or_new(named)
+        if self._given is not None:
+            self._made = _existing_or_new(self._given)
         elif isinstance(self._out, Url):
             from lockstep.mirror import staging
 

@@ -770,11 +770,11 @@ class Run:
         raise Preempted(reason)
 
     def _require_restore(self) -> None:
-        """Refuse a restart that does not continue from its checkpoint; asked before the first step or save."""
+        """Refuse a restart or resume that does not continue from its checkpoint; asked before the first step or save."""
         if self._restored or self._may_begin:
             return
         self._may_begin = True
-        if self.topology.attempt:
+        if self.topology.attempt or self.topology.resumes:
             self.agree(self._require_nothing_saved, "whether a checkpoint is left unused")
         elif self.settings.launch.max_restarts and self.is_main:
             logger.warning(
@@ -786,9 +786,9 @@ class Run:
         steps = self.checkpointer.storage.steps()
         if steps:
             raise ConfigError(
-                f"this is restart {self.topology.attempt}, and main has not called run.restore(): it would begin at "
-                f"step 0 and set {self.checkpointer.storage.path(steps[-1]).name} aside. Call run.restore() after "
-                "run.setup"
+                f"{f'this is restart {attempt}' if (attempt := self.topology.attempt) else 'the run is resumed'}, and "
+                "main has not called run.restore(): it would begin at step 0 and set "
+                f"{self.checkpointer.storage.path(steps[-1]).name} aside. Call run.restore() after run.setup"
             )
 
     def _safe_point(self) -> bool:
