@@ -278,6 +278,10 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: La
         pod={"python": sys.executable, "directory": str(network.disk), "env": ["NOT_SET"]}
     )
     assert "it has no address in launch.network" in refused(launch={"network": "192.0.2.0/24"})
+    assert "no metric 'val/acuracy': did you mean val/accuracy" in refused(
+        checkpoint={"keep": {"metric": "val/acuracy"}}
+    )
+    assert not any(laptop.runs(name, "bad") for name in NAMES[:3])
     carl = network.hosts["carl"]
     carl.run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(network.disk))
     try:
@@ -330,7 +334,7 @@ def test_a_full_disk_on_the_host_that_leads_is_named(laptop: Laptop) -> None:
 
 
 def test_of_two_commands_that_start_a_pod_at_once_one_goes_on(laptop: Laptop) -> None:
-    config = laptop.config("twice", train={"steps": 8, "batch_size": 12})
+    config = laptop.config("twice", NAMES[:2], processes=2, train={"steps": 4, "batch_size": 12})
     both = [laptop.start("train", config) for _ in range(2)]
     texts = [each.communicate(timeout=120)[0] for each in both]
     assert sorted(each.returncode for each in both) == [0, 2], texts
@@ -339,9 +343,9 @@ def test_of_two_commands_that_start_a_pod_at_once_one_goes_on(laptop: Laptop) ->
     (run,) = laptop.runs("anna", "twice")
     assert summary(run)["status"] == "completed"
     pod = {"python": sys.executable, "directory": str(laptop.network.disk), "env": ["NOT_SET"]}
-    assert "pod.env: NOT_SET" in laptop.run("train", laptop.config("twice", pod=pod)).text
-    claims = [(laptop.network.hosts[name].disk / "twice" / "claim.json").read_text() for name in NAMES[:3]]
-    assert claims == ["{}"] * 3, "neither who was refused nor who is done keeps others out"
+    assert "pod.env: NOT_SET" in laptop.run("train", laptop.config("twice", NAMES[:2], pod=pod)).text
+    claims = [(laptop.network.hosts[name].disk / "twice" / "claim.json").read_text() for name in NAMES[:2]]
+    assert claims == ["{}"] * 2, "neither who was refused nor who is done keeps others out"
 
 
 @pytest.mark.long

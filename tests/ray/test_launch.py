@@ -38,6 +38,12 @@ def undisturbed(on_ray: OnRay) -> Path:
     return on_ray.project.only_run("local")
 
 
+def test_names_that_the_task_does_not_have_are_refused_before_ranks_start(on_ray: OnRay) -> None:
+    refused = on_ray.project.run("train", on_ray.config(optimizer={"type": "torch.optim.SGDD", "lr": 0.1}))
+    assert refused.code == 2 and "torch.optim has no 'SGDD', did you mean SGD" in refused.err, refused.text
+    assert not list((on_ray.project.folder / "runs").glob("*/logs/*")), "no rank was started"
+
+
 def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRay, undisturbed: Path) -> None:
     started = on_ray.start(on_ray.config())
     on_ray.run_folder()

@@ -40,6 +40,13 @@ def ended(slurm: SlurmCluster, job: str, limit: float = 90.0) -> dict[str, str]:
     return slurm.state(job)
 
 
+def test_names_that_the_task_does_not_have_are_refused_before_the_queue(project: Project, slurm: SlurmCluster) -> None:
+    config = project.config(launch={"type": "slurm"}, train={"epochs": 1, "batch_size": 12, "freeze": ["0.wieght"]})
+    refused = project.run("train", config, env=slurm.env)
+    assert refused.code == 2 and "train.freeze: 0.wieght: no parameter has a name like that" in refused.err
+    assert not refused.out and not list((project.folder / "runs").glob("*")), "neither a job nor a folder"
+
+
 def let_go_on(slurm: SlurmCluster, job: str, restarts: int = 1, limit: float = 60.0) -> None:
     """SLURM lets a job that was requeued wait for two minutes; whoever may can shorten it.
 

@@ -19,7 +19,7 @@ from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
-from lockstep.start import checkpoint, cluster, fitting, local, queue, resuming, tasks
+from lockstep.start import checking, checkpoint, cluster, fitting, local, queue, resuming, tasks
 from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ def resume(
             fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
         if loaded.launch.type == "slurm":
             loaded = queue.resolved(loaded)
+            checking.check(loaded)
             with folder_lock.locked(folder):  # until the job may have it
                 changed(loaded)
             _tell_queued(queue.resume(loaded, folder))
@@ -231,7 +232,7 @@ def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
     from lockstep.distributed.topology import Topology, launched
     from lockstep.train.made_parts import check_made
-    from lockstep.train.parts import check_parts
+    from lockstep.train.parts import ELSEWHERE, check_parts
 
     if launched(os.environ):
         tasks.check_processes(config, os.environ)
@@ -248,7 +249,7 @@ def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
         config = local.resolved(config, say)
         plan = local.plan(config, folder).render()
     here = not (config.launch.type == "ray" and cluster.is_elsewhere(config))
-    check_parts(config, trained_here=here)
+    check_parts(config, () if here else ELSEWHERE)
     if here:
         check_made(config)
     _print(config, plan)
@@ -276,9 +277,9 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
         _sweep_in_queue(config, sweep, out, dry_run)
         return
     if dry_run:
-        from lockstep.train.parts import check_parts
+        from lockstep.train.parts import ELSEWHERE, check_parts
 
-        check_parts(config, trained_here=not cluster.is_elsewhere(config))
+        check_parts(config, ELSEWHERE if cluster.is_elsewhere(config) else ())
         _print(config, to_yaml(sweep.model_dump(mode="json")))
         return
     require_train_v2()

@@ -68,6 +68,10 @@ def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional:
         ) from None
 
 
+class NotInstalled(ConfigError):
+    """A config names a package that is not on this machine."""
+
+
 def import_object(path: str, name: str) -> Any:
     """What `package.module:Name`, `package.module.Name` or `file.py:Name` stands for."""
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
@@ -94,7 +98,8 @@ def _import(module: str, path: str, name: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(error.name + ".")):
-            raise ConfigError(f"{name}: there is no module {error.name!r}, got {path!r}") from None
+            kind = ConfigError if "." in error.name else NotInstalled
+            raise kind(f"{name}: there is no module {error.name!r}, got {path!r}") from None
         raise
 
 

@@ -39,7 +39,7 @@ from lockstep.launcher.entry import Outcome
 from lockstep.launcher.leaving import leave
 from lockstep.terminal import make_safe
 from lockstep.train.made_parts import check_made
-from lockstep.train.parts import check_parts
+from lockstep.train.parts import CannotImport, check_parts
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def check_config(connection: Connection, config: RunConfig) -> None:
     os.dup2(nowhere, 2)
     problem = None
     try:
-        check_parts(config, trained_here=False)  # what fails while it is imported has a traceback, which ranks show
+        check_parts(config, (CannotImport,))  # what fails while it is imported has a traceback, which ranks show
         check_made(config)
     except ConfigError as error:
         problem = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -70,28 +70,44 @@ class Pod(PodCommands):
         self._all_well(execute([c for each in lacking for c in self.asking("push", each.index)], _START_SECONDS))
         return len(wanted), len(changed)
 
-    def start(self, out: Path | Url, record: Record | None = None) -> Record:
-        """Bring code and an order to every host and start their agents; with a record, the run in it goes on."""
+    def start(
+        self, out: Path | Url, record: Record | None = None, check: Callable[[], None] = lambda: None
+    ) -> Record:
+        """Bring code and an order to every host and start their agents; with a record, the run in it goes on.
+
+        `check` is called once the hosts have answered, and raises where the config cannot be started.
+        """
         import secrets
 
         job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        folder = record.folder if record is not None else None
+        claimed = list(range(len(self.transport.workers)))
         try:
-            return self._start(job, out, record)
+            inspections = self.inspect(folder, make=True, claim=job)
+            claimed = [each.index for each in inspections if each.reached and not each.found.get("claimed")]
+            self._require_claim(inspections)
+            return self._start(job, out, record, inspections, check)
         except BaseException:
-            execute(self.asking("release", job=job), _ANSWER_SECONDS)
+            execute([c for index in claimed for c in self.asking("release", index, job=job)], _ANSWER_SECONDS)
             raise
 
-    def _start(self, job: str, out: Path | Url, record: Record | None) -> Record:
+    def _start(
+        self,
+        job: str,
+        out: Path | Url,
+        record: Record | None,
+        inspections: list[Inspection],
+        check: Callable[[], None],
+    ) -> Record:
         from lockstep.pod import archive
 
         folder = record.folder if record is not None else None
-        inspections = self.inspect(folder, make=True, claim=job)
-        self._require_claim(inspections)
         if record is None:
             found = self._reachable(inspections, needed=self.nodes)
         else:  # a host that has gone since then is what spares are for
             found = _newest_first(self._enough(inspections), record)
         self._tell_missing(found)
+        check()
         url = record.url if record is not None else None
         order = self._order(job, found, self._folder(found[0], out, folder), url, out)
         wanted = self.code.digests()

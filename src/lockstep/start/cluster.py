@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.start import checking
+
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
     from lockstep.ray.controller import Ended
@@ -18,6 +20,7 @@ def train(config: RunConfig, make_folder: Callable[[RunConfig], Path], held: boo
 
     require_train_v2()
     require_answer(config.launch.ray)
+    checking.check(config)
     from lockstep.ray.controller import launch
 
     return launch(config, make_folder, held)

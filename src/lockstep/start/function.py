@@ -96,9 +96,9 @@ def train(
 def _check_here(config: RunConfig) -> None:
     """In this process, which is going to import all of it anyway."""
     from lockstep.train.made_parts import check_made
-    from lockstep.train.parts import check_parts
+    from lockstep.train.parts import CannotImport, check_parts
 
-    check_parts(config, trained_here=False)
+    check_parts(config, (CannotImport,))
     check_made(config)
 
 

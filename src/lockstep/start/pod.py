@@ -26,7 +26,7 @@ def train(config: RunConfig, name: str, out: Path | Url) -> int:
 
     _tell_of_the_check(config)
     pod = Pod(name, config)
-    return _to_its_end(pod, pod.start(out))
+    return _to_its_end(pod, _start(pod, out))
 
 
 def resume(name: str, config: RunConfig | None = None) -> int:
@@ -49,7 +49,18 @@ def resume(name: str, config: RunConfig | None = None) -> int:
     _tell_of_the_check(config)
     pod = Pod(name, config)
     pod.make_ready()
-    return _to_its_end(pod, pod.start(Path(), known))
+    return _to_its_end(pod, _start(pod, Path(), known))
+
+
+def _start(pod: Pod, out: Path | Url, known: Record | None = None) -> Record:
+    """The config is checked here while the hosts are asked."""
+    from lockstep.start.checking import Checking
+
+    check = Checking(pod.config)
+    try:
+        return pod.start(out, known, check.finish)
+    finally:
+        check.end()
 
 
 def _tell_of_the_check(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import LockstepError
+from lockstep.start import checking
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -54,6 +55,7 @@ def train(config: RunConfig, out: Path) -> Queued:
     from lockstep.record import run_folder
 
     config = resolved(config)
+    checking.check(config)
     folder = run_folder.create(out, str(config.name)).absolute()
     with _removed_on_failure(folder):
         run_folder.write_config(folder, config)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lockstep.config.objects import check_arguments, import_object, try_on
+from lockstep.config.objects import NotInstalled, check_arguments, import_object, try_on
 from lockstep.config.optimizing import Optimizer as OptimizerSettings
 from lockstep.config.schema import Component, RunConfig, Schedule
 from lockstep.errors import ConfigError
@@ -25,8 +25,12 @@ class CannotImport(ConfigError):
     """What a config names is there, and fails while it is imported."""
 
 
-def check_parts(config: RunConfig, trained_here: bool = True) -> None:
-    """Everything that is wrong with them, at once. What cannot be imported here may well be on another machine."""
+# What may well be there on another machine.
+ELSEWHERE = (CannotImport, NotInstalled)
+
+
+def check_parts(config: RunConfig, pass_over: tuple[type[ConfigError], ...] = ()) -> list[str]:
+    """Raises all that is wrong with them at once. Returns the messages of the errors that are to be passed over."""
     checks: list[tuple[Callable[[Any], None], Component | None]] = [
         (_check_task, config.task),
         (_check_optimizer, config.optimizer),
@@ -37,16 +41,16 @@ def check_parts(config: RunConfig, trained_here: bool = True) -> None:
         (_check_logger(name), Component.model_validate(own.model_dump())) for name, own in config.log.own.items()
     ]
     problems: list[str] = []
+    passed_over: list[str] = []
     for check, component in checks:
         try:
             if component is not None:
                 check(component)
-        except CannotImport as error:
-            problems += [str(error)] if trained_here else []
         except ConfigError as error:
-            problems.append(str(error))
+            (passed_over if isinstance(error, pass_over) else problems).append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    return passed_over
 
 
 def _check_task(component: Component) -> None:
