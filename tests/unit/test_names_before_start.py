@@ -73,9 +73,9 @@ def test_a_name_that_is_not_there(sections: dict[str, Any], told: str) -> None:
 
 def test_before_ranks_start_on_other_machines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a process of its own; what cannot be imported here may be there."""
-    with pytest.raises(ConfigError, match="torch.optim has no 'Adamm', did you mean Adam"):
+    with pytest.raises(ConfigError, match=r"torch\.optim has no 'Adamm', did you mean Adam"):
         checking.check(config(optimizer={"type": "torch.optim.Adamm"}))
-    with pytest.raises(ConfigError, match="there is no module 'torch.optimm'"):
+    with pytest.raises(ConfigError, match=r"there is no module 'torch\.optimm'"):
         checking.check(config(optimizer={"type": "torch.optimm.Adam"}))
     assert capfd.readouterr().err == ""
     (tmp_path / "there.py").write_text("import only_on_the_hosts\nclass Mine: pass\n")

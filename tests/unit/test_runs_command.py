@@ -220,7 +220,9 @@ def test_never_what_is_no_run_or_holds_something_else(runs: Path, tmp_path: Path
         cleaning.remove(runs / "project", with_checkpoints=True)
 
 
-@pytest.mark.parametrize("name", ["aside-step-00000004", "damaged-step-00000004-2", ".partial-replaced-step-00000004-77"])
+@pytest.mark.parametrize(
+    "name", ["aside-step-00000004", "damaged-step-00000004-2", ".partial-replaced-step-00000004-77"]
+)
 def test_a_checkpoint_under_another_name_is_a_checkpoint(runs: Path, name: str) -> None:
     broken = run(runs, "broken")
     (broken / "checkpoints" / name).mkdir(parents=True)

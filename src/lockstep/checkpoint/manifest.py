@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import parts, ranges
-from lockstep.config.text_file import naming, LONGEST_RECORD, read_bytes
+from lockstep.config.text_file import LONGEST_RECORD, naming, read_bytes
 
 WHOLE, BY_OWNERS = 1, 2  # formats
 STEP_PREFIX = "step-"

@@ -79,7 +79,7 @@ def _no_space(error: BaseException, text: str) -> Trouble:
 
 
 def what_is_full(temporary: str) -> str:
-    """Says why processes found no room when they were started: in shared memory, or in the folder of temporary files."""
+    """Says where processes found no room when they were started: shared memory, or the folder of temporary files."""
     shared, disk = _room(_SHARED_MEMORY), _room(temporary)
     if shared is not None and shared[1] < _LITTLE_BYTES and not (disk is not None and disk[1] < shared[1]):
         return (

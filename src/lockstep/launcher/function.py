@@ -85,9 +85,7 @@ def launch(
         raise
 
 
-def _launch_processes(
-    main: Callable[..., Any], settings: RunSettings, place: _Folder, resumes: bool
-) -> list[Any]:
+def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _Folder, resumes: bool) -> list[Any]:
     count = int(settings.processes)
     limits = settings.launch
     plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)

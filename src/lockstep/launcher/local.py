@@ -273,7 +273,9 @@ def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path], folder: Pa
     if any(not report.consequence for report in _reports(error_files)):
         return _failed(error_files, {}, stopping=False)  # a rank failed, and then could not leave
     logger = suspect(folder, stall.message) if folder is not None else ""
-    cause = f"{stall.message}{logger}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+    cause = (
+        f"{stall.message}{logger}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+    )
     stuck = stall.ranks[0]
     kind, code = RankStalled.__name__, RankStalled.exit_code
     failure = Failure(stuck, socket.gethostname(), cause, code, kind, concerns_all_ranks=True)

@@ -53,7 +53,8 @@ class PodCommands:
     def inspecting(
         self, folder: str | None = None, make: bool = False, devices: bool = True, claim: str | None = None
     ) -> list[Command]:
-        return self.asking("inspect", **self.about(folder, make, devices), **({"claim": claim} if claim else {}))
+        about = {**self.about(folder, make, devices), **({"claim": claim} if claim else {})}
+        return self.asking("inspect", **about)
 
     def about(self, folder: str | None = None, make: bool = False, devices: bool = True) -> dict[str, Any]:
         """What an inspection is about."""

@@ -17,7 +17,7 @@ from lockstep.terminal import tell
 
 
 def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str, str]:
-    """Tell it; the exit code, the status and what was told. `mirror` keeps the folder in a bucket: it gets the rest first."""
+    """Tell it; the exit code, the status and what was told. `mirror` gets the rest into its bucket first."""
     said: list[str] = []
 
     def say(text: str) -> None:

@@ -187,7 +187,8 @@ class Head:
     def _stalled(self, rank: int, message: str) -> Result:
         self._say(stacks=True)
         time.sleep(_DUMP_SECONDS)
-        cause = f"{message}{suspect(Path(self._order.folder), message)}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+        message += suspect(Path(self._order.folder), message)
+        cause = f"{message}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
         code = RankStalled.exit_code
         failure = Failure(rank, self._host_of(rank), cause, code, RankStalled.__name__, concerns_all_ranks=True)
         return Result(code, failure=failure)

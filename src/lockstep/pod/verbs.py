@@ -70,9 +70,7 @@ class Pod(PodCommands):
         self._all_well(execute([c for each in lacking for c in self.asking("push", each.index)], _START_SECONDS))
         return len(wanted), len(changed)
 
-    def start(
-        self, out: Path | Url, record: Record | None = None, check: Callable[[], None] = lambda: None
-    ) -> Record:
+    def start(self, out: Path | Url, record: Record | None = None, check: Callable[[], None] = lambda: None) -> Record:
         """Bring code and an order to every host and start their agents; with a record, the run in it goes on.
 
         `check` is called once the hosts have answered, and raises where the config cannot be started.

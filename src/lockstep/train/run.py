@@ -770,7 +770,7 @@ class Run:
         raise Preempted(reason)
 
     def _require_restore(self) -> None:
-        """Refuse a restart or resume that does not continue from its checkpoint; asked before the first step or save."""
+        """Refuse a restart or resume that does not restore its checkpoint; asked before the first step or save."""
         if self._restored or self._may_begin:
             return
         self._may_begin = True

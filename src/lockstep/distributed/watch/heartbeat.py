@@ -51,7 +51,12 @@ class Heartbeat:
         self._count = 0
         self._clock = RunningClock()
         self._told = (-1, 0.0)  # the number of the moment that was told last, and how long this process had paused then
-        self._worker: tuple[int, tuple[int, int], float, str] = (-1, (-1, -1), 0.0, "")  # asked last, when again, answer
+        self._worker: tuple[int, tuple[int, int], float, str] = (
+            -1,
+            (-1, -1),
+            0.0,
+            "",
+        )  # asked last, when again, answer
         self._debugged = 0.0  # how much of that moment the user's debugger took
         self._last_answer = self._clock.now()
         self._stopping = threading.Event()
