@@ -207,8 +207,8 @@ def test_never_what_is_no_run_or_holds_something_else(runs: Path, tmp_path: Path
     shutil.copytree(run(runs, "quick"), elsewhere)
     (runs / "linked").symlink_to(elsewhere)
     waiting = copy_of(runs, "broken", "waiting")
-    for name in ("summary.json", "timeline.jsonl", "notes.txt"):
-        (waiting / name).unlink()
+    for name in ("summary.json", "timeline.jsonl", "notes.txt", "live.json"):
+        (waiting / name).unlink(missing_ok=True)
     everything = [f"--status={each}" for each in ("failed", "completed", "lost", "queued")]
     result = lockstep("runs", "clean", *everything, "--with-checkpoints", "--yes")
     assert "is kept: holds notes.txt, which no run writes" in result.stdout
