@@ -32,7 +32,7 @@ OURS = (
 _INSIDE = {
     "logs": ("rank-[0-9]*.log", "ray.log", ".nfs*"),
     "samples": ("step-*", ".nfs*"),
-    "checkpoints": ("step-*", "best", *_RENAMED, ".partial-*", ".nfs*"),
+    "checkpoints": ("step-*", "best", ".branch.json*", *_RENAMED, ".partial-*", ".nfs*"),
 }
 _SAMPLE_NAMES = ("*.png", "*.txt", "*.json", ".*.partial", ".nfs*")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
