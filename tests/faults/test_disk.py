@@ -66,7 +66,7 @@ def test_the_file_that_found_no_room_is_named(project: Project, small_disk: Path
         task={"type": f"{TASK_FILE}:Tiny", "fail_at": fail_at, "sleep": 0.02},
         train={"steps": 100, "batch_size": 12},
         log={"every": "1 step" if what == "log" else "1000 steps"},
-        checkpoint={"every": "100 steps" if what == "log" else "4 steps"},
+        checkpoint={"every": "100 steps" if what == "log" else "2 steps"},
     )
     finished = project.run("train", config, "--out", small_disk)
     (run,) = [each for each in small_disk.iterdir() if each.is_dir()]
@@ -75,7 +75,7 @@ def test_the_file_that_found_no_room_is_named(project: Project, small_disk: Path
     if what == "log":
         assert re.search(rf"metrics\.jsonl'; {run} has [\d.]+ k?B free\. Checkpoints", finished.err)
     else:
-        assert re.search(r"step-00000004: the checkpoint could not be written: .* [\d.]+ k?B are free", finished.err)
+        assert re.search(r"checkpoints/\S+: the checkpoint could not be written: .* [\d.]+ k?B are free", finished.err)
     assert not list(run.glob(".report.html.*"))
 
 

@@ -271,7 +271,7 @@ class CheckpointStorage:
             temporary.replace(file)
         except OSError as error:
             self._guard()
-            raise CheckpointError(_cannot_write(file, 0, error)) from error
+            raise CheckpointError(_cannot_write(file, _LONGEST_BRANCH, error)) from error
 
     def sweep(self) -> None:
         """Remove what an interrupted write or delete left behind; only while nobody else writes here."""
