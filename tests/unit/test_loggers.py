@@ -122,7 +122,7 @@ def test_a_history_that_changes_is_told_of(new_run: Runs, caplog: pytest.LogCapt
     again.restore()
     with torch.no_grad():
         model.weight.add_(1.0)  # what a changed setting would do
-    for (batch,) in again.batches(DATA, 4):
+    for (batch,) in again.batches(DATA, 4, name="source 1"):
         loss = again.model(batch).square().mean()
         again.log(loss=loss)
         again.backward(loss)
