@@ -74,7 +74,8 @@ class Hosts:
 def manifest_together(group: Group, folder: Path) -> dict[str, Any] | Problem:
     """What rank 0 finds in the manifest of a checkpoint, on all ranks."""
     told: dict[str, Any] = group.agree(lambda: _manifest(folder), f"the manifest of {folder.name}")
-    return Problem(**told["problem"]) if "problem" in told else told
+    found: dict[str, Any] | None = told["manifest"]
+    return Problem(**told["problem"]) if found is None else found
 
 
 def sees(folder: Path, told: Mapping[str, Any]) -> bool:
@@ -100,6 +101,6 @@ def first_problem(group: Group, mine: Problem | None, name: str) -> Problem | No
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        return manifest.read(folder)
+        return {"manifest": manifest.read(folder)}
     except (Damaged, Unreadable) as error:
-        return {"problem": asdict(Problem.of(error))}
+        return {"manifest": None, "problem": asdict(Problem.of(error))}

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.checkpoint import parts, ranges
-from lockstep.config.text_file import LONGEST_RECORD, naming, read_bytes
+from lockstep.config.text_file import naming
 
 WHOLE, BY_OWNERS = 1, 2  # formats
 STEP_PREFIX = "step-"
@@ -29,7 +30,14 @@ MODEL_FILE, STATE_FILE, TREE_FILE, MANIFEST_FILE = (
 FILES = (TREE_FILE, MODEL_FILE, STATE_FILE)  # all others of format 1, in the order in which they are read
 PARTS_FILE, INDEX_FILE = "parts.json", "model.safetensors.index.json"  # of format 2
 _SMALL_FILES = (TREE_FILE, PARTS_FILE, INDEX_FILE)
-_SHARD = re.compile(r"(model|state)-\d{5,}-of-\d{5,}\.safetensors")
+_SHARD = re.compile(r"(model|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_STEP = re.compile(STEP_PREFIX + "([0-9]{8,18})")
+# What a manifest may say beside its files, and of which type.
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "epoch": (int, float), "created": str, "world_size": int, "versions": dict, "metrics": dict,
+}  # fmt: skip
+_DEPTH = 3  # checkpoints/step-00000010/manifest.json
+_LONGEST_SMALL = 1_000_000_000  # bytes of state.json, parts.json
 
 # Something is not there, or is no file. Any other error (permission, a failing disk, a stale mount) is about reading,
 # and says nothing of what would have been read.
@@ -39,6 +47,12 @@ _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E
 def step_name(step: int) -> str:
     """What the checkpoint of a step is called."""
     return f"{STEP_PREFIX}{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step of a checkpoint with this name, or None where it is no checkpoint's name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
 
 
 def shard_name(kind: str, number: int, count: int) -> str:
@@ -74,7 +88,16 @@ def not_read(name: str, error: OSError) -> Damaged | Unreadable:
     if error.errno == errno.ENOENT:
         return Damaged(f"{name} is missing")
     text = f"{name} cannot be read: {error.strerror or error}"
-    return Damaged(text) if error.errno in _NO_SUCH_FILE else Unreadable(text)
+    wrong = isinstance(error, run_files.BadFile) or error.errno in _NO_SUCH_FILE
+    return Damaged(text) if wrong else Unreadable(text)
+
+
+def open_part(folder: Path, name: str) -> int:
+    """Opens a file of a checkpoint for reading; raises Damaged or Unreadable."""
+    try:
+        return run_files.open_descriptor(folder / name, os.O_RDONLY, _DEPTH)
+    except OSError as error:
+        raise not_read(name, error) from None
 
 
 def write(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -91,7 +114,7 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, if it is one and whole; raises Damaged or Unreadable."""
     try:
-        data = read_bytes(folder / MANIFEST_FILE, LONGEST_RECORD)
+        data = run_files.read_bytes(folder / MANIFEST_FILE, run_files.LONGEST_RECORD, _DEPTH)
     except OSError as error:
         raise not_read(MANIFEST_FILE, error) from None
     return parse(data, folder.name)
@@ -107,12 +130,15 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
             )
         if manifest["digest"] != _digest(manifest):
             raise Damaged(f"{MANIFEST_FILE} does not match its own digest")
-        for file in files(manifest):
+        for file in {*files(manifest), *manifest["files"]}:
             size, digest = manifest["files"][file]["bytes"], manifest["files"][file]["sha256"]
             if type(size) is not int or size < 0 or not _is_digest(file, digest):
                 raise Damaged(f"{MANIFEST_FILE} does not say how long {file} is, or its digest")
-        if isinstance(value := manifest.get("value"), int):
-            manifest["value"] = float(value)  # or an OverflowError: nobody has measured a number of 400 digits
+        for key, kind in _TYPES.items():
+            if not isinstance(manifest.get(key), (kind, type(None))):
+                raise Damaged(f"{MANIFEST_FILE} has a {type(manifest[key]).__name__} for {key}")
+        value = manifest.get("value")  # an OverflowError: nobody has measured a number of 400 digits
+        manifest["value"] = float(value) if isinstance(value, (int, float)) else None
         lease = manifest.get("lease", {"generation": 0, "base": 0})
         if [type(lease[name]) for name in ("generation", "base")] != [int, int] or not isinstance(
             lease.get("branch", ""), str
@@ -129,7 +155,7 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
     for name in files(manifest):
         expected = manifest["files"][name]["bytes"]
         try:
-            size = (folder / name).stat().st_size
+            size = run_files.size(folder / name, _DEPTH)
         except OSError as error:
             raise not_read(name, error) from None
         if size != expected:
@@ -148,7 +174,7 @@ def check_digest(name: str, found: str, manifest: Mapping[str, Any], rank: str |
 def read_small(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
     """A file that is read at once, if it is what it was; raises Damaged or Unreadable."""
     try:
-        data = read_bytes(folder / name, manifest["files"][name]["bytes"])
+        data = run_files.read_bytes(folder / name, min(manifest["files"][name]["bytes"], _LONGEST_SMALL), _DEPTH)
     except OSError as error:
         raise not_read(name, error) from None
     check_digest(name, hashlib.sha256(data).hexdigest(), manifest)
@@ -175,16 +201,15 @@ def check_part(
     """Read a file, or the part of it that a rank wrote, and compare its digest; raises Damaged or Unreadable."""
     size = manifest["files"][name]["bytes"]
     wanted = found[name][rank] if rank is not None else [ranges.Range(0, size, size, 1)] if size else []
+    descriptor = open_part(folder, name)
     try:
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            digest = ranges.digest(descriptor, wanted, progress)
-        finally:
-            os.close(descriptor)
+        digest = ranges.digest(descriptor, wanted, progress)
     except EOFError:
         raise Damaged(f"{name} became shorter while it was read") from None
     except OSError as error:
         raise not_read(name, error) from None
+    finally:
+        os.close(descriptor)
     check_digest(name, digest, manifest, rank)
 
 
@@ -220,14 +245,16 @@ def _is_digest(file: str, digest: Any) -> bool:
     if not _SHARD.fullmatch(file):
         return isinstance(digest, str)
     return isinstance(digest, dict) and all(
-        rank.isascii() and rank.isdigit() and isinstance(each, str) for rank, each in digest.items()
+        re.fullmatch("[0-9]{1,9}", rank) and isinstance(each, str) for rank, each in digest.items()
     )
 
 
 def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
     """A copy of a checkpoint under the name of another step is not what its name says."""
-    step = manifest.get("step")
-    if step is not None and name.startswith(STEP_PREFIX) and name != step_name(step):
+    step = manifest["step"]
+    if type(step) is not int or step < 0:
+        raise Damaged(f"{MANIFEST_FILE} names no step")
+    if name.startswith(STEP_PREFIX) and name != step_name(step):
         raise Damaged(f"{MANIFEST_FILE} is of step {step}")
 
 

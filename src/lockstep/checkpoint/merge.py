@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from lockstep.checkpoint.storage import sync_folder
 
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _METADATA, _COMPLEX, _PIECES = "__metadata__", "complex", "pieces"
+_LONGEST_HEADER = 50_000_000
 
 
 class Stretch(NamedTuple):
@@ -41,40 +43,66 @@ class Weight(NamedTuple):
 
 
 def weights(folder: Path, told: Mapping[str, Any], kind: str = "model") -> tuple[list[Weight], dict[str, str]]:
-    """The tensors of a checkpoint that is whole, and what its files say beside them."""
+    """The tensors of a checkpoint that is whole, and what its files say beside them; raises Damaged or Unreadable."""
     found: dict[str, Weight] = {}
     metadata: dict[str, str] = {}
     pairs: set[str] = set()
     for name in manifest.tensor_files(told, kind):
-        header, start = _header(folder / name)
-        beside = header.pop(_METADATA, {})
-        pieces = json.loads(beside.pop(_PIECES, "{}"))
-        pairs |= {pieces[each][0] if each in pieces else each for each in json.loads(beside.pop(_COMPLEX, "[]"))}
-        metadata |= beside
-        for entry, about in header.items():
-            begin, end = about["data_offsets"]
-            size = about["shape"]
-            tensor, shape, offset = pieces.get(entry, (entry, size, [0] * len(size)))
-            width = (end - begin) // max(math.prod(size), 1)
-            weight = Weight(tensor, about["dtype"], shape, math.prod(shape) * width, [])
-            places = ranges.of_block(shape, offset, size, width, 0) if end > begin else []
-            found.setdefault(tensor, weight).stretches.append(Stretch(folder / name, start + begin, places))
+        with _reading(name):
+            header, start = _header(folder, name)
+            beside = header.pop(_METADATA, {})
+            pieces = json.loads(beside.pop(_PIECES, "{}"))
+            pairs |= {pieces[each][0] if each in pieces else each for each in json.loads(beside.pop(_COMPLEX, "[]"))}
+            metadata |= {str(key): str(value) for key, value in beside.items()}
+            room = told["files"][name]["bytes"] - start
+            for entry, about in header.items():
+                begin, end = about["data_offsets"]
+                size = about["shape"]
+                tensor, shape, offset = pieces.get(entry, (entry, size, [0] * len(size)))
+                _check(entry, [begin, end, *size, *shape, *offset], about["dtype"], tensor)
+                if not begin <= end <= room or any(map(_leads_out, shape, offset, size, strict=True)):
+                    raise ValueError(f"the place of {entry!r} cannot be")
+                width = (end - begin) // max(math.prod(size), 1)
+                weight = Weight(tensor, about["dtype"], shape, math.prod(shape) * width, [])
+                places = ranges.of_block(shape, offset, size, width, 0) if end > begin else []
+                found.setdefault(tensor, weight).stretches.append(Stretch(folder / name, start + begin, places))
     return list(found.values()), metadata | ({_COMPLEX: json.dumps(sorted(pairs))} if pairs else {})
+
+
+def _check(entry: str, numbers: list[Any], *texts: Any) -> None:
+    if not all(type(each) is int and each >= 0 for each in numbers) or not all(isinstance(each, str) for each in texts):
+        raise ValueError(f"the type, the shape or the place of {entry!r} cannot be")
+
+
+def _leads_out(whole: int, offset: int, size: int) -> bool:
+    return offset + size > whole
+
+
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Says of wrong content that the file is damaged."""
+    try:
+        yield
+    except OSError as error:
+        raise manifest.not_read(name, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise manifest.Damaged(f"{name} cannot be read: {error}") from None
 
 
 def averaged(folder: Path, told: Mapping[str, Any]) -> list[Weight]:
     """The weights with their averages (`train.ema`) in the place of those that have one; none where there is none."""
-    state = json.loads((folder / manifest.TREE_FILE).read_bytes())["state"]
-    averages: Mapping[str, Any] = state.get("averages") or {}
-    places = {
-        (name if len(state["models"]) == 1 else f"{model}.{name}"): place["$tensor"]
-        for model, each in averages.items()
-        for name, place in each["weights"].items()
-    }
-    saved = {each.name: each for each in weights(folder, told, "state")[0]}
-    found, _ = weights(folder, told)
-    return [saved[places[each.name]]._replace(name=each.name) if each.name in places else each for each in found
-            if averages]  # fmt: skip
+    with _reading(manifest.TREE_FILE):
+        state = json.loads(manifest.read_small(folder, manifest.TREE_FILE, told))["state"]
+        averages: Mapping[str, Any] = state.get("averages") or {}
+        places = {
+            (name if len(state["models"]) == 1 else f"{model}.{name}"): place["$tensor"]
+            for model, each in averages.items()
+            for name, place in each["weights"].items()
+        }
+        saved = {each.name: each for each in weights(folder, told, "state")[0]}
+        found, _ = weights(folder, told)
+        return [saved[places[each.name]]._replace(name=each.name) if each.name in places else each for each in found
+                if averages]  # fmt: skip
 
 
 def merge(folder: Path, told: Mapping[str, Any], out: Path, average: bool = False) -> int:
@@ -111,7 +139,7 @@ def _copy(weight: Weight, target: int, place: int) -> None:
     """A tensor to its place in a file, in pieces of a few megabytes."""
     piece = memoryview(bytearray(min(ranges.PIECE_BYTES, weight.nbytes)))
     for file, begin, places in weight.stretches:
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = manifest.open_part(file.parent, file.name)
         try:
             for each in ranges.chopped(places):
                 ranges.fill(descriptor, [Range(begin, each.bytes, each.bytes, 1)], piece[: each.bytes])
@@ -122,7 +150,9 @@ def _copy(weight: Weight, target: int, place: int) -> None:
             os.close(descriptor)
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    with file.open("rb") as stream:
+def _header(folder: Path, name: str) -> tuple[dict[str, Any], int]:
+    with os.fdopen(manifest.open_part(folder, name), "rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        return json.loads(stream.read(length)), _LENGTH_BYTES + length
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"its header would have {length} bytes; {_LONGEST_HEADER} are allowed")
+        return dict(json.loads(stream.read(length))), _LENGTH_BYTES + length

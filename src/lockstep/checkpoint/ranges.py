@@ -160,14 +160,16 @@ def _rows(ranges: Iterable[Range]) -> Iterator[tuple[int, int]]:
 
 def _read_rows(descriptor: int, rows: Range, target: memoryview) -> None:
     """Short rows by way of longer pieces of the file, with what is between them."""
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
     together = max(1, PIECE_BYTES // rows.stride)
     between = memoryview(bytearray((min(together, rows.rows) - 1) * rows.stride + rows.length))
     for first in range(0, rows.rows, together):
         count = min(together, rows.rows - first)
         _read(descriptor, between[: (count - 1) * rows.stride + rows.length], rows.begin + first * rows.stride)
-        for row in range(count):
-            start = (first + row) * rows.length
-            target[start : start + rows.length] = between[row * rows.stride : row * rows.stride + rows.length]
+        found = as_strided(np.frombuffer(between, np.uint8), (count, rows.length), (rows.stride, 1))
+        np.frombuffer(target, np.uint8).reshape(-1, rows.length)[first : first + count] = found
 
 
 def _read(descriptor: int, memory: memoryview, position: int) -> None:

@@ -149,8 +149,11 @@ def _load(step: int, told: dict[str, Any], stream: Callable[[str], SharedFile]) 
             tensor_file.check_pieces(entries)
         except ValueError as error:
             raise Damaged(str(error)) from None
-    model = tensors["model"] | {name: tensors["model"][first] for name, first in tree["shared"].items()}
-    return Loaded(step, model, codec.unpack(tree["state"], tensors["state"]), told)
+    try:
+        model = tensors["model"] | {name: tensors["model"][first] for name, first in tree["shared"].items()}
+        return Loaded(step, model, codec.unpack(tree["state"], tensors["state"]), told)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{TREE_FILE} cannot be read: {error}") from None
 
 
 def _looked_at(folder: Path, told: dict[str, Any]) -> Parts:

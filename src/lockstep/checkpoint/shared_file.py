@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lockstep.checkpoint import tensor_file
-from lockstep.checkpoint.manifest import Damaged, Unreadable, check_digest, not_read
+from lockstep.checkpoint.manifest import Damaged, Unreadable, check_digest, not_read, open_part
 from lockstep.checkpoint.ranges import Digests, Range
 from lockstep.distributed.activity import Activity
 
@@ -68,9 +69,9 @@ class SharedFile:
     def __enter__(self) -> SharedFile:
         if self._path is not None:
             try:
-                self._file = self._path.open("rb")
-            except OSError as error:
-                self._problem = not_read(self._name, error)
+                self._file = os.fdopen(open_part(self._path.parent, self._name), "rb")
+            except (Damaged, Unreadable) as problem:
+                self._problem = problem
         return self
 
     def __exit__(

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+from lockstep import run_files
 from lockstep.checkpoint import manifest, ranges, tensor_file
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.stored import StoredTensor, place
-from lockstep.config.text_file import LONGEST_RECORD, read_text
+from lockstep.config.text_file import read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError
@@ -43,10 +44,10 @@ class Source:
         while self._open:
             os.close(self._open.pop())
 
-    def add(self, file: Path, activity: Activity, only: Iterable[str] | None = None) -> None:
-        """The tensors of a safetensors file; `only` those of these names."""
+    def add(self, file: Path, activity: Activity, only: Iterable[str] | None = None, depth: int = 0) -> None:
+        """The tensors of a safetensors file; `only` those of these names. `depth` as in run_files."""
         try:
-            descriptor = os.open(file, os.O_RDONLY)
+            descriptor = run_files.open_descriptor(file, os.O_RDONLY, depth)
         except OSError as error:
             raise ConfigError(f"init_from: {file}: cannot be read: {error.strerror}") from None
         self._open.append(descriptor)
@@ -86,7 +87,7 @@ def open_source(given: str, activity: Activity) -> Source:
 
 def _open_folder(folder: Path, source: Source, activity: Activity) -> None:
     if (folder / MANIFEST_FILE).exists():
-        _open_checkpoint(folder, source, activity)
+        _open_checkpoint(folder.resolve(), source, activity)  # the user may name it by the link `best`
     elif (folder / "checkpoints").is_dir():
         _open_run(folder, source, activity)
     elif (folder / INDEX_FILE).exists():
@@ -129,22 +130,22 @@ def _open_checkpoint(folder: Path, source: Source, activity: Activity, checked: 
             raise Damaged(problem)
         told = manifest.read(folder)
         tree = json.loads(manifest.read_small(folder, TREE_FILE, told))
-    except Damaged as error:
+        shared, frozen = dict(tree["shared"]), bool(tree["state"].get("frozen"))
+    except (Damaged, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"init_from: {folder} is damaged: {error}. Name another checkpoint, or the run") from None
     except Unreadable as error:
         raise ConfigError(f"init_from: {folder}: {error}: make it readable for this user") from None
     for name in manifest.tensor_files(told, "model"):
-        source.add(folder / name, activity)
-    shared: Mapping[str, str] = tree["shared"]
-    source.tensors |= {name: source.tensors[first] for name, first in shared.items()}
-    source.without_frozen = bool(tree["state"].get("frozen"))
+        source.add(folder / name, activity, depth=3)
+    source.tensors |= {name: source.tensors[first] for name, first in shared.items() if first in source.tensors}
+    source.without_frozen = frozen
     source.described = f"{folder} (a checkpoint, step {told['step']})"
 
 
 def _mode_of(folder: Path) -> str:
     """What best means for that run, by its config; a run of a script has none."""
     try:
-        mode = parse_yaml(read_text(folder / "config.yaml"))["checkpoint"]["keep"]["mode"]
+        mode = parse_yaml(run_files.read_text(folder / "config.yaml"))["checkpoint"]["keep"]["mode"]
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError):
         return "min"
     return mode if mode in ("min", "max") else "min"
@@ -153,7 +154,7 @@ def _mode_of(folder: Path) -> str:
 def _index(file: Path) -> dict[str, list[str]]:
     """The names of the weights in every file, by what Hugging Face's index says."""
     try:
-        placed: dict[str, str] = json.loads(read_text(file, LONGEST_RECORD))["weight_map"]
+        placed: dict[str, str] = json.loads(read_text(file, run_files.LONGEST_RECORD))["weight_map"]
         files: dict[str, list[str]] = {}
         for name, where in placed.items():
             if Path(where).name != where:

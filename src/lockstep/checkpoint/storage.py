@@ -71,7 +71,7 @@ class CheckpointStorage:
         """Steps with a checkpoint under its final name, oldest first."""
         try:
             # Not by a pattern: a folder that may not be read would look like an empty one.
-            names = [entry.name for entry in self.folder.iterdir()]
+            found = [manifest.step_of(entry.name) for entry in self.folder.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -79,8 +79,7 @@ class CheckpointStorage:
                 f"{self.folder}: cannot be read: {error.strerror}. There may be checkpoints in it: make it readable "
                 "for this user again (owner, permissions, mount), and resume"
             ) from None
-        numbers = [name.removeprefix(STEP_PREFIX) for name in names if name.startswith(STEP_PREFIX)]
-        return sorted(int(number) for number in numbers if number.isdigit())
+        return sorted(step for step in found if step is not None)
 
     def saved(self) -> list[Saved]:
         """What retention needs to know of each checkpoint, by its manifest and the sizes of its files.

@@ -123,10 +123,7 @@ class OpenFiles:
         self.close()
 
     def _opened(self, name: str) -> int:
-        try:
-            self._open.append(os.open(self._folder / name, os.O_RDONLY))
-        except OSError as error:
-            raise not_read(name, error) from None
+        self._open.append(manifest.open_part(self._folder, name))
         return self._open[-1]
 
     def _entries(self, descriptor: int, name: str) -> list[Entry]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from lockstep.cli.options import JSON, RUN_DIR
 from lockstep.config.plain import columns, finite
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
-from lockstep.shown import size, visible
+from lockstep.shown import in_a_line, size, visible
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.merge import Weight
@@ -41,9 +43,9 @@ def list_(run_dir: Path | Url, as_json: bool) -> None:
         _print_json({"checkpoints": listed, "set_aside": storage.all_set_aside()})
         return
     for line in columns([("step", "epoch", "saved", "ranks", "format", "size", "value", ""), *map(_row, listed)]):
-        click.echo(visible(line))
+        _echo(line)
     for name in storage.all_set_aside():
-        click.echo(f"set aside: {name}")
+        _echo(f"set aside: {in_a_line(name)}")
 
 
 @checkpoint.command(epilog=examples("lockstep checkpoint show runs/digits-20260101-120000 --step 20"))
@@ -57,8 +59,9 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     storage = _storage(run_dir)
     chosen = _chosen(storage, step)
     folder, told = storage.path(chosen), _manifest(storage, chosen)
-    found, _ = merge.weights(folder, told)
-    state, _ = merge.weights(folder, told, "state")
+    with _naming(folder):
+        found, _ = merge.weights(folder, told)
+        state, _ = merge.weights(folder, told, "state")
     if as_json:
         _print_json({
             "folder": str(folder), **_facts(told), "versions": told.get("versions") or {},
@@ -68,20 +71,20 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
         })  # fmt: skip
         return
     versions = told.get("versions") or {}
-    click.echo(f"{folder}")
-    click.echo(f"step {told['step']}, epoch {told.get('epoch')}, saved {told.get('created')} by "
+    _echo(f"{folder}")
+    _echo(f"step {told['step']}, epoch {told.get('epoch')}, saved {told.get('created')} by "
                f"{_ranks(told)}, Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}")  # fmt: skip
     for name, value in (told.get("metrics") or {}).items():
-        click.echo(f"{name} {value}")
-    click.echo("")
+        _echo(in_a_line(f"{name} {value}"))
+    _echo("")
     for name in manifest.files(told):
-        click.echo(f"{size(told['files'][name]['bytes']):>10}  {name}")
-    click.echo("")
+        _echo(f"{size(told['files'][name]['bytes']):>10}  {name}")
+    _echo("")
     for weight in found:
-        click.echo(f"{weight.dtype:>5}  {weight.name} {weight.shape}")
+        _echo(in_a_line(f"{weight.dtype:>5}  {weight.name} {weight.shape}"))
     total = sum(each.nbytes for each in found)
     beside = sum(each.nbytes for each in state)
-    click.echo(f"\n{len(found)} weights, {size(total)}; beside them {len(state)} tensors, {size(beside)}")
+    _echo(f"\n{len(found)} weights, {size(total)}; beside them {len(state)} tensors, {size(beside)}")
 
 
 @checkpoint.command(epilog=examples("lockstep checkpoint verify runs/digits-20260101-120000"))
@@ -108,7 +111,7 @@ def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
             continue
         found.append({"step": each, "whole": problem is None, "problem": problem})
         if not as_json:
-            click.echo(visible(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}"))
+            _echo(f"{name} is whole" if problem is None else f"{name} is damaged: {problem}")
     if as_json:
         _print_json({"checkpoints": found})
     if not all(each["whole"] for each in found):
@@ -134,9 +137,10 @@ def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> Non
     if problem is not None:
         raise CheckpointError(f"{storage.path(chosen)} is damaged: {problem}. Name another step with --step")
     folder, told = storage.path(chosen), _manifest(storage, chosen)
-    if weights == "ema" and not averaged(folder, told):
-        raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
-    count = merge(folder, told, out, average=weights == "ema")
+    with _naming(folder):
+        if weights == "ema" and not averaged(folder, told):
+            raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
+        count = merge(folder, told, out, average=weights == "ema")
     say(f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {size(out.stat().st_size)}")
 
 
@@ -173,10 +177,22 @@ def _manifest(storage: CheckpointStorage, step: int) -> dict[str, Any]:
         manifest.check_sizes(folder, told)
         return told
 
-    try:
+    with _naming(storage.path(step)):
         return storage.look(step, read)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    from lockstep.checkpoint import manifest
+
+    try:
+        yield
     except (manifest.Damaged, manifest.Unreadable) as error:
-        raise CheckpointError(f"{storage.path(step)}: {error}") from None
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _echo(text: str) -> None:
+    click.echo(visible(text))
 
 
 def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any] | None:

@@ -85,8 +85,8 @@ def list_(
     click.echo(head)
     before = max(len(row[0]) for row in cells) + 2  # the first column, and what parts it from the status
     for run, line in zip(found, lines, strict=True):
-        after = before + len(run.status)
-        click.echo(f"{line[:before]}{click.style(run.status, fg=_COLOURS.get(run.status))}{line[after:]}")
+        after = before + len(in_a_line(run.status))
+        click.echo(f"{line[:before]}{click.style(line[before:after], fg=_COLOURS.get(run.status))}{line[after:]}")
 
 
 @runs.command(

@@ -18,9 +18,10 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from lockstep import run_files
 from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunSettings, Section
-from lockstep.config.text_file import read_text
+from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, launched
 from lockstep.errors import ConfigError, LaunchError
@@ -152,7 +153,7 @@ def read(folder: Path) -> Script | None:
     """What a run's folder says of the script that it belongs to; none where it says nothing."""
     file = folder / SCRIPT_FILE
     try:
-        raw = parse_yaml(read_text(file))
+        raw = parse_yaml(run_files.read_text(file, LONGEST_CONFIG))
     except FileNotFoundError:
         return None
     except (OSError, yaml.YAMLError) as error:

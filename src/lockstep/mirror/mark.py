@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.text_file import read_text
+from lockstep import run_files
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url, parse
 from lockstep.record import run_folder
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from lockstep.mirror.mirror import Mirror
 
 MARK_FILE = ".bucket.json"
+
+
+def own_place(url: Url) -> Path:
+    """Returns the folder on this host that stands for a run's folder in a bucket."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "lockstep" / "runs" / hashlib.sha256(str(url.parent).encode()).hexdigest()[:16] / url.name
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ def mark_of(folder: Path) -> Mark | None:
     """What a folder stands for; nothing where it is a folder like any other."""
     file = folder / MARK_FILE
     try:
-        told = json.loads(read_text(file))
+        told = json.loads(run_files.read_text(file))
         tokens = told["tokens"]
         if not all(isinstance(each, str) for each in tokens):
             raise ValueError("tokens are not text")
@@ -51,19 +59,30 @@ def mark_of(folder: Path) -> Mark | None:
 def named(folder: Path) -> str:
     """What users are told to resume: the URL that a folder stands for, or the folder."""
     mark = mark_of(folder)
-    return str(folder if mark is None else mark.url)
+    return str(folder if mark is None or not _is_own_place(folder, mark.url) else mark.url)
+
+
+def _is_own_place(folder: Path, url: Url) -> bool:
+    return folder.resolve() == own_place(url).resolve()
 
 
 def mirrored(
-    folder: Path, settings: RunSettings, tell: Callable[[str], object]
+    folder: Path, settings: RunSettings, tell: Callable[[str], object], url: Url | None = None
 ) -> contextlib.AbstractContextManager[Mirror | None]:
     """Mirror a folder that this process holds, where it stands for one in a bucket; elsewhere nothing.
 
+    A folder of a stranger could name any bucket, or any folder as file://. So its mark counts only at the URL's own
+    place on this host, or where the caller knows the `url`; ConfigError elsewhere.
     At the end of the block everything is in the bucket, or BucketBehind is raised, unless something else is.
     """
     mark = mark_of(folder)
     if mark is None:
         return contextlib.nullcontext()
+    if mark.url != url and not _is_own_place(folder, mark.url):
+        raise ConfigError(
+            f"{folder / MARK_FILE} names {mark.url}, but this folder is not this host's copy of it. Resume {mark.url} "
+            "instead, or delete the file to resume this folder by itself"
+        )
     from lockstep.mirror.mirror import mirrored_by
 
     return mirrored_by(mark, folder, settings, tell)

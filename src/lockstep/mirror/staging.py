@@ -7,9 +7,7 @@ which folder in a bucket it stands for. It can be deleted whenever no run is at 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ from lockstep.config.load import parse_yaml
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.bucket import Bucket, cannot_be_used
 from lockstep.mirror.lease import last_token
-from lockstep.mirror.mark import MARK_FILE, Mark, mark_of
+from lockstep.mirror.mark import MARK_FILE, Mark, mark_of, own_place
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, run_folder
@@ -130,9 +128,8 @@ def _tokens(bucket: Bucket) -> tuple[str, ...]:
 
 def _home(out: Url) -> Path:
     """Where the folders of runs below a URL are: for the user alone, as a bucket may be."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    runs = Path(cache).expanduser() / "lockstep" / "runs"
-    home = runs / hashlib.sha256(str(out).encode()).hexdigest()[:16]
+    home = own_place(out / "any").parent
+    runs = home.parent
     try:
         runs.parent.mkdir(parents=True, exist_ok=True)
         runs.mkdir(mode=0o700, exist_ok=True)

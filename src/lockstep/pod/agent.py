@@ -155,10 +155,11 @@ class Agent:
             raise LaunchError(f"{address} port {port}: nothing can listen there: {error.strerror}; start again, and "
                               "another port is chosen; launch.port names one") from None  # fmt: skip
         folder = Path(self._order.folder)
-        if self._order.url is not None:
-            staging.existing_or_new(parse(self._order.url, "--out"), "--out", folder)
+        url = None if self._order.url is None else parse(self._order.url, "--out")
+        if url is not None:
+            staging.existing_or_new(url, "--out", folder)
         _make_run_folder(self._order)
-        with folder_lock.locked(folder), _marked(self._order), mirrored(folder, self._config, tell) as mirror:
+        with folder_lock.locked(folder), _marked(self._order), mirrored(folder, self._config, tell, url) as mirror:
             run_folder.has_begun(folder)
             limits = Limits.of(self._config.watch, str(self._config.runtime))
             self._job.has_begun(port)

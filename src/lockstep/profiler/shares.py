@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.plain import columns
 from lockstep.config.schema import REGIONS
-from lockstep.config.text_file import read_text
 
 FILE = "shares.json"
 OTHER = "other"
@@ -51,9 +51,7 @@ class Shares:
     def write(self, folder: Path, first: int, last: int) -> None:
         """Into the folder of a rank's traces, in one move."""
         told = {"first_step": first, "last_step": last, "seconds": self._seconds}
-        partial = folder / f".{FILE}.partial"
-        partial.write_text(json.dumps(told) + "\n", encoding="utf-8")
-        partial.replace(folder / FILE)
+        run_files.write(folder / FILE, json.dumps(told) + "\n", depth=3)
 
     def _account(self) -> None:
         now = time.perf_counter()
@@ -88,7 +86,7 @@ def _row(rank: int, told: dict[str, Any], regions: Sequence[str]) -> tuple[str, 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
         int(folder.name.removeprefix("proc_"))
-        told = json.loads(read_text(folder / FILE))
+        told = json.loads(run_files.read_text(folder / FILE, depth=3))
         seconds = {str(name): float(value) for name, value in told["seconds"].items()}
         return {"seconds": seconds, "first_step": int(told["first_step"]), "last_step": int(told["last_step"])}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,7 +26,7 @@ class TorchBackend:
         stopped = self._stopped()
         # The name that torch's own tools look for: WORKER.NANOSECONDS.pt.trace.json.gz
         file = self._folder / f"{self._folder.name}.{time.time_ns()}.pt.trace.json.gz"
-        partial = file.with_name(f".{os.getpid()}.partial.json.gz")
+        partial = file.with_name(f".{secrets.token_hex(8)}.partial.json.gz")
         try:
             stopped.export_chrome_trace(str(partial))
             partial.replace(file)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.schema import REGIONS, Profile
 from lockstep.distributed.activity import Activity
 from lockstep.profiler.base import Backend, Profiler
@@ -117,8 +118,8 @@ class Window(Profiler):
     def _start(self, trace: Trace) -> None:
         try:
             with self._activity.within("starting a profile", limit=self._activity.patience):
-                for folder in (self._folder.parent, self._folder):  # in that of the run, which is not made anew
-                    folder.mkdir(exist_ok=True)
+                with run_files.folder(self._folder, depth=2, make=True):  # the run's own folder is not made anew
+                    pass
                 self._backend.start(self._folder)
         except Exception as error:
             self._failed(trace, f"could not be started: {error}")

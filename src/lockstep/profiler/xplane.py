@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
+
 _PICOSECONDS = 1_000_000  # in a microsecond, the unit of a Chrome trace
 
 # XSpace.planes; XPlane.id, name, lines, event_metadata; a map's entries are key and value
@@ -28,6 +30,7 @@ _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION = 1, 2, 3
 SESSIONS = Path("plugins") / "profile"  # where the plugin looks, below any folder
 _FIRST_LINE = 1000  # the plugin adds lines of its own, with small numbers
 Event = dict[str, Any]
+_LONGEST_TRACE = 2_000_000_000
 
 
 def make_readable(trace: Path) -> None:
@@ -38,15 +41,13 @@ def make_readable(trace: Path) -> None:
     if file.exists():
         return
     converted = convert(trace)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(converted)
-    partial.replace(file)
+    run_files.write(file, converted, depth=len(file.relative_to(trace.parents[2]).parts))
 
 
 def convert(trace: Path) -> bytes:
     """The slices of a trace, by process (or device) and thread (or stream), as an XSpace."""
-    events: list[Event] = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    packed = run_files.read_bytes(trace, _LONGEST_TRACE, depth=3)
+    events: list[Event] = json.loads(gzip.decompress(packed))["traceEvents"]
     processes, threads = _names(events, "process_name"), _names(events, "thread_name")
     labels = _names(events, "process_labels", "labels")
     lines: dict[Any, dict[Any, list[Event]]] = defaultdict(lambda: defaultdict(list))

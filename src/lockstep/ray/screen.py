@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep import run_files
 from lockstep.ray.mailbox import Event
 from lockstep.record import display
 from lockstep.record.logs import screen_handler
@@ -44,7 +46,7 @@ class Screen:
         ours.setLevel(logging.INFO)
         ours.propagate = False
         ours.addHandler(handler)
-        aside = (folder / "logs" / "ray.log").open("a", encoding="utf-8", buffering=1)
+        aside = os.fdopen(run_files.append(folder / "logs" / "ray.log", depth=2), "a", encoding="utf-8", buffering=1)
         out: Any = _WithoutRay(sys.stdout, aside)
         try:
             with contextlib.redirect_stdout(out):

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.plain import finite
 
 # What is left to write while the disk does not answer; whatever is more is dropped.
@@ -89,19 +90,15 @@ class Aside:
                 why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 self._warn(f"{self._folder / name} cannot be written: {why}. The run goes on without it")
 
-    def _append(self, name: str, text: str) -> None:
-        # In one piece each, so that the lines of several writers do not mix.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._write(name, text, flags)
-
     def _replace(self, name: str, make: Callable[[], Any]) -> None:
-        temporary = f".{name}.partial"
-        self._write(temporary, json.dumps(finite(make())) + "\n", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
-        os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        assert self._descriptor is not None
+        run_files.write_at(self._descriptor, name, json.dumps(finite(make())) + "\n")
 
-    def _write(self, name: str, text: str, flags: int) -> None:
-        descriptor = os.open(name, flags, 0o666, dir_fd=self._descriptor)
+    def _append(self, name: str, text: str) -> None:
+        assert self._descriptor is not None
+        descriptor = run_files.open_at(self._descriptor, name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
+            # In one piece each, so that the lines of several writers do not mix.
             data = text.encode()
             while data:
                 data = data[os.write(descriptor, data) :]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.text_file import open_regular
+from lockstep import run_files
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 from lockstep.record.aside import Aside
 
@@ -158,7 +158,7 @@ class _Lags:
 def _first_at(file: Path, otherwise: float) -> float:
     """When the first line of a file was written, by an earlier start of the run."""
     try:
-        with open_regular(file) as stream:
+        with run_files.open_file(file) as stream:
             return float(json.loads(stream.readline(_LONGEST_ROW))["at"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return otherwise
@@ -200,7 +200,7 @@ def _rank(seen: Seen, fastest: float) -> dict[str, Any]:
 
 def newest_row(file: Path) -> dict[str, Any] | None:
     """The last whole row of metrics, from the end of a file that may be long."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(file) as stream:
+    with contextlib.suppress(OSError, ValueError, RecursionError), run_files.open_file(file) as stream:
         size = stream.seek(0, os.SEEK_END)
         for length in (16_384, _LONGEST_ROW):
             stream.seek(max(size - length, 0))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.secrets import LEFT_OUT, is_secret, redacted
 from lockstep.record.writers import write_json
 
@@ -52,15 +53,14 @@ def _write(place: Path, root: Path, digests: Mapping[str, str]) -> None:
         text = (root / name).read_text(encoding="utf-8", errors="replace")
         if len(text) < room:
             room -= len(text)
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).write_text(without_secrets(text), encoding="utf-8")
+            run_files.write(place / name, without_secrets(text), depth=2 + len(Path(name).parts))
     commit = _git(root, "rev-parse", "HEAD")
     diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "HEAD") if commit is not None else None
     if diff:
         cut = "\n(cut here: the rest was left out)\n" if len(diff) > _MOST_BYTES else ""
-        (place / DIFF_FILE).write_text(without_secrets(diff[:_MOST_BYTES]) + cut, encoding="utf-8")
+        run_files.write(place / DIFF_FILE, without_secrets(diff[:_MOST_BYTES]) + cut, depth=3)
     facts = {"commit": commit.strip() if commit else None, "uncommitted_changes": bool(diff), "files": dict(digests)}
-    write_json(place / FACTS_FILE, facts)
+    write_json(place / FACTS_FILE, facts, depth=3)
 
 
 def without_secrets(text: str) -> str:
@@ -87,5 +87,5 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def _read(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return dict(json.loads(file.read_text(encoding="utf-8")).get("files") or {})
+        return dict(json.loads(run_files.read_text(file, depth=3)).get("files") or {})
     return {}

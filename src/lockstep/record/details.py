@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.text_file import LONGEST_RECORD, read_text
+from lockstep import run_files
 from lockstep.record.chronicle import LIVE_FILE, TIMELINE_FILE
 
 _EVERY_SECONDS = 5.0
@@ -33,7 +33,7 @@ class Details:
     def _of_ranks(self) -> dict[str, float]:
         found: dict[str, float] = {}
         try:
-            ranks = json.loads(read_text(self._folder / LIVE_FILE, LONGEST_RECORD))["ranks"]
+            ranks = json.loads(run_files.read_text(self._folder / LIVE_FILE))["ranks"]
             for key, name in (("lag", "lag_seconds"), ("memory", "memory_bytes")):
                 values = {int(each["rank"]): float(each[key]) for each in ranks if each[key] is not None}
                 if values:
@@ -49,7 +49,7 @@ class Details:
         spent = dict.fromkeys(_PHASES, 0.0)
         training, since = 0.0, None
         try:
-            for line in read_text(self._folder / TIMELINE_FILE, LONGEST_RECORD).splitlines():
+            for line in run_files.read_text(self._folder / TIMELINE_FILE).splitlines():
                 entry: dict[str, Any] = json.loads(line)
                 at, until, kind = float(entry["at"]), entry["until"], entry["kind"]
                 if kind in spent and until is not None:

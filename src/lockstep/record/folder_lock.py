@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep import run_files
 from lockstep.errors import ConfigError, FolderLost
 from lockstep.record.holder import Holder
 from lockstep.record.lease import Lease, Taken
-from lockstep.record.run_folder import Anchor
+from lockstep.record.run_folder import Anchor, check_links
 
 _RUN, _RANK = ".lock", ".lock-rank"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -49,6 +50,7 @@ def locked(folder: Path, what: str = "its launcher", patience: float = 0.0) -> I
 
     Raises ConfigError, naming the holder, where the folder is still held after so many seconds.
     """
+    check_links(folder)
     with _held(folder, _RUN, what, patience) as held:
         with _held(folder, _RANK, what, patience):
             pass  # only to see whether ranks of a launcher that was killed are still there
@@ -80,7 +82,7 @@ def held_by(folder: Path) -> Holder | None:
 def _named(path: Path) -> Holder | None:
     """Whom a lock or a lease names: a lock that was let go of is empty."""
     try:
-        with path.open("rb") as stream:
+        with run_files.open_file(path) as stream:
             return Holder.decode(stream.read(_LONGEST))
     except OSError:
         return None
@@ -92,7 +94,7 @@ def _is_at_work(path: Path, holder: Holder) -> bool:
     if holder.is_here and holder.started:
         return not holder.is_gone
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = run_files.open_descriptor(path, os.O_RDONLY)
     except OSError:
         return True
     try:
@@ -157,7 +159,7 @@ class _SystemLock:
     @classmethod
     def take(cls, path: Path, holder: Holder) -> _SystemLock | Lease:
         """The lock, or a lease where there are no locks; raises Taken where somebody else has it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = run_files.open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

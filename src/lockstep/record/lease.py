@@ -14,6 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
+from lockstep import run_files
 from lockstep.record.holder import Holder
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Lease:
 
     def _create(self) -> bool:
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._descriptor = run_files.open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
         self._beat()
@@ -84,7 +85,7 @@ class Lease:
 
     def _take_over(self, found: bytes) -> None:
         mine = self._path.with_name(f"{self._path.name}-{self._token}")
-        self._descriptor = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._descriptor = run_files.open_descriptor(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             self._beat()
             if _read(self._path) not in (found, None):
@@ -138,7 +139,7 @@ def _is_stale(path: Path, found: bytes) -> bool:
 
 def _read(path: Path) -> bytes | None:
     try:
-        with path.open("rb") as stream:  # anew every time: that is when other hosts' writes are seen
+        with run_files.open_file(path) as stream:  # anew every time: that is when other hosts' writes are seen
             return stream.read(_LONGEST)
     except FileNotFoundError:
         return None

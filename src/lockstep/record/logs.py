@@ -8,9 +8,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import run_files
 from lockstep.errors import ConfigError
 from lockstep.shown import shown
 
@@ -58,7 +60,9 @@ def rank_log(
 def _make(folder: Path, rank: int) -> None:
     """On a host that does not see rank 0's disk, the run's folder is made for this."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with run_files.folder(folder, make=True):
+            pass
     except OSError as error:
         raise ConfigError(
             f"rank {rank} on {socket.gethostname()}: its log goes to {folder}, which cannot be made there: "
@@ -75,6 +79,9 @@ def screen_handler(console: Console | None) -> logging.Handler:
 
 class _LogFile(logging.FileHandler):
     """A log that cannot be written (the disk is full) does not add to the trouble that it was to report."""
+
+    def _open(self) -> TextIOWrapper:
+        return os.fdopen(run_files.append(Path(self.baseFilename), depth=2), "a", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -123,7 +130,7 @@ def _redirect_output(path: Path) -> None:
     """Send everything that this process prints, from Python or below it, to its log."""
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = run_files.append(path, depth=2)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

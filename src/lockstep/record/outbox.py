@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.config.text_file import LONGEST_RECORD, read_text
+from lockstep import run_files
 from lockstep.record.logger import About, Logger, Sample, takes_samples
 from lockstep.record.logger_calls import CallNote
 from lockstep.record.writers import write_json
@@ -231,7 +231,7 @@ class _Kept:
     @classmethod
     def read(cls, file: Path) -> _Kept:
         with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            found = json.loads(read_text(file, LONGEST_RECORD))
+            found = json.loads(run_files.read_text(file, depth=2))
             sent = {str(name): int(step) for name, step in found["sent"].items()}
             return cls(str(found["id"]), dict(found["kept"]), sent, int(found["calls"]))
         return cls(secrets.token_hex(8), {}, {}, 0)
@@ -250,5 +250,4 @@ class _Kept:
 
     def write(self, file: Path) -> None:
         with contextlib.suppress(OSError):  # a disk that is full is told of by whoever has to write
-            file.parent.mkdir(exist_ok=True)
-            write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent})
+            write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent}, depth=2)

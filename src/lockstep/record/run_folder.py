@@ -13,14 +13,22 @@ from typing import Any
 
 import yaml
 
+from lockstep import run_files
 from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunConfig
-from lockstep.config.text_file import LONGEST_RECORD, read_text
+from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.distributed.failure import Result
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
 
 RUNNING = "running"  # the status of a summary whose run has not said how it ended
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
+_WRITTEN = (
+    CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE, "launch.yaml", "metrics.jsonl", "evaluations.jsonl", "live.json",
+    "timeline.jsonl", "timeline-driver.jsonl", "lags.jsonl", "report.html", "checkpoints", "samples", "loggers", "code",
+    "logs", "profile", "tensorboard", "wandb", "mlruns",
+)  # fmt: skip
+_BY_PATH = ("logs", "profile", "tensorboard")
+_LEFTOVER_SECONDS = 60.0
 
 
 def create(out: Path, name: str, setting: str = "--out") -> Path:
@@ -55,18 +63,38 @@ def require_folder(out: Path, setting: str) -> None:
         ) from None
 
 
+def check_links(folder: Path) -> None:
+    """Refuses a folder in which what a run writes is a link; removes temporary files that a killed process left.
+
+    Lockstep's own files are opened without following links. Loggers and profilers of others write theirs by path, so a
+    link must not be there when the run begins.
+    """
+    for name in (*_WRITTEN, *(f"{place}/{each}" for place in _BY_PATH for each in _entries(folder / place))):
+        if (folder / name).is_symlink():
+            raise ConfigError(
+                f"{folder / name} is a link, and Lockstep writes through no link in a run's folder. Remove it; to keep "
+                "runs on another disk, name a folder there with --out"
+            )
+    for leftover in folder.glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.lstat().st_mtime > _LEFTOVER_SECONDS:
+                leftover.unlink()
+
+
+def _entries(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir()) if run_files.is_folder(folder) else []
+
+
 def write_config(folder: Path, config: RunConfig) -> None:
     text = "# What this run was started with, resolved. `lockstep resume` reads it.\n"
     text += to_yaml(config.plain())
     write_text(folder / CONFIG_FILE, text)
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a file so that it is never seen half written."""
-    temporary = file.with_name(f".{file.name}.partial")
+def write_text(file: Path, text: str, depth: int = 1) -> None:
+    """Replaces a file of a run's folder so that it is never seen half written."""
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        run_files.write(file, text, depth)
     except OSError as error:
         with contextlib.suppress(OSError):  # on a full disk it takes room that others need
             temporary.unlink()
@@ -81,7 +109,7 @@ def read_config(folder: Path) -> RunConfig:
 def read_plain_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     try:
-        raw = parse_yaml(read_text(file))
+        raw = parse_yaml(run_files.read_text(file, LONGEST_CONFIG))
     except FileNotFoundError:
         there = "there is no such folder" if not folder.is_dir() else f"it holds no {CONFIG_FILE}"
         raise ConfigError(f"{folder} is not the folder of a run: {there}") from None
@@ -95,7 +123,7 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 def read_summary(folder: Path) -> dict[str, Any]:
     """What summary.json says; nothing where there is none, or half of one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        summary = json.loads(read_text(folder / SUMMARY_FILE, LONGEST_RECORD))
+        summary = json.loads(run_files.read_text(folder / SUMMARY_FILE))
         return summary if isinstance(summary, dict) else {}
     return {}
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep import run_files
 from lockstep.config.plain import finite
 from lockstep.config.text_file import naming
 from lockstep.errors import ConfigError
@@ -46,16 +47,13 @@ class Samples:
         self._given.add((kind, name))
         data = _ENCODED[kind](value)
         file = self._folder / f"{_STEP}{step:08d}" / f"{name}{_ENDINGS[kind]}"
-        partial = file.with_name(f".{file.name}.partial")
         with naming(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(file)
+            run_files.write(file, data, depth=3 + name.count("/"))
         return Sample(step, name, kind, value, file), len(data) if kind != "image" else value.nbytes
 
     def forget_after(self, step: int) -> None:
         """Drop what is about to be made again, or would not be made by the run that goes on."""
-        for folder in self._folder.glob(f"{_STEP}*"):
+        for folder in self._folder.glob(f"{_STEP}*") if run_files.is_folder(self._folder) else ():
             with contextlib.suppress(ValueError):
                 if int(folder.name.removeprefix(_STEP)) > step:
                     shutil.rmtree(folder, ignore_errors=True)

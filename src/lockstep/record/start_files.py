@@ -5,10 +5,12 @@ Ranks have to know it before they meet, since it says how; so it goes over the s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
+from lockstep import run_files
 from lockstep.distributed.topology import Topology
 from lockstep.errors import ConfigError
 from lockstep.record.run_folder import CONFIG_FILE
@@ -26,8 +28,8 @@ def brought_here(folder: Path, topology: Topology) -> None:
     place, here = topology.place, {}
     try:
         for name in START_FILES:
-            if (folder / name).is_file():
-                here[name] = (folder / name).read_text(encoding="utf-8")
+            with contextlib.suppress(FileNotFoundError):
+                here[name] = run_files.read_text(folder / name)
         sent = from_rank_0(topology, _WAIT_SECONDS, "how the run was started", json.dumps(here).encode())
         if place.rank == 0:
             return
@@ -35,11 +37,9 @@ def brought_here(folder: Path, topology: Topology) -> None:
         for name in START_FILES:
             if name in told and told[name] != here.get(name):
                 folder.mkdir(parents=True, exist_ok=True)
-                temporary = folder / f".{name}-{place.rank}.partial"
-                temporary.write_text(told[name], encoding="utf-8")
-                temporary.replace(folder / name)
-    except (OSError, UnicodeDecodeError) as error:
+                run_files.write(folder / name, told[name])
+    except OSError as error:
         raise ConfigError(
             f"rank {place.rank} on {place.host}: {folder}: the run's folder, for this rank's log, cannot be used on "
-            f"this host: {getattr(error, 'strerror', None) or error}. Make it writable for uid {os.getuid()}"
+            f"this host: {error.strerror or error}. Make it writable for uid {os.getuid()}"
         ) from None

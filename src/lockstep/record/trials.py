@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.load import read, to_yaml, validate
 from lockstep.config.plain import columns
 from lockstep.config.sweep import Sweep
-from lockstep.config.text_file import LONGEST_RECORD, read_text
 from lockstep.errors import ConfigError
 from lockstep.record import run_folder
 
@@ -67,7 +67,7 @@ def read_trials(folder: Path, metric: str) -> list[Trial]:
     """The trials of a sweep, each as its run's own folder has it by now."""
     file = folder / SWEEP_FILE
     try:
-        listed = json.loads(read_text(file, LONGEST_RECORD))
+        listed = json.loads(run_files.read_text(file))
         trials = [Trial(**each) for each in listed]
         numbers = [each.number for each in trials]
         if not all(isinstance(each, int) for each in numbers) or not all(isinstance(t.values, dict) for t in trials):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.plain import finite
-from lockstep.config.text_file import naming, open_regular
+from lockstep.config.text_file import naming
 
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # what rows of training have, and others do not
@@ -18,7 +20,7 @@ class JsonlWriter:
     """One JSON object per line, each line whole."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._stream = path, path.open("a", encoding="utf-8")
+        self._path, self._stream = path, os.fdopen(run_files.append(path), "a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         with naming(self._path):
@@ -33,8 +35,8 @@ class JsonlWriter:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a jsonl file; what is no row, as a last line that a kill cut short, is left out."""
     rows = []
-    with open_regular(path) as stream:
-        for line in stream:
+    with run_files.open_file(path) as stream:
+        for _, line in run_files.lines(stream):
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict) and type(row.get("step", 0)) in (int, float):
@@ -55,18 +57,13 @@ def drop_rows_after(
     rows = read_rows(path)
     last = {True: step if training_step is None else training_step, False: step}
     left = rows[:keep] if keep is not None else [row for row in rows if row.get("step", 0) <= last[SPEED in row]]
-    replacement = path.with_suffix(".partial")
     with naming(path):
-        replacement.write_text("".join(json.dumps(row) + "\n" for row in left), encoding="utf-8")
-        replacement.replace(path)
+        run_files.write(path, "".join(json.dumps(row) + "\n" for row in left))
     stays = set(map(id, left))
     return len(left), [row for row in rows if id(row) not in stays]
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, depth: int = 1) -> None:
     """Write a whole JSON file or none."""
-    temporary = path.with_name(f".{path.name}.partial")
-    text = json.dumps(finite(value), indent=1) + "\n"
     with naming(path):
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        run_files.write(path, json.dumps(finite(value), indent=1) + "\n", depth)

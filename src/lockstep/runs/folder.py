@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import threading
@@ -11,9 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from lockstep.config.text_file import open_regular
+from lockstep import run_files
 from lockstep.errors import ConfigError
 from lockstep.record.chronicle import newest_row
 from lockstep.record.run_folder import SUMMARY_FILE
@@ -117,7 +116,7 @@ class RunsFolder:
         self._rows[name] = known
         while len(self._rows) > _KEPT:
             del self._rows[next(iter(self._rows))]
-        with contextlib.suppress(OSError), open_regular(file) as stream:
+        with contextlib.suppress(OSError), run_files.open_file(file) as stream:
             about = os.fstat(stream.fileno())
             same = (about.st_dev, about.st_ino)
             if known.file != same or about.st_size < known.offset:  # it was written anew, as by a restart
@@ -126,12 +125,12 @@ class RunsFolder:
         return known.rows
 
 
-def _read_on(stream: io.BufferedIOBase | Any, known: _Rows) -> None:
+def _read_on(stream: BinaryIO, known: _Rows) -> None:
     stream.seek(known.offset)
-    for line in stream:
+    for length, line in run_files.lines(stream):
         if not line.endswith(b"\n"):
             return  # still being written
-        known.offset += len(line)
+        known.offset += length
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and number(row.get("step")) is not None:
@@ -150,5 +149,5 @@ def _changed(folder: Path) -> float:
     times = []
     for name in ("live.json", "metrics.jsonl", "summary.json", "config.yaml"):
         with contextlib.suppress(OSError):
-            times.append((folder / name).stat().st_mtime)
+            times.append((folder / name).lstat().st_mtime)
     return max(times, default=0.0)

@@ -11,13 +11,14 @@ from typing import Any
 
 import yaml
 
+from lockstep import run_files
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.checkpoint.storage import CheckpointStorage, Removed
 from lockstep.config.load import parse_yaml
 from lockstep.config.strategy import MESH_TYPES
-from lockstep.config.text_file import read_bytes, read_text
+from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.errors import ConfigError
 from lockstep.record.holder import Holder
 from lockstep.record.run_folder import CONFIG_FILE, RUNNING, SUMMARY_FILE, TOPOLOGY_FILE
@@ -109,7 +110,7 @@ class Run:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (CONFIG_FILE, SUMMARY_FILE, _LAUNCH_FILE))
+    return any(run_files.is_file(folder / name) for name in (CONFIG_FILE, SUMMARY_FILE, _LAUNCH_FILE))
 
 
 def read_run(
@@ -166,7 +167,7 @@ def holder_is_there(folder: Path) -> bool | None:
     """Whether a process holds the folder; None where that cannot be known: it would be on another host."""
     for name in (".lock", ".lock-rank"):
         with contextlib.suppress(OSError):
-            holder = Holder.decode(read_bytes(folder / name, 4096))
+            holder = Holder.decode(run_files.read_bytes(folder / name, 4096))
             if holder is not None and not (holder.is_here and holder.is_gone):
                 return True if holder.is_here else None
     return None if not (folder / ".lock").exists() else False
@@ -175,7 +176,7 @@ def holder_is_there(folder: Path) -> bool | None:
 def _config(folder: Path) -> dict[str, Any]:
     for name in (CONFIG_FILE, _LAUNCH_FILE):
         with contextlib.suppress(OSError, yaml.YAMLError, ConfigError, RecursionError, ValueError):
-            found = parse_yaml(read_text(folder / name))
+            found = parse_yaml(run_files.read_text(folder / name, LONGEST_CONFIG))
             if isinstance(found, dict):
                 settings = found.get("settings") if name == _LAUNCH_FILE else None
                 return settings if isinstance(settings, dict) else found

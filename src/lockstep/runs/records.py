@@ -9,16 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.text_file import LONGEST_RECORD, open_regular, read_text
-
-# What one line may have: a row of ten thousand metrics has less than a megabyte.
-_LONGEST_LINE = 16_000_000
+from lockstep import run_files
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """What a file says; nothing where there is none, or half of one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_text(file, LONGEST_RECORD))
+        found = json.loads(run_files.read_text(file))
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -27,8 +24,8 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; what is no object, as a last line that is still being written, is left
     out."""
     decode = json.JSONDecoder().decode  # there may be a hundred thousand of them
-    with contextlib.suppress(OSError), open_regular(file) as stream:
-        while line := stream.readline(_LONGEST_LINE):
+    with contextlib.suppress(OSError), run_files.open_file(file) as stream:
+        for _, line in run_files.lines(stream):
             try:
                 found = decode(line.decode())
             except (ValueError, RecursionError):

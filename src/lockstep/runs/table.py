@@ -14,10 +14,11 @@ from typing import Any
 
 import yaml
 
+from lockstep import run_files
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
-from lockstep.config.text_file import read_text
+from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.chronicle import newest_row
@@ -65,8 +66,8 @@ def is_surely_run(folder: Path) -> bool:
     return (
         folder.is_dir()
         and not folder.is_symlink()
-        and any((folder / name).is_file() for name in _STARTS)
-        and ((folder / run_folder.SUMMARY_FILE).is_file() or (folder / "logs").is_dir())
+        and any(run_files.is_file(folder / name) for name in _STARTS)
+        and (run_files.is_file(folder / run_folder.SUMMARY_FILE) or run_files.is_folder(folder / "logs"))
     )
 
 
@@ -80,7 +81,7 @@ def found(folder: Path) -> list[Listed]:
     for each in _folders(folder):
         if is_surely_run(each):
             runs.append(listed(each, each.name))
-        elif (each / "sweep.yaml").is_file():
+        elif run_files.is_file(each / "sweep.yaml"):
             runs += [listed(trial, f"{each.name}/{trial.name}") for trial in _folders(each) if is_surely_run(trial)]
     return runs
 
@@ -197,7 +198,7 @@ def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | 
 def _judged_by(folder: Path) -> tuple[str | None, str]:
     """The metric that best checkpoints are kept by, and whether less of it is better."""
     with contextlib.suppress(OSError, yaml.YAMLError):
-        config = read_text(folder / run_folder.CONFIG_FILE)
+        config = run_files.read_text(folder / run_folder.CONFIG_FILE, LONGEST_CONFIG)
         section = _CHECKPOINT.search(config)
         keep: Any = parse_yaml(section[0] if section else config)
         for key in ("checkpoint", "keep"):
@@ -221,7 +222,7 @@ def _begun(folder: Path) -> float:
 
 def _written(file: Path) -> float:
     with contextlib.suppress(OSError):
-        return file.stat().st_mtime
+        return file.lstat().st_mtime
     return 0.0
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.text_file import open_regular
+from lockstep import run_files
 from lockstep.record import folder_lock, run_folder
 from lockstep.runs.findings import duration, first_line
 from lockstep.runs.live import Live, LiveRank, live_of, read_live
@@ -181,7 +181,7 @@ def _newest_rows(file: Path) -> list[dict[str, Any]]:
 
     rows = []
     try:
-        with open_regular(file) as stream:
+        with run_files.open_file(file) as stream:
             length = stream.seek(0, os.SEEK_END)
             stream.seek(max(length - _TAIL_BYTES, 0))
             lines = stream.read(_TAIL_BYTES).split(b"\n")

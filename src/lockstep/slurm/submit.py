@@ -20,8 +20,7 @@ def submit(job: Job) -> str:
     The secret by which the ranks know each other on several hosts travels in the environment of the job, which SLURM
     keeps for the job's own user.
     """
-    job.script_file.parent.mkdir(exist_ok=True)
-    run_folder.write_text(job.script_file, job.script)
+    run_folder.write_text(job.script_file, job.script, depth=2)
     env = {**os.environ, secret.VARIABLE: os.environ.get(secret.VARIABLE) or secret.fresh()}
     try:
         done = subprocess.run(

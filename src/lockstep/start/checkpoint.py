@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep import run_files
 from lockstep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def go_back(folder: Path, wanted: Wanted, mode: str) -> int:
     step = found(folder, wanted, mode)
     storage = CheckpointStorage(folder / "checkpoints")
     storage.set_aside_after(step)
-    (storage.folder / _MARK).write_text(f"{step}\n", encoding="utf-8")
+    run_files.write(storage.folder / _MARK, f"{step}\n", depth=2)
     return step
 
 

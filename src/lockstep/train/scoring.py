@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.config.plain import finite
 from lockstep.config.schema import After, RunConfig
 from lockstep.data.sources import is_stream
@@ -53,7 +54,7 @@ def _note(trained: Path, folder: Path, told: dict[str, Any]) -> None:
     file = trained / EVALUATIONS_FILE
     line = json.dumps(finite(told)) + "\n"
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = run_files.append(file)
         try:
             os.write(descriptor, line.encode())
         finally:

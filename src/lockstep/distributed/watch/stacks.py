@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from lockstep import run_files
+
 
 @contextlib.contextmanager
 def dumping_stacks(log: Path) -> Iterator[TextIO]:
     """Append the Python stacks of all threads to a log on SIGUSR2, also while native code holds Python's lock."""
-    with log.open("a", encoding="utf-8") as stream:
+    with os.fdopen(run_files.append(log, depth=2), "a", encoding="utf-8") as stream:
         taken = signal.getsignal(signal.SIGUSR2) not in (signal.SIG_DFL, signal.SIG_IGN)
         if not taken:
             faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)

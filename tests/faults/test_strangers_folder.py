@@ -1,0 +1,107 @@
+"""A run's folder that comes from a stranger is data: commands follow no link in it and write through none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from conftest import Project
+from lockstep.cli import main
+from lockstep.errors import ConfigError
+from lockstep.mirror.mark import mirrored
+
+# Every file and folder that a resumed run would write.
+WRITTEN = (
+    ".lock", ".lock-rank", "config.yaml", "summary.json", "topology.json", "metrics.jsonl", "timeline.jsonl",
+    "live.json", "lags.jsonl", "report.html", "logs/rank-0.log", "logs", "checkpoints", "samples", "tensorboard",
+)  # fmt: skip
+# Names that temporary files had, which anybody could know.
+TEMPORARY = (
+    ".report.html.partial", ".summary.json.partial", ".config.yaml.partial", ".live.json.partial",
+    ".topology.json.partial", "metrics.partial", "checkpoints/.gone_back", ".bucket.json.partial",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = Project(tmp_path_factory.mktemp("trained"))
+    return project.train(processes=1, train={"steps": 4, "batch_size": 12}, checkpoint={"every": "2 steps"})
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "gift", symlinks=True))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """What a stranger is after: a test in which any of it changes fails."""
+    folder = tmp_path / "home"
+    (folder / "keys").mkdir(parents=True)
+    (folder / "authorized_keys").write_text("ssh-ed25519 mine\n")
+    yield folder
+    assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*")) == ["authorized_keys", "keys"]
+    assert (folder / "authorized_keys").read_text() == "ssh-ed25519 mine\n"
+
+
+def plant(run: Path, name: str, home: Path, dangling: bool = False) -> Path:
+    """A link in the run's folder, in the place of what may be there: to a file, a folder, or what is not there yet."""
+    place = run / name
+    is_folder = name in ("logs", "checkpoints", "samples", "tensorboard")
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(home / ("keys" if is_folder else "new" if dangling else "authorized_keys"))
+    return place
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_link_in_the_place_of_what_a_run_writes_is_refused_by_name(run: Path, home: Path, name: str) -> None:
+    for dangling in (False, True):
+        place = plant(run, name, home, dangling)
+        told = CliRunner().invoke(main, ["resume", str(run), "--set", "train.steps=6"])
+        assert told.exit_code == 2 and not isinstance(told.exception, OSError), told.output
+        assert str(place) in told.output and "a link" in told.output, told.output
+
+
+def test_a_second_name_of_a_file_is_not_written_to(run: Path, home: Path) -> None:
+    (run / ".lock").unlink(missing_ok=True)
+    os.link(home / "authorized_keys", run / ".lock")
+    told = CliRunner().invoke(main, ["resume", str(run), "--set", "train.steps=6"])
+    assert told.exit_code == 2 and f"{run}/.lock" in told.output and "hard link" in told.output, told.output
+    (run / ".lock").unlink()
+
+
+def test_names_that_temporary_files_had_lead_nowhere(run: Path, home: Path) -> None:
+    """One start, with a link under each of them; then a report and an evaluation of the same run."""
+    for name in TEMPORARY:
+        plant(run, name, home)
+    project = Project(run.parent.parent)
+    finished = project.run("resume", run, "--set", "train.steps=6", "--step", "2")
+    assert finished.code == 0, finished.text
+    assert json.loads((run / "summary.json").read_text())["step"] == 6
+    for name in ("report.html", "evaluations.jsonl"):
+        plant(run, name, home)
+    told = CliRunner().invoke(main, ["report", str(run)])
+    assert told.exit_code == 0 and stat.S_ISREG((run / "report.html").lstat().st_mode), told.output
+    finished = project.run("evaluate", run, "--data", "val")
+    assert finished.code == 0 and "evaluations.jsonl: not written: it is a link" in finished.text, finished.text
+
+
+def test_a_mark_of_a_bucket_counts_at_its_own_place_alone(run: Path, home: Path) -> None:
+    """A stranger's would have the run uploaded to any folder that file:// can name."""
+    (run / ".bucket.json").write_text(json.dumps({"url": f"file://{home}", "tokens": []}))
+    for command in (["resume", str(run), "--set", "train.steps=6"],):
+        told = CliRunner().invoke(main, command)
+        assert told.exit_code == 2 and f"names file://{home}" in told.output, told.output
+    with pytest.raises(ConfigError, match=r"not this host's copy of it"):
+        mirrored(run, None, print)  # type: ignore[arg-type]
+    assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
