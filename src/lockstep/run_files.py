@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-LONGEST_RECORD = 64_000_000  # bytes of summary.json, a manifest
+LONGEST_RECORD = 16_000_000  # bytes of summary.json, live.json, topology.json
 LONGEST_LINE = 4_000_000  # a row of ten thousand metrics has less than a megabyte
+_LONGEST_SKIP, _PIECE = 1_000_000_000, 4_000_000
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
@@ -133,16 +134,28 @@ def is_folder(path: Path, depth: int = 1) -> bool:
         return False
 
 
-def lines(stream: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[tuple[int, bytes]]:
-    """Yields each line with the number of bytes it takes in the file. A line that is too long is yielded empty."""
-    while line := stream.readline(longest):
-        length = len(line)
-        if length == longest and not line.endswith(b"\n"):
-            while line and not line.endswith(b"\n"):
-                line = stream.readline(longest)
-                length += len(line)
-            line = b"\n"
-        yield length, line
+def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yields each line with the number of bytes it takes in the file. A line that is too long is yielded empty; one
+    that has no end within `_LONGEST_SKIP` is the last."""
+    while line := stream.readline(LONGEST_LINE):
+        length, skipped = len(line), 0
+        if length == LONGEST_LINE and not line.endswith(b"\n"):
+            line, skipped = b"\n", _skip_line(stream)
+        yield length + skipped, line
+        if skipped >= _LONGEST_SKIP:
+            return
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Moves behind the end of the line and returns by how many bytes."""
+    skipped = 0
+    while skipped < _LONGEST_SKIP and (piece := stream.read(_PIECE)):
+        end = piece.find(b"\n") + 1
+        if end:
+            stream.seek(end - len(piece), os.SEEK_CUR)
+            return skipped + end
+        skipped += len(piece)
+    return skipped
 
 
 def _opened(name: str, flags: int, parent: int | None, path: Path) -> int:

@@ -113,7 +113,7 @@ def test_a_full_disk_names_the_file() -> None:
     writer = JsonlWriter(Path("metrics.jsonl"))
     with Path("/dev/full").open("w") as full:
         os.dup2(full.fileno(), writer._stream.fileno())
-    with pytest.raises(OSError, match="No space left on device: 'metrics.jsonl'") as raised:
+    with pytest.raises(OSError, match=r"No space left on device: 'metrics.jsonl'") as raised:
         writer.write({"step": 1})
     assert raised.value.errno == errno.ENOSPC
     with pytest.raises(OSError, match=r"Not a directory: 'config.yaml/topology.json'"):

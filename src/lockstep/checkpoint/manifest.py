@@ -37,7 +37,7 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "epoch": (int, float), "created": str, "world_size": int, "versions": dict, "metrics": dict,
 }  # fmt: skip
 _DEPTH = 3  # checkpoints/step-00000010/manifest.json
-_LONGEST_SMALL = 1_000_000_000  # bytes of state.json, parts.json
+_LONGEST_MANIFEST, _LONGEST_SMALL = 64_000_000, 1_000_000_000  # bytes; small are state.json, parts.json
 
 # Something is not there, or is no file. Any other error (permission, a failing disk, a stale mount) is about reading,
 # and says nothing of what would have been read.
@@ -114,7 +114,7 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, if it is one and whole; raises Damaged or Unreadable."""
     try:
-        data = run_files.read_bytes(folder / MANIFEST_FILE, run_files.LONGEST_RECORD, _DEPTH)
+        data = run_files.read_bytes(folder / MANIFEST_FILE, _LONGEST_MANIFEST, _DEPTH)
     except OSError as error:
         raise not_read(MANIFEST_FILE, error) from None
     return parse(data, folder.name)

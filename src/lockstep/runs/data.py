@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.config.plain import finite
+from lockstep.config.secrets import redacted
 from lockstep.record.writers import SPEED
 from lockstep.runs import lags as lagging
 from lockstep.runs.findings import Finding, duration, findings, verdict
@@ -44,13 +45,14 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str, Any]:
+    config = list(_leaves(redacted(run.config)))
     return {
         "name": run.name,
         "folder": str(run.folder),
         "status": run.status,
         "running": run.is_running,
-        "verdict": _told(verdict(run)),
-        "findings": [_told(each) for each in findings(run)[:50]],
+        "verdict": redacted(_told(verdict(run))),
+        "findings": [redacted(_told(each)) for each in findings(run)[:50]],
         "facts": _facts(run),
         "series": {name: _series(curve, most) for name, curve in found.items()},
         "timeline": _timeline(run, _SPANS // runs),
@@ -62,11 +64,11 @@ def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str
             for each in run.checkpoints[-_MARKS:]
         ],
         "failures": [
-            {"at": each.at, "headline": _short(each.headline), "traceback": _short(each.traceback),
-             "restarted": each.restarted}
+            {"at": each.at, "headline": redacted(_short(each.headline)),
+             "traceback": redacted(_short(each.traceback)), "restarted": each.restarted}
             for each in run.failures[-20:]
         ],
-        "config": [[path, _short(value)] for path, value in _leaves(run.config)][:_LEAVES],
+        "config": [[path, _short(value)] for path, value in config[:_LEAVES]],
         "live": _live(run),
     }  # fmt: skip
 

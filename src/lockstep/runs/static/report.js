@@ -95,7 +95,7 @@ function failures(data) {
 function curvesOf(chart, data) {
   const many = data.runs.length > 1;
   const sets = [...new Set(chart.names)];
-  return data.runs.flatMap((run, at) => sets.filter(name => run.series[name]).map(name => ({
+  return data.runs.flatMap((run, at) => sets.filter(name => Object.hasOwn(run.series, name)).map(name => ({
     label: many ? (sets.length > 1 ? `${run.name} ${name}` : run.name) : name,
     series: run.series[name],
     colour: COLOURS[(many ? at : sets.indexOf(name)) % COLOURS.length],
