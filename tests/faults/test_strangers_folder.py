@@ -105,3 +105,20 @@ def test_a_mark_of_a_bucket_counts_at_its_own_place_alone(run: Path, home: Path)
     with pytest.raises(ConfigError, match=r"not this host's copy of it"):
         mirrored(run, None, print)  # type: ignore[arg-type]
     assert CliRunner().invoke(main, ["report", str(run)]).exit_code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+def test_who_runs_the_code_that_another_user_chose_is_told_once(run: Path) -> None:
+    config = run / "config.yaml"
+    commands = {
+        "resume": [run, "--dry-run"], "evaluate": [run, "--step", "99"], "plan": [config, "--on", "none"],
+        "predict": [run, "--step", "99", "--out", "a.jsonl"], "verify": [config, "--only", "none"],
+    }  # fmt: skip
+    for owner, count in ((os.geteuid(), 0), (64999, 1)):
+        for each in (run, config):
+            os.chown(each, owner, -1)
+        for name, arguments in commands.items():
+            told = CliRunner().invoke(main, [name, *map(str, arguments)])
+            assert told.output.count("belongs to uid 64999, and this command imports and runs") == count, told.output
+    for name in ("report", "watch"):
+        assert "belongs to" not in CliRunner().invoke(main, [name, str(run)]).output

@@ -15,7 +15,7 @@ import click
 from lockstep.cli import options
 from lockstep.cli.help import examples
 from lockstep.cli.interrupt import leaving_at_once
-from lockstep.cli.messages import say
+from lockstep.cli.messages import say, say_whose_code
 from lockstep.cli.options import JSON, SET
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.mirror.url import Url
@@ -68,6 +68,7 @@ def evaluate(
     from lockstep.start.checkpoint import Wanted
 
     folder = after.run_folder_of(run_dir)
+    say_whose_code(folder)
     order = {"do": "evaluate", "data": data}
     config = after.config_of(folder, Wanted(step, best), order, overrides, processes)
     with _output_on_stderr():
@@ -120,6 +121,7 @@ def predict(
     out = out.absolute()
     _check_out(out)
     folder = after.run_folder_of(run_dir)
+    say_whose_code(folder)
     source = str(Path(input_).absolute()) if input_ is not None and Path(input_).exists() else input_
     order = {"do": "predict", "data": data, "input": source, "out": str(out), "chunk": chunk, "weights": weights}
     config = after.config_of(folder, Wanted(step, best), order, overrides, processes)

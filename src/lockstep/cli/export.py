@@ -10,6 +10,7 @@ import click
 
 from lockstep.cli.after import BEST, RUN, STEP
 from lockstep.cli.help import examples
+from lockstep.cli.messages import say_whose_code
 from lockstep.cli.options import JSON, SET, WEIGHTS
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
@@ -55,6 +56,7 @@ def export(
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}: make it, or name another one")
     folder = after.run_folder_of(run_dir)
+    say_whose_code(folder)
     from lockstep.config.load import load
 
     config = load(folder / "config.yaml", overrides)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.help import examples
-from lockstep.cli.messages import say
+from lockstep.cli.messages import say, say_whose_code
 from lockstep.cli.options import SET
 from lockstep.errors import ConfigError
 from lockstep.shown import visible
@@ -78,6 +78,7 @@ def plan(
         sys.exit(_of_step(config, targets, price, as_json))
     if config is None or not targets:
         raise ConfigError("name a config and what to plan for: lockstep plan CONFIG --on h200x8 (--list has the names)")
+    say_whose_code(config)
     checked = load(config, overrides)
     wanted = [target(each, devices) for each in targets]
     if write is not None and (not search or len(wanted) != 1):

@@ -14,7 +14,7 @@ from lockstep.cli import options
 from lockstep.cli.ending import conclude, saved_before
 from lockstep.cli.help import examples
 from lockstep.cli.interrupt import leaving_at_once
-from lockstep.cli.messages import say, saying_what_is_logged
+from lockstep.cli.messages import say, say_whose_code, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
@@ -126,6 +126,7 @@ def resume(
 
     wanted = checkpoint.Wanted(step, best)
     topology = Topology.from_env(os.environ) if launched(os.environ) and not dry_run else None
+    say_whose_code(run_dir)
     with contextlib.ExitStack() as finding:
         with saying_what_is_logged() if topology is None else contextlib.nullcontext():
             run = finding.enter_context(resuming.found(run_dir, wanted, topology, dry_run))

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.help import examples
-from lockstep.cli.messages import say
+from lockstep.cli.messages import say, say_whose_code
 from lockstep.cli.options import SET
 from lockstep.shown import visible
 
@@ -52,6 +52,7 @@ def verify(
 
     if launched(os.environ):
         raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
+    say_whose_code(config)
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
     try:
         with work_folder(out) as place:
