@@ -4,8 +4,9 @@
 
 An episode is one run: it is started, something happens to it, it is resumed, something else happens, and in the end
 it is left in peace. Signals go to single processes or to all of them, at random moments or (where there is strace) at
-exact system calls; output breaks, the disk has a limit, the clock jumps. After every start no process may be left, the
-folder must have a summary that can be read, exit code 75 means that there is a checkpoint, and nobody sees a traceback.
+exact system calls; output breaks, the disk has a limit, the clock jumps, the run's folder gets links and damage.
+After every start no process may be left, the folder must have a summary that can be read, exit code 75 means that
+there is a checkpoint, and nobody sees a traceback.
 In the end the run is bit for bit that of a run in peace.
 
 Some runs are kept in a bucket of a real S3 server, which is slow, cut off and restarted meanwhile. The copy on the
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import storm_folder
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -103,6 +105,7 @@ class Trouble:
             "signal": f"{self.number.name} to {self.target} after {self.delay:.2f} s",
             "call": f"{self.number.name} at {self.call} number {self.when}",
             "disk": f"files of at most {self.blocks} KiB",
+            "folder": f"harm to its folder ({self.target!r})",
         }[self.what]
         return words + (f", output {self.output}" if self.output else "") + (", the clock jumps" if self.jumps else "")
 
@@ -164,7 +167,7 @@ class Storm:
                 _same(self._kept(place, setup), reference)
             else:
                 _each_once(_run(place))
-        except Broken as broken:
+        except AssertionError as broken:
             lines = [f"seed {self._seed}, episode {self.episodes}, {setup}: {broken}"]
             lines += [f"  start {number}: {each}" for number, each in enumerate(told, start=1)]
             raise Broken("\n".join([*lines, *_tails(place)])) from None
@@ -282,6 +285,8 @@ class Storm:
         kind = draw.random()
         if kind < 0.12:
             return Trouble("disk", output, blocks=draw.choice((1, 4, 16, 64)), jumps=jumps)
+        if kind > 0.85:
+            return Trouble("folder", output, target=draw.choice(storm_folder.KINDS), jumps=jumps)
         if kind < 0.3 and shutil.which("strace"):
             number = draw.choice((signal.SIGKILL, signal.SIGTERM))
             return Trouble("call", output, number, call=draw.choice(CALLS), when=draw.randint(1, 400), jumps=jumps)
@@ -305,7 +310,9 @@ class Storm:
             line = f"ulimit -f {trouble.blocks}; {line}"
         environment = self._environment(place, setup)
         environment |= {"LD_PRELOAD": str(self._clock)} if trouble.jumps else {}
-        with (place / "out").open("a") as out, (place / "err").open("a") as err:
+        harming = trouble.what == "folder" and run is not None and not setup.bucket
+        harm = storm_folder.harmed(run, trouble.target, place / "outside") if harming else contextlib.nullcontext()
+        with harm, (place / "out").open("a") as out, (place / "err").open("a") as err:
             print(f"--- {trouble}", file=err, flush=True)
             before = err.tell()
             shell = subprocess.Popen(
