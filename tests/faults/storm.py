@@ -149,7 +149,7 @@ class Storm:
         try:
             for start in range(ROUGH_STARTS + 1):
                 peace = start == ROUGH_STARTS or time.monotonic() > over
-                trouble = Trouble() if peace else self._trouble()
+                trouble = Trouble() if peace else self._trouble(_run(place) is not None)
                 told.append(str(trouble))
                 if setup.stream:
                     setup = replace(setup, world_size=draw(self._world_sizes))
@@ -278,14 +278,14 @@ class Storm:
         found = self._server.environment_by(self._link.port)
         return {**os.environ, **found, "XDG_CACHE_HOME": str(place / cache)}
 
-    def _trouble(self) -> Trouble:
+    def _trouble(self, resumed: bool) -> Trouble:
         draw = self.random
         output = draw.choice(OUTPUTS)
         jumps = self._clock is not None and draw.random() < 0.2
         kind = draw.random()
         if kind < 0.12:
             return Trouble("disk", output, blocks=draw.choice((1, 4, 16, 64)), jumps=jumps)
-        if kind > 0.85:
+        if kind > 0.85 and resumed:
             return Trouble("folder", output, target=draw.choice(storm_folder.KINDS), jumps=jumps)
         if kind < 0.3 and shutil.which("strace"):
             number = draw.choice((signal.SIGKILL, signal.SIGTERM))
