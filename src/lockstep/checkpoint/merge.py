@@ -60,7 +60,9 @@ def weights(folder: Path, told: Mapping[str, Any], kind: str = "model") -> tuple
                 size = about["shape"]
                 tensor, shape, offset = pieces.get(entry, (entry, size, [0] * len(size)))
                 _check(entry, [begin, end, *size, *shape, *offset], about["dtype"], tensor)
-                if not begin <= end <= room or any(map(_leads_out, shape, offset, size, strict=True)):
+                if not begin <= end <= room or any(
+                    at + long > whole for whole, at, long in zip(shape, offset, size, strict=True)
+                ):
                     raise ValueError(f"the place of {entry!r} cannot be")
                 width = (end - begin) // max(math.prod(size), 1)
                 weight = Weight(tensor, about["dtype"], shape, math.prod(shape) * width, [])
@@ -72,10 +74,6 @@ def weights(folder: Path, told: Mapping[str, Any], kind: str = "model") -> tuple
 def _check(entry: str, numbers: list[Any], *texts: Any) -> None:
     if not all(type(each) is int and each >= 0 for each in numbers) or not all(isinstance(each, str) for each in texts):
         raise ValueError(f"the type, the shape or the place of {entry!r} cannot be")
-
-
-def _leads_out(whole: int, offset: int, size: int) -> bool:
-    return offset + size > whole
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from lockstep import run_files
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable, step_name
 from lockstep.checkpoint.retention import Saved, best_first
-from lockstep.config.text_file import read_bytes
 from lockstep.errors import CheckpointError
 from lockstep.shown import size as size_text
 
@@ -253,21 +253,19 @@ class CheckpointStorage:
     def branch(self) -> Branch | None:
         """Returns what the checkpoints of this folder went on from last."""
         try:
-            told = json.loads(read_bytes(self.folder / _BRANCH_FILE, _LONGEST_BRANCH))
+            told = json.loads(run_files.read_bytes(self.folder / _BRANCH_FILE, _LONGEST_BRANCH, depth=2))
             return Branch(told["from"], told["id"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.folder / _BRANCH_FILE} cannot be read: {error}. Delete it") from None
 
     def _note_branch(self, step: int | None) -> None:
         """For those who keep a copy of the folder: written before anything of the branch is."""
         file = self.folder / _BRANCH_FILE
-        temporary = file.with_name(f"{_TEMPORARY}branch-{os.getpid()}")
         try:
             self._make_folder()
-            temporary.write_text(json.dumps({"from": step, "id": secrets.token_hex(8)}), encoding="utf-8")
-            temporary.replace(file)
+            run_files.write(file, json.dumps({"from": step, "id": secrets.token_hex(8)}), depth=2)
         except OSError as error:
             self._guard()
             raise CheckpointError(_cannot_write(file, _LONGEST_BRANCH, error)) from error
