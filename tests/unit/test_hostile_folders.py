@@ -352,7 +352,7 @@ def test_looking_imports_nothing_from_a_run(made: Path, tmp_path: Path) -> None:
         (run / "checkpoints" / "step-00000002" / name).write_text(_TRAP)
     (run / "config.yaml").write_text(f"task: {{type: '{run}/task.py:A'}}\noptimizer: {{type: 'task:B'}}\n")
     commands = [
-        ["report", "."], ["runs", ".."], ["runs", "diff", ".", "."], ["watch", ".", "--once"],
+        ["report", "."], ["runs", ".."], ["watch", ".", "--once"],
         ["checkpoint", "list", "."], ["checkpoint", "show", "."], ["checkpoint", "verify", "."],
         ["checkpoint", "merge", ".", "--out", "../m.safetensors"],
     ]  # fmt: skip
