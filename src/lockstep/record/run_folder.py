@@ -96,8 +96,6 @@ def write_text(file: Path, text: str, depth: int = 1) -> None:
     try:
         run_files.write(file, text, depth)
     except OSError as error:
-        with contextlib.suppress(OSError):  # on a full disk it takes room that others need
-            temporary.unlink()
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
 
 
