@@ -194,7 +194,7 @@ def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, t
             run.step()
             request.leave = "SIGTERM"
     assert left.value.reason == "SIGTERM on rank 0"
-    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000001"]
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000001"]
 
 
 def own_data(run: Run, steps: int, request: Requests | None = None, ask_at: int = 0) -> Tensor:
@@ -218,7 +218,7 @@ def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Ru
     request = Requests()
     with pytest.raises(Preempted):
         own_data(new_run(request), 6, request, ask_at=2)
-    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000003"]
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000003"]
     assert [(each["step"], each["own"]) for each in rows(tmp_path)] == [(1, 0.0), (2, 1.0), (3, 2.0)]
     resumed = new_run()
     weights = own_data(resumed, 6)
@@ -242,11 +242,11 @@ def test_a_save_is_made_between_the_steps_of_a_loop_with_its_own_data(new_run: R
         run.step(first)
         run.backward(two(torch.randn(4, 3)).square().mean())
         run.step(second)
-    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["step-00000002"]
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000002"]
     for _ in range(100):
         run.backward(one(torch.randn(4, 3)).square().mean())
         run.step(first)
-    assert len(list(tmp_path.glob("checkpoints/*"))) == 2
+    assert len(list(tmp_path.glob("checkpoints/step-*"))) == 2
 
 
 # What is left of a plain loop when it is ported by hand
