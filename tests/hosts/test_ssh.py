@@ -297,17 +297,22 @@ def test_hosts_that_cannot_take_part_are_named_before_anything_starts(laptop: La
         assert not host.processes("lockstep")
 
 
-# Takes all room there is on a disk once a file appears, and whatever is freed later; in consoles, too.
+# Takes all room there is on a small disk once a file appears, and whatever is freed later; in consoles, too. It ends
+# with its standard input, or after two minutes, and writes below the folder that it opened: never to what lies under
+# the mount.
 HUNGRY = """
-import contextlib, glob, os, sys, time
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
-while True:
-    for each in [sys.argv[1] + "-more", *glob.glob(sys.argv[2])]:
+import contextlib, glob, os, select, sys, time
+here = f"/proc/self/fd/{os.open(sys.argv[1], os.O_RDONLY)}"
+disk = os.statvfs(here)
+assert disk.f_blocks * disk.f_frsize < 2 << 30, "this is no small disk"
+end = time.monotonic() + 120
+while time.monotonic() < end and not select.select([0], [], [], 0.001)[0]:
+    if not os.path.exists(f"{here}/filler"):
+        continue
+    for each in [f"{here}/filler-more", *glob.glob(f"{here}/full/jobs/*/console.log")]:
         with contextlib.suppress(OSError), open(each, "ab", buffering=0) as file:
-            while True:
+            while time.monotonic() < end:
                 file.write(b" " * (1 if each.endswith(".log") else 4096))
-    time.sleep(0.001)
 """
 
 
@@ -315,18 +320,16 @@ def test_a_full_disk_on_the_host_that_leads_is_named(laptop: Laptop) -> None:
     anna, disk = laptop.network.hosts["anna"], laptop.network.disk
     anna.run("mount", "-t", "tmpfs", "-o", "size=1100m", "tmpfs", str(disk))
     fail_at = {"rank": 0, "step": 6, "how": "fill", "file": str(disk / "filler")}
-    hungry = subprocess.Popen(
-        anna.enter(sys.executable, "-c", HUNGRY, str(disk / "filler"), str(disk / "full/jobs/*/console.log"))
-    )
+    hungry = subprocess.Popen(anna.enter(sys.executable, "-c", HUNGRY, str(disk)), stdin=subprocess.PIPE)
     try:
         finished = laptop.run(
             "train",
             laptop.config("full", ("anna", "bert"), processes=2, task={"type": "tasks.py:Tiny", "fail_at": fail_at}),
         )
     finally:
-        hungry.kill()
-        hungry.wait()
+        hungry.communicate(timeout=60)
         anna.run("umount", "-l", str(disk))
+    assert hungry.returncode == 0
     assert finished.code == 5, finished.text
     assert "Traceback" not in finished.text and "did not say why" not in finished.text
     assert "rank 0 of 2 on anna failed: " in finished.text and "No space left on device" in finished.text
