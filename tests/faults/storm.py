@@ -285,7 +285,7 @@ class Storm:
         kind = draw.random()
         if kind < 0.12:
             return Trouble("disk", output, blocks=draw.choice((1, 4, 16, 64)), jumps=jumps)
-        if kind > 0.85 and resumed:
+        if kind > 0.6 and resumed:
             return Trouble("folder", output, target=draw.choice(storm_folder.KINDS), jumps=jumps)
         if kind < 0.3 and shutil.which("strace"):
             number = draw.choice((signal.SIGKILL, signal.SIGTERM))
