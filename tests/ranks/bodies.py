@@ -428,10 +428,13 @@ def restores(run: lockstep.Run) -> dict[str, Any]:
             return str(error)
 
     opened: Counter[str] = Counter()
+    folders = [""]  # that were opened: a file is opened by the descriptor of its folder
 
     def note(event: str, details: tuple[Any, ...]) -> None:
-        if event == "open" and "step-00000002" in str(details[0]):
-            opened[Path(str(details[0])).name] += 1
+        if event == "open" and "step-" in str(details[0]):
+            folders.append(str(details[0]))
+        elif event == "open" and "step-00000002" in folders[-1]:
+            opened[str(details[0])] += 1
 
     sys.addaudithook(note)
     found: dict[str, Any] = {"newest": told({}), "opened": {name: opened[name] for name in opened if name in FILES}}

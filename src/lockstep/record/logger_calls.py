@@ -41,6 +41,8 @@ class CallNote:
     def close(self) -> None:
         self._memory = None
         self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another logger's files are there
+            self._file.parent.rmdir()
 
     def _write(self, text: bytes) -> None:
         if self._memory is not None and len(text) <= _BYTES:
