@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.import_path import add_task_folder
 
 # What is being imported for a config right now: a file that starts a run when it is imported would start it once more
-# in every rank, and the user is told so.
+# in every rank, and is refused.
 loading: list[str] = []
 
 

@@ -22,7 +22,7 @@ from lockstep.verify.lanes import Lanes, end
 
 LOSS = "train/loss"  # what training rows call it
 _LOOK_SECONDS = 0.5
-# How long a pod's own commands may take, and how often a run that does not end is told to before its pod is removed.
+# How long a pod's own commands may take, and how often a run is asked to end before its pod is removed.
 _COMMAND_SECONDS, _TRIES = 120.0, 5
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 

@@ -30,9 +30,8 @@ def show_stack_on_request() -> None:
     if hasattr(os, "memfd_create") and signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         memory = os.fdopen(os.memfd_create(_NAME), "wb", buffering=0)
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)  # the rank cuts it off before it asks again
-        faulthandler.unregister(
-            signal.SIGUSR2
-        )  # of the rank that it was forked from: else its handler is not set again
+        # The rank that it was forked from had a handler: without this, ours would not be set.
+        faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, file=memory, all_threads=False)
 
 
@@ -40,9 +39,8 @@ def awaited(frame: FrameType | None) -> tuple[int, int] | None:
     """Returns the number and the process of the worker that a DataLoader on this stack waits for."""
     while frame is not None:
         loader = frame.f_locals.get("self") if frame.f_code.co_name == "_next_data" else None
-        with suppress(
-            AttributeError, KeyError, IndexError, TypeError
-        ):  # no DataLoader of torch, or another version of it
+        # Raised where this is no DataLoader of torch, or another version of it.
+        with suppress(AttributeError, KeyError, IndexError, TypeError):
             number = loader._task_info[loader._rcvd_idx][0]  # type: ignore[union-attr]
             return number, loader._workers[number].pid  # type: ignore[union-attr]
         frame = frame.f_back
