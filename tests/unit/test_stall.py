@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from lockstep.config.schema import Watch
 from lockstep.distributed.activity import LEFT, Activity, Beat
+from lockstep.distributed.topology import Place, Topology
 from lockstep.distributed.watch.clock import RunningClock
-from lockstep.distributed.watch.heartbeat import interval, user_line
+from lockstep.distributed.watch.heartbeat import Heartbeat, interval, user_line
 from lockstep.distributed.watch.stall import APART_SECONDS, Limits, Seen, find_slow, find_stall
 from lockstep.distributed.watch.watcher import Watcher
 
@@ -172,6 +174,36 @@ def test_a_process_that_was_paused_did_not_stall(monkeypatch: pytest.MonkeyPatch
 def test_beats_come_often_enough_for_a_short_limit() -> None:
     assert interval(LIMITS) == 1.0
     assert interval(Limits(4.0, 8.0)) == 0.5
+
+
+@pytest.mark.parametrize("slow_store", [False, True])
+def test_a_store_is_lost_while_it_owes_an_answer_and_not_while_the_beats_are_late(
+    monkeypatch: pytest.MonkeyPatch, slow_store: bool
+) -> None:
+    """On a host with too few cores the beating thread may itself come late."""
+
+    class Store:
+        def set(self, key: str, value: bytes) -> None:
+            answered.wait(10.0 if slow_store else 0.0)
+
+        def read(self, key: str) -> None:
+            return None
+
+    class LateBeats(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            late = threading.current_thread().name == "lockstep-heartbeat"
+            return super().wait(2.0 if late else timeout)
+
+    answered, ended = threading.Event(), list[str]()
+    monkeypatch.setattr(Heartbeat, "_end", lambda self, message: ended.append(message))
+    heartbeat = Heartbeat(Store(), Topology(Place(rank=2), world_size=3, port=1), Activity(), Limits(0.4, 0.4))
+    heartbeat._stopping = LateBeats()
+    heartbeat.start()
+    time.sleep(1.5)
+    heartbeat._stopping.set()
+    answered.set()
+    heartbeat.stop()
+    assert bool(ended) == slow_store, ended
 
 
 def test_a_beat_survives_its_way_through_the_store() -> None:

@@ -58,7 +58,7 @@ class Heartbeat:
             "",
         )  # asked last, when again, answer
         self._debugged = 0.0  # how much of that moment the user's debugger took
-        self._last_answer = self._clock.now()
+        self._asking = 1  # the number of the beat that waits for the store's answers; 0 between two beats
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
         self.errand: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
@@ -92,7 +92,9 @@ class Heartbeat:
         watcher = Watcher(self._store, range(self._world_size), self._limits) if self._watches else None
         try:
             self._send()
+            self._asking = 0
             while not self._stopping.wait(interval(self._limits)):
+                self._asking = self._count + 1
                 self._send()
                 if self.errand is not None:
                     self.errand(self._store)
@@ -104,7 +106,7 @@ class Heartbeat:
                     self.show(watcher.everyone)
                 if not self._watched and (verdict := self._store.read(VERDICT)) is not None:
                     self._end(verdict.decode(errors="replace"), self._all_have_heard)
-                self._last_answer = time.monotonic()
+                self._asking = 0
             self._send()
         except RuntimeError as error:
             if not self._watched:  # a launcher that is gone is told of in another way
@@ -172,13 +174,14 @@ class Heartbeat:
 
     def _mind_the_store(self) -> None:
         """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""
-        clock, answered, since = RunningClock(), self._last_answer, 0.0
+        clock, asking, since = RunningClock(), 0, 0.0
         while not self._stopping.wait(interval(self._limits)):
             now = clock.now()
-            if self._last_answer != answered or not since:
-                answered, since = self._last_answer, now
+            if self._asking != asking:
+                asking, since = self._asking, now
             quiet = now - since
-            if self._threads[0].is_alive() and quiet > self._limits.stall_after:
+            # Between two beats nothing is asked: that thread may be late on a host with too few cores.
+            if asking and self._threads[0].is_alive() and quiet > self._limits.stall_after:
                 doing = self._activity.now.doing
                 self._end(
                     f"rank {self._rank} has had no answer from the store for {quiet:.0f} s, while it was in "
