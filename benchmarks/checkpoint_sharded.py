@@ -96,9 +96,9 @@ def checkpointer(run: Any, model: Any, optimizer: Any, asynchronous: bool, folde
 
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.config.schema import Checkpoint
+    from lockstep.engine.models import Entry, Models
     from lockstep.strategy.base import Strategy
     from lockstep.strategy.loading import load_module, load_optimizer
-    from lockstep.train.models import Entry, Models
 
     class Sharded(Strategy):
         name: ClassVar[str] = "by hand"

@@ -82,13 +82,13 @@ def main() -> None:
 
 def launched(rank: Callable[[], Any], processes: int) -> list[Any]:
     """What a function returned on every rank, each in a fresh process of our launcher."""
-    from lockstep.launcher import local
-    from lockstep.launcher.child import call_function
-    from lockstep.launcher.plan import local_plan
+    from lockstep.launchers.local import supervisor
+    from lockstep.launchers.local.child import call_function
+    from lockstep.launchers.plan import local_plan
 
     plan = local_plan([sys.executable], processes, threads=1)
     with report.silent_processes():
-        result = local.launch(plan, entry=call_function, argument=pickle.dumps(rank))
+        result = supervisor.launch(plan, entry=call_function, argument=pickle.dumps(rank))
     if result.failure is not None:
         raise report.MeasurementFailed(result.failure.render(processes))
     return [result.returned[each] for each in range(processes)]

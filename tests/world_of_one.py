@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from lockstep.train.requests import Requests
-    from lockstep.train.run import Run
+    from lockstep.engine.run import Run
+    from lockstep.engine.stop_requests import Requests
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     from lockstep.config.schema import RunSettings
     from lockstep.distributed.group import Group
     from lockstep.distributed.topology import Topology
+    from lockstep.engine.run import Run
+    from lockstep.engine.stop_requests import Requests
     from lockstep.record.display import Display
     from lockstep.runtime.cpu import CpuRuntime
-    from lockstep.train.requests import Requests
-    from lockstep.train.run import Run
 
     made: list[Run] = []
 

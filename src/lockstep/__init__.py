@@ -5,19 +5,18 @@ from lockstep import import_path
 import_path.leave_out_current_folder()  # before anything that could be found there is imported
 
 import importlib  # noqa: E402
-import types  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from lockstep.data.tar import TarShards
+    from lockstep.engine.run import Run
     from lockstep.errors import ConfigError, LockstepError, WorkerFailed
-    from lockstep.launcher.function import launch
-    from lockstep.start.function import train
-    from lockstep.train.hooks import Hook
-    from lockstep.train.mean import Mean
-    from lockstep.train.run import Run
-    from lockstep.train.schedules import Schedule
-    from lockstep.train.task import Task
+    from lockstep.evaluation.means import Mean
+    from lockstep.launchers.launch import launch
+    from lockstep.launchers.train import train
+    from lockstep.tasks.callbacks import Hook
+    from lockstep.tasks.schedules import Schedule
+    from lockstep.tasks.task import Task
 
     __version__: str
 
@@ -39,34 +38,18 @@ __all__ = [
 # Loaded when first used: importing the package must not import torch.
 _HOMES = {
     "ConfigError": "lockstep.errors",
-    "Hook": "lockstep.train.hooks",
+    "Hook": "lockstep.tasks.callbacks",
     "LockstepError": "lockstep.errors",
-    "Mean": "lockstep.train.mean",
-    "Run": "lockstep.train.run",
-    "Schedule": "lockstep.train.schedules",
+    "Mean": "lockstep.evaluation.means",
+    "Run": "lockstep.engine.run",
+    "Schedule": "lockstep.tasks.schedules",
     "TarShards": "lockstep.data.tar",
-    "Task": "lockstep.train.task",
+    "Task": "lockstep.tasks.task",
     "WorkerFailed": "lockstep.errors",
-    "launch": "lockstep.launcher.function",
+    "launch": "lockstep.launchers.launch",
+    "train": "lockstep.launchers.train",
 }
 _PACKAGES = ("nn", "ray")
-
-
-class _Train(types.ModuleType):
-    """The package `lockstep.train`, which is the function of the same name as well.
-
-    Importing any module of a package binds the package's name here, over whatever else has that name: a function
-    `train` would be there until something imports lockstep.train.run, and be gone then. So the package is what
-    is called. docs/decisions/014-a-package-that-is-called.md
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        from lockstep.start.function import train
-
-        return train(*args, **kwargs)
-
-
-importlib.import_module("lockstep.train").__class__ = _Train  # which imports no more than a docstring
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,8 @@ from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Interrupted, Preempted, Requests
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.mirror.mark import mirrored
 from lockstep.record import chronicle as chronicles
@@ -43,9 +45,7 @@ from lockstep.record.start_files import brought_here
 from lockstep.record.writers import write_json
 from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
-from lockstep.train.requests import Interrupted, Preempted, Requests
-from lockstep.train.run import Run
-from lockstep.train.work import carry_out
+from lockstep.tasks.work import carry_out
 
 if TYPE_CHECKING:
     from lockstep.mirror.mirror import Mirror

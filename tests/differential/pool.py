@@ -19,11 +19,11 @@ from programs import Program, Walk, build_models, build_source, computed, is_wal
 
 import lockstep
 from lockstep.config.schema import RunSettings
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import LockstepError, OutOfStep
 from lockstep.record.display import Display
 from lockstep.strategy import sharded
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
 
 FSDP = "fsdp"
 SETTINGS = {"checkpoint": {"async": False}, "log": {"every": "1000 steps"}, "watch": {"fingerprint_every": "5 steps"}}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import lockstep
 from conftest import Project, wait_until
 from lockstep.cli import main
-from lockstep.train.prediction_files import PredictionFiles, PredictionsFailed
+from lockstep.tasks.prediction_files import PredictionFiles, PredictionsFailed
 
 TASKS = Path(__file__).parents[1] / "after_tasks.py"
 CONFIG: dict[str, Any] = {
@@ -258,16 +258,16 @@ def test_export_weights_and_programs(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_the_same_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.train import exporting
+    from lockstep.tasks import export
 
-    made = exporting._program
+    made = export._program
 
     def spoiled(model: torch.nn.Module, *example: Any) -> Any:
         with torch.no_grad():
             model[0].weight += 0.1  # type: ignore[index, operator]
         return made(model, *example)
 
-    monkeypatch.setattr(exporting, "_program", spoiled)
+    monkeypatch.setattr(export, "_program", spoiled)
     result = command("export", run, "--to", "torch-export", "--out", tmp_path / "m.pt2")
     assert result.exit_code == 5 and "differ from the model's by" in result.stderr
     assert not list(tmp_path.iterdir())

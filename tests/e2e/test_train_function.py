@@ -24,7 +24,7 @@ PROGRAM = """
 import json, os, sys
 import torch
 import lockstep
-import lockstep.train.run  # which binds the name of the package
+import lockstep.engine.run  # which binds the name of the package
 from tasks import Tiny
 
 class Mine(Tiny):

@@ -216,7 +216,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
     from lockstep.checkpoint.owners import OwnersWriter
     from lockstep.checkpoint.storage import CheckpointStorage
     from lockstep.distributed.group import Group
-    from lockstep.train.run import Run
+    from lockstep.engine.run import Run
 
     def before(owner: Any, name: str, happens: Callable[..., None]) -> None:
         inner = getattr(owner, name)

@@ -34,7 +34,7 @@ from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed import group
 from lockstep.distributed.activity import Beat
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launcher import script
+from lockstep.launchers import script
 from lockstep.record import run_folder
 from lockstep.record.writers import drop_rows_after, read_rows
 

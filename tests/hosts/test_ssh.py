@@ -424,7 +424,7 @@ def test_a_host_that_is_to_be_taken_away_has_the_run_saved(laptop: Laptop) -> No
     """What a cloud does to a spot host: SIGTERM to its processes."""
     started = laptop.start("train", laptop.config("spot", task={"type": "tasks.py:Tiny", "sleep": 0.4}))
     run = under_way(laptop, "spot", started)
-    (agent,) = laptop.network.hosts["bert"].processes("lockstep.pod.agent")[:1]
+    (agent,) = laptop.network.hosts["bert"].processes("lockstep.launchers.ssh.agent")[:1]
     agent.send_signal(signal.SIGTERM)
     out, _ = started.communicate(timeout=60)
     assert started.returncode == 75, out

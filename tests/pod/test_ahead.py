@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from lockstep.cli.commands import main
-from lockstep.pod.places import cache_of
+from lockstep.launchers.ssh.record import cache_of
 
 # As OpenSSH's client and server do it: what follows the host is one string, for the shell at the other end.
 STAND_IN = """#!{python}

@@ -12,10 +12,10 @@ import pytest
 
 from lockstep.config.load import load_python
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.pod import archive, hosts
-from lockstep.pod.digests import digests
-from lockstep.pod.folder import Job, PodFolder
-from lockstep.pod.order import Host, Order, shares
+from lockstep.launchers.ssh import archive, hosts
+from lockstep.launchers.ssh.digests import digests
+from lockstep.launchers.ssh.folder import Job, PodFolder
+from lockstep.launchers.ssh.order import Host, Order, shares
 
 TASK = Path(__file__).parents[1] / "tasks.py"
 

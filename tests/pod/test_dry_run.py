@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from lockstep.cli.commands import main
 from lockstep.config.load import load
-from lockstep.pod import record as records
-from lockstep.pod.transport import Command
+from lockstep.launchers.ssh import record as records
+from lockstep.launchers.ssh.transport import Command
 
 GOLDEN = Path(__file__).parent / "golden"
 HOSTS = ["anna", "bert", "me@carl"]

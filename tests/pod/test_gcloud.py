@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from lockstep.config.pod import Pod
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.pod import container, gcloud
-from lockstep.pod.gcloud import Gcloud
-from lockstep.pod.transport import Command, Transport
+from lockstep.launchers.ssh import container, gcloud
+from lockstep.launchers.ssh.gcloud import Gcloud
+from lockstep.launchers.ssh.transport import Command, Transport
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
@@ -302,7 +302,7 @@ def test_what_gcloud_or_a_shell_would_take_for_something_else_is_refused() -> No
 
 
 def test_pods_are_spoken_of_without_torch() -> None:
-    modules = ("gcloud", "container", "startup", "accelerators")
+    modules = ("gcloud", "container", "startup", "hosts")
     program = f"import sys{''.join(f', lockstep.pod.{each}' for each in modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

@@ -20,7 +20,7 @@ from lockstep.config.load import load
 from lockstep.config.pod import Pod
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.pod import accelerators, startup
+from lockstep.launchers.ssh import hosts, startup
 from lockstep.runtime import pjrt
 
 
@@ -192,7 +192,7 @@ PAIR = {"pair": {"data": -1, "model": 2}}
     ],
 )
 def test_a_run_that_fits_its_pod(fitting: RunSettings, ranks: int) -> None:
-    assert accelerators.ranks_per_host(fitting, accelerators.check(fitting)) == ranks
+    assert hosts.ranks_per_host(fitting, hosts.check(fitting)) == ranks
 
 
 @pytest.mark.requirement("P11")
@@ -222,12 +222,12 @@ def test_a_run_that_fits_its_pod(fitting: RunSettings, ranks: int) -> None:
 )  # fmt: skip
 def test_a_run_that_does_not_fit_its_pod_is_refused_with_the_numbers(unfitting: RunSettings, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        accelerators.check(unfitting)
+        hosts.check(unfitting)
 
 
 def test_hosts_by_ssh_have_no_accelerator_type() -> None:
     with pytest.raises(ConfigError, match=r"pod\.type is ssh"):
-        accelerators.check(RunSettings())
+        hosts.check(RunSettings())
 
 
 @pytest.mark.requirement("X03")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.pod import Pod
-from lockstep.pod.gcloud import Gcloud
+from lockstep.launchers.ssh.gcloud import Gcloud
 
 IMAGE = "example.com/image:1"
 

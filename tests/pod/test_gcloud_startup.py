@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.pod import Pod
-from lockstep.pod import startup
+from lockstep.launchers.ssh import startup
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "us-central1-docker.pkg.dev/tpu-pytorch-releases/docker/xla:r2.7.0_3.10_tpuvm"

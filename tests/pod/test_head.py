@@ -23,11 +23,11 @@ from lockstep.distributed.store.secret import fresh
 from lockstep.distributed.store.server import Server, listen_on_tcp
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE
-from lockstep.pod.agent import _Leading
-from lockstep.pod.folder import Job
-from lockstep.pod.head import Head
-from lockstep.pod.line import Line, closed_patience
-from lockstep.pod.order import Host, Order
+from lockstep.launchers.ssh.agent import _Leading
+from lockstep.launchers.ssh.folder import Job
+from lockstep.launchers.ssh.head import Head
+from lockstep.launchers.ssh.line import Line, closed_patience
+from lockstep.launchers.ssh.order import Host, Order
 
 TASK = Path(__file__).parents[1] / "tasks.py"
 
@@ -96,7 +96,7 @@ def leading(tmp_path: Path) -> Iterator[Leading]:
 _AGENT = """
 import sys, time
 from lockstep.distributed.store.client import connect_tcp
-from lockstep.pod.line import Line
+from lockstep.launchers.ssh.line import Line
 port, secret = int(sys.argv[1]), sys.stdin.readline().strip()
 line = Line(lambda limit: connect_tcp("127.0.0.1", port, secret, limit), 5.0, 1)
 line.say(attempt=-1)

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.pod import hosts
+from lockstep.launchers.ssh import hosts
 
 
 def named(processes: int | str = "auto", **launch: Any) -> list[str]:

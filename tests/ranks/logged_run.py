@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.train.run import Run
+from lockstep.engine.run import Run
 
 KILL_AT, SAVE_AT, STEPS_PER_EPOCH = 5, 3, 6
 

@@ -28,12 +28,12 @@ from lockstep.checkpoint import owners, ranges
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint
+from lockstep.engine.models import Entry, Models
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.strategy.base import Modules, Strategy
 from lockstep.strategy.loading import load_module, load_optimizer
 from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.slices import slice_of
-from lockstep.train.models import Entry, Models
 
 Mesh = dict[str, int]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.train.own_hooks import OwnHooks
+from lockstep.tasks.user_callbacks import OwnHooks
 
 
 def number(sample: dict[str, Any]) -> torch.Tensor:

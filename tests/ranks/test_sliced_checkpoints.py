@@ -22,10 +22,10 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
 from lockstep.config.schema import Keep
+from lockstep.launchers import restore_point as start
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse
-from lockstep.start import checkpoint as start
 from lockstep.verify.examine import batch_statistics
 
 launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})

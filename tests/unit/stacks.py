@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.train.run import Run
+from lockstep.engine.run import Run
 from tasks import Block
 
 Runs = Callable[..., Run]

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from lockstep.cli import main
 from lockstep.config.text_file import read_bytes, read_text
 from lockstep.errors import ConfigError
-from lockstep.launcher import room
+from lockstep.launchers.local import limits
 from lockstep.record import run_folder
 from lockstep.record.writers import JsonlWriter, read_rows, write_json
 
@@ -121,13 +121,13 @@ def test_a_full_disk_names_the_file() -> None:
 
 
 def test_what_a_host_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "limit", lambda: (100, "ulimit -u"))
-    room.check(100)
-    room.check(10, 9)
+    monkeypatch.setattr(limits, "limit", lambda: (100, "ulimit -u"))
+    limits.check(100)
+    limits.check(10, 9)
     with pytest.raises(ConfigError, match=r"processes: 101 is more than .* at most 100 \(ulimit -u\)"):
-        room.check(101)
+        limits.check(101)
     with pytest.raises(ConfigError, match=r"data.workers: 10 for each of 10 processes .* at most 100 processes in all"):
-        room.check(10, 10)
+        limits.check(10, 10)
 
 
 # A machine that refuses, with processes of its own

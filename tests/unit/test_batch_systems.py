@@ -17,8 +17,8 @@ from lockstep.distributed.batch import batch_task, nodes, tasks_per_node
 from lockstep.distributed.topology import Topology, launched, without_place
 from lockstep.doctor.ask import environment
 from lockstep.errors import ConfigError, LockstepError, TopologyError
+from lockstep.launchers.batch_tasks import check_processes, is_to_be_submitted, trains_here
 from lockstep.record import run_folder
-from lockstep.start.tasks import check_processes, is_to_be_submitted, trains_here
 
 SRUN = {
     "SLURM_JOB_ID": "20417", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NODEID": "1",

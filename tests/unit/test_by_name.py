@@ -15,18 +15,17 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.optimizing import ParameterGroup, Schedule
 from lockstep.config.schema import RunConfig
+from lockstep.engine.loss_scale import FIRST, LossScale
+from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
 from lockstep.strategy.compiled import how_to_compile
-from lockstep.train.changed import OptimizerArguments
-from lockstep.train.freezing import freeze
-from lockstep.train.groups import parameter_groups
-from lockstep.train.loss_scale import FIRST, LossScale
-from lockstep.train.models import MATCH
-from lockstep.train.schedule import NamedSchedule, factor
-from lockstep.train.schedules import run_length
+from lockstep.tasks.changed import OptimizerArguments
+from lockstep.tasks.parameters import freeze, parameter_groups
+from lockstep.tasks.rates import NamedSchedule, factor
+from lockstep.tasks.schedules import run_length
 
 if TYPE_CHECKING:
-    from lockstep.train.run import Run
+    from lockstep.engine.run import Run
 
 
 class Net(nn.Module):

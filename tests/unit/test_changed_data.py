@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from conftest import TASK_FILE
 from lockstep.config.schema import RunConfig
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.train import trainer
-from lockstep.train.run import Run
+from lockstep.tasks import trainer
 from tasks import Tiny
 
 Runs = Callable[..., Run]

@@ -16,12 +16,12 @@ from lockstep.distributed.failure import Failure, Result
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat
 from lockstep.distributed.watch.stall import Limits, Seen
+from lockstep.engine.compile_guard import Phases
 from lockstep.record import chronicle as chronicles
 from lockstep.record.chronicle import Chronicle, newest_row
 from lockstep.runs.lags import read_lags, typical
 from lockstep.runs.live import read_live
 from lockstep.runs.timeline import read_timeline
-from lockstep.train.phases import Phases
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:

@@ -106,7 +106,7 @@ def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> N
 
 def test_a_rank_imports_buckets_and_loggers_where_its_config_names_them() -> None:
     code = (
-        "import sys, lockstep.launcher.preload, lockstep.worker, lockstep.launcher.function\n"
+        "import sys, lockstep.launchers.local.preload, lockstep.worker, lockstep.launchers.launch\n"
         "there = [each for each in sys.modules if each.startswith(('lockstep.mirror.', 'lockstep.record.to_'))]\n"
         "assert set(there) <= {'lockstep.mirror.mark', 'lockstep.mirror.url'}, there"
     )

@@ -17,12 +17,12 @@ from lockstep.data.loaders import one_ahead
 from lockstep.data.order import GlobalBatches
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Requests
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.cuda import CudaRuntime
-from lockstep.train.requests import Requests
-from lockstep.train.run import Run
 
 
 def test_a_batch_begins_when_the_one_before_is_handed_out_and_the_first_waits_for_none() -> None:

@@ -18,7 +18,7 @@ from lockstep.doctor import check as report
 from lockstep.doctor import installed, machine, runtimes
 from lockstep.doctor.ask import Answer, Question, unanswered
 from lockstep.doctor.check import GIB, MIB, Check, duration, exit_code, overall, size
-from lockstep.launcher import cgroup
+from lockstep.launchers.local import limits
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -243,8 +243,8 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     where = (tmp_path, tmp_path / "membership")
-    assert (cgroup.core_limit(*where), cgroup.memory_limit(*where)) == (1.5, GIB)
-    assert cgroup.core_limit(tmp_path, tmp_path / "nowhere") is None
+    assert (limits.core_limit(*where), limits.memory_limit(*where)) == (1.5, GIB)
+    assert limits.core_limit(tmp_path, tmp_path / "nowhere") is None
 
 
 def test_sizes_and_times() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_split
 
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import ConfigError, NonFiniteLoss, NonFiniteWeights
-from lockstep.train.mean import Mean
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
+from lockstep.evaluation.means import Mean
 
 Runs = Callable[..., Run]
 

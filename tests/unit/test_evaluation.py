@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep.data.loader import Loader
 from lockstep.data.order import GlobalBatches
 from lockstep.errors import ConfigError
-from lockstep.train.evaluation import BatchMean, combine, evaluating, measure_sums
+from lockstep.evaluation.means import BatchMean, combine, evaluating, measure_sums
 
 
 def measured(values: Tensor, batch_size: int, world_size: int, measure: Any) -> dict[str, float]:

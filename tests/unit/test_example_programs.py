@@ -14,7 +14,7 @@ from lockstep.config.schema import RunSettings
 from lockstep.config.strategy import Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.rules import shard_rules
+from lockstep.strategy.mesh import shard_rules
 
 
 @pytest.fixture(scope="module")

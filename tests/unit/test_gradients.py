@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.train.mean import Mean
-from lockstep.train.run import Run
+from lockstep.evaluation.means import Mean
 
 Runs = Callable[..., Run]
 Pair = tuple[nn.Module, nn.Module]

@@ -16,13 +16,12 @@ import lockstep
 from lockstep.checkpoint.manifest import read
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import ConfigError, HookFailed
-from lockstep.train.hook_names import check_hook
-from lockstep.train.own_hooks import OwnHooks
-from lockstep.train.parts import check_parts
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
-from lockstep.train.trainer import fit
+from lockstep.tasks.config_checks import check_parts
+from lockstep.tasks.trainer import fit
+from lockstep.tasks.user_callbacks import OwnHooks, check_hook
 
 calls: list[Any] = []
 chosen: list[Any] = []  # the hooks of the task below
@@ -523,7 +522,7 @@ def test_auto_stands_for_how_often_the_scheduler_is_stepped(
 
 
 def test_a_total_that_nobody_knows_is_refused() -> None:
-    from lockstep.train.schedules import run_length
+    from lockstep.tasks.schedules import run_length
 
     unknown = run_length(config(train={"epochs": 1}), None)
     with pytest.raises(

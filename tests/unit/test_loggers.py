@@ -20,12 +20,12 @@ from torch.utils.data import TensorDataset
 from conftest import TASK_FILE, wait_until
 from lockstep.config.load import validate
 from lockstep.config.schema import Log, RunConfig, RunSettings
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import ConfigError
 from lockstep.record import loggers, outbox, to_mlflow
-from lockstep.record.details import Details
-from lockstep.train.parts import check_parts
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
+from lockstep.record.to_tensorboard import Details
+from lockstep.tasks.config_checks import check_parts
 
 Runs = Callable[..., Run]
 DATA = TensorDataset(torch.randn(20, 3, generator=torch.Generator().manual_seed(0)))

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from lockstep.config.strategy import Strategy
 from lockstep.errors import ConfigError
-from lockstep.strategy.mesh import MAIN, Sharding, batch_spec, fully_sharded, resolve_meshes, shardings
-from lockstep.strategy.rules import shard_rules
+from lockstep.strategy.mesh import MAIN, Sharding, batch_spec, fully_sharded, resolve_meshes, shard_rules, shardings
 
 PARAMETERS = {"conv.weight": (32, 1, 3, 3), "fc1.weight": (128, 64), "fc1.bias": (128,), "fc2.weight": (10, 128)}
 

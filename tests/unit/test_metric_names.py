@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.train.trainer import check_metrics, metrics_asked_for
+from lockstep.tasks.trainer import check_metrics, metrics_asked_for
 
 
 def config(**sections: Any) -> RunConfig:

@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.launcher import fork_server
-from lockstep.start import checking
+from lockstep.launchers import checking
+from lockstep.launchers.local import fork_server
 from tasks import Tiny
 
 

@@ -17,8 +17,8 @@ from test_run import set_up
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.engine.run import Run
 from lockstep.errors import CheckpointError
-from lockstep.train.run import Run
 
 Runs = Callable[..., Run]
 KEEP_ALL = {"async": False, "keep": {"last": 10, "best": 0}}
@@ -103,7 +103,7 @@ def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(new_run: Runs,
             if "saved at step" in record.getMessage():
                 seen.append(names(tmp_path / "checkpoints"))
 
-    logger, handler = logging.getLogger("lockstep.train.run"), Look()
+    logger, handler = logging.getLogger("lockstep.engine.run"), Look()
     logger.addHandler(handler)
     before = logger.level
     logger.setLevel(logging.INFO)  # by its method, which forgets what other tests had it remember

@@ -27,10 +27,10 @@ from lockstep.data.order import GlobalBatches
 from lockstep.data.orders import Order, Own, Shuffled
 from lockstep.data.permutation import SORTED_UP_TO, Permutation
 from lockstep.data.split import Part, Split, split_dataset
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.train import scoring, trainer
-from lockstep.train.ordering import order_of
-from lockstep.train.run import Run
+from lockstep.tasks import evaluate, trainer
+from lockstep.tasks.setup import order_of
 from tasks import Tiny
 
 Runs = Callable[..., Run]
@@ -458,5 +458,5 @@ def test_a_run_is_evaluated_on_the_examples_that_it_was_not_trained_on(new_run: 
     trained = new_run()
     found = trainer.fit(trained, config)
     after = After(do="evaluate", run=str(trained.folder), step=1, data="val")
-    again = scoring.evaluate(new_run(), config, after)
+    again = evaluate.evaluate(new_run(), config, after)
     assert again["metrics"]["val/place"] == found["metrics"]["val/place"]

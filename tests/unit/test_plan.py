@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.distributed.topology import Topology
-from lockstep.launcher.plan import LaunchPlan, available_cores, local_plan
+from lockstep.launchers.plan import LaunchPlan, available_cores, local_plan
 
 GOLDEN = """\
 rank 0 on box: GLOO_SOCKET_IFNAME=lo GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 \

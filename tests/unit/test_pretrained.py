@@ -19,9 +19,9 @@ from lockstep.checkpoint.sources import open_source
 from lockstep.config.load import load
 from lockstep.config.schema import InitFrom
 from lockstep.distributed.activity import Activity
+from lockstep.engine.pretrained import match
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.train.pretrained import match
-from lockstep.train.run import Run
 
 
 class Net(nn.Module):

@@ -28,6 +28,8 @@ from lockstep.config.schema import REGIONS, Profile, RunSettings
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Place, Topology
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import ConfigError
 from lockstep.profiler import shares, view
 from lockstep.profiler.base import Profiler
@@ -37,8 +39,6 @@ from lockstep.profiler.window import Window
 from lockstep.profiler.xplane import convert
 from lockstep.record.display import Display
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
 from traces import named, slices, torch_traces
 
 DATA = TensorDataset(torch.randn(20, 3))

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
+from lockstep.engine.compile_guard import WARM_UP_STEPS, CompileGuard
 from lockstep.errors import Recompiled
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.train.compile_guard import WARM_UP_STEPS, CompileGuard
 
 
 class Counting(CpuRuntime):

@@ -10,7 +10,8 @@ import pytest
 
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, ended_by_the_kernel, find_cause
-from lockstep.launcher import cgroup
+from lockstep.launchers import fitting
+from lockstep.launchers.local import limits
 from lockstep.planner.devices import Device, Target, known
 from lockstep.planner.explain import like
 from lockstep.planner.figures import Step, Work
@@ -18,7 +19,6 @@ from lockstep.planner.plan import GIB, Plan
 from lockstep.planner.remedies import Found, find, lines
 from lockstep.planner.roofline import estimate
 from lockstep.planner.traces import NO_TIME
-from lockstep.start import fitting
 
 
 def step(fixed: float, growing: float, batch: int, flops: int = 10**12) -> Step:
@@ -149,7 +149,7 @@ def test_what_torch_lets_a_process_have_is_read_from_its_words() -> None:
 def test_kills_by_the_kernel_are_told_from_others(tmp_path: Path) -> None:
     counters = tmp_path / "vmstat"
     counters.write_text("pgfault 12\noom_kill 3\n")
-    assert cgroup.kills_for_memory(counters) == 3 and cgroup.kills_for_memory(tmp_path / "none") == 0
+    assert limits.kills_for_memory(counters) == 3 and limits.kills_for_memory(tmp_path / "none") == 0
     killed = ended_by_the_kernel(find_cause([], {0: -9}, "box"))
     assert (killed.memory, killed.cause) == ("host", "killed by SIGKILL: the kernel has ended it for lack of memory")
     left: Failure = find_cause([], {0: 1}, "box")

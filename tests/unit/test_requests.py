@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.group import Group
 from lockstep.distributed.signals import Signals
+from lockstep.engine.control_sync import PULSE_SECONDS, Asked, Pulse, steps_between_pulses
+from lockstep.engine.stop_requests import Interrupted, Preempted, Requests
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.train.pulse import PULSE_SECONDS, Asked, Pulse, steps_between_pulses
-from lockstep.train.requests import Interrupted, Preempted, Requests
 
 
 @settings(deadline=None)
@@ -81,7 +81,7 @@ def test_a_second_signal_at_once_is_the_same_request() -> None:
 
 
 def test_a_second_request_in_a_notebook_ends_the_cell_and_not_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.train.requests.SAME_REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.engine.stop_requests.SAME_REQUEST_SECONDS", 0.0)
     monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
     request = at_work()
     with pytest.raises(KeyboardInterrupt), request.listening(launched=False):
@@ -103,7 +103,7 @@ def test_under_a_launcher_the_terminal_is_left_to_it() -> None:
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.train.requests.interactive", lambda: False)  # as it is, for tests beside others
+    monkeypatch.setattr("lockstep.engine.stop_requests.interactive", lambda: False)  # as it is, for tests beside others
     request = Requests()
     with pytest.raises(Interrupted) as raised, request.listening(launched=True, alone=True):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -16,9 +16,9 @@ import torch._dynamo  # torch's first optimizer imports it, and it sets an envir
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import ConfigError, NonFiniteLoss
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
 
 Runs = Callable[..., Run]
 DATA = TensorDataset(torch.randn(10, 3))
@@ -300,7 +300,7 @@ def test_loops_that_accumulate_or_have_several_passes_are_not_warned_of(
 
 def test_what_a_run_has_no_need_of_is_not_imported() -> None:
     heavy = ("torch.distributed.tensor", "torch._dynamo", "sympy", "transformers", "torchmetrics", "datasets", "wandb")
-    code = f"import sys, lockstep.worker, lockstep.train.trainer; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, lockstep.worker, lockstep.tasks.trainer; print([m for m in {heavy} if m in sys.modules])"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert finished.stdout.strip() == "[]"
 

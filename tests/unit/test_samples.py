@@ -18,9 +18,9 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.record import png, samples
-from lockstep.train.run import Run
+from lockstep.record import samples
 
 Runs = Callable[..., Run]
 RNG = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def with_album(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 7), (40, 2)])
 def test_a_png_is_read_by_others_as_it_was_written(channels: int, height: int, width: int) -> None:
     given = pixels(height, width, channels)
-    read = np.asarray(Image.open(io.BytesIO(png.encoded(given))))
+    read = np.asarray(Image.open(io.BytesIO(samples.encoded_png(given))))
     assert np.array_equal(read.reshape(height, width, channels), given)
 
 

@@ -16,7 +16,7 @@ from lockstep.cli import main
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.topology import Place, Topology
 from lockstep.errors import ConfigError
-from lockstep.launcher.script import (
+from lockstep.launchers.script import (
     RESUME_FOLDER,
     SCRIPT_FILE,
     Script,

@@ -18,8 +18,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.slurm import limit_in_seconds
 from lockstep.config.sweep import Sweep, drawn, trial_count
 from lockstep.errors import ConfigError
+from lockstep.launchers.slurm import job, queue
 from lockstep.record import trials
-from lockstep.slurm import job, sweep
 
 PYTHON = shlex.join([sys.executable, "-P", "-m", "lockstep"])
 
@@ -192,12 +192,12 @@ def test_the_trials_of_a_sweep_are_the_same_every_time() -> None:
 def test_pruning_needs_ray() -> None:
     asked = Sweep.model_validate({"space": {"seed": {"grid": [1]}}, "prune": {}})
     with pytest.raises(ConfigError, match=r"prune: asha compares trials while they run.*it needs Ray"):
-        sweep.check(asked)
+        queue.check(asked)
 
 
 def test_the_table_is_what_the_runs_say(tmp_path: Path) -> None:
     asked = Sweep.model_validate({"metric": "val/loss", "space": {"seed": {"grid": [1, 2, 3, 4]}}})
-    sweep.make_folders(config(), asked, tmp_path)
+    queue.make_folders(config(), asked, tmp_path)
     said = [
         {"status": "completed", "epoch": 2, "metrics": {"val/loss": 0.5}},
         {"status": "preempted", "epoch": 1, "metrics": {"val/loss": 0.1}},

@@ -21,11 +21,11 @@ from lockstep.data.portions import Cut
 from lockstep.data.sources import Source, check_stream, is_stream
 from lockstep.data.streams import Pass
 from lockstep.distributed.group import Group
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.train.ordering import order_of
-from lockstep.train.run import Run
-from lockstep.train.schedules import run_length
-from lockstep.train.trainer import datasets_of, fit
+from lockstep.tasks.schedules import run_length
+from lockstep.tasks.setup import order_of
+from lockstep.tasks.trainer import datasets_of, fit
 
 Runs = Callable[..., Run]
 

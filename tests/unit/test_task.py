@@ -19,8 +19,8 @@ from lockstep.config.load import load
 from lockstep.config.objects import check_arguments, construct, import_object
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
-from lockstep.train.near_names import check_names
-from lockstep.train.task import Task, create_task
+from lockstep.tasks.name_checks import check_names
+from lockstep.tasks.task import Task, create_task
 
 WHOLE = """
 import lockstep

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from conftest import ROOT
-from lockstep.train.hook_names import STATE
-from lockstep.train.hooks import Hook
-from lockstep.train.near_names import WITHOUT_BASE
-from lockstep.train.task import Task
+from lockstep.tasks.callbacks import Hook
+from lockstep.tasks.name_checks import WITHOUT_BASE
+from lockstep.tasks.task import Task
+from lockstep.tasks.user_callbacks import STATE
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.config import objects
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.start.function import _loaded
+from lockstep.launchers.train import _loaded
 
 BASE: dict[str, Any] = {
     "task": {"type": "mine.py:Mine", "hidden": 3},
@@ -40,9 +40,9 @@ def module(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def test_the_package_is_the_function_whatever_was_imported_first() -> None:
-    import lockstep.train.run
+    import lockstep.engine.run
 
-    assert callable(lockstep.train) and lockstep.train.run.Run is lockstep.Run
+    assert callable(lockstep.train) and lockstep.engine.run.Run is lockstep.Run
     with pytest.raises(ConfigError, match=r"^lockstep\.train: task: missing"):
         lockstep.train()
 

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.data.order import GlobalBatches
+from lockstep.engine.evaluator import _decoded, _encoded
 from lockstep.errors import ConfigError
+from lockstep.evaluation.means import measure_sums
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.train.at_rank_zero import _decoded, _encoded
-from lockstep.train.evaluation import measure_sums
-from lockstep.train.measuring import whole_set_of_task
+from lockstep.tasks.measure import whole_set_of_task
 
 torchmetrics = pytest.importorskip("torchmetrics", reason="pip install 'lockstep-train[metrics]'")
 CLASSES, COUNT = 4, 53

@@ -22,7 +22,7 @@ from lockstep.mirror.url import Url
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
-    from lockstep.start.after import Done
+    from lockstep.launchers.after import Done
 
 RUN = click.argument("run_dir", metavar="RUN", type=options.run_dir, shell_complete=options.complete_run_dir)
 STEP = click.option(
@@ -64,8 +64,8 @@ def evaluate(
 
     A line of RUN/evaluations.jsonl notes what came of it; nothing else of RUN changes.
     """
-    from lockstep.start import after
-    from lockstep.start.checkpoint import Wanted
+    from lockstep.launchers import after
+    from lockstep.launchers.restore_point import Wanted
 
     folder = after.run_folder_of(run_dir)
     say_whose_code(folder)
@@ -113,8 +113,8 @@ def predict(
 
     Finished parts are in OUT.parts until all are there; the same command goes on after them where it was killed.
     """
-    from lockstep.start import after
-    from lockstep.start.checkpoint import Wanted
+    from lockstep.launchers import after
+    from lockstep.launchers.restore_point import Wanted
 
     if data is not None and input_ is not None:
         raise ConfigError(f"--data {data} and --input {input_}: name one of them")

@@ -15,8 +15,8 @@ from lockstep.mirror.url import Url
 
 if TYPE_CHECKING:
     from lockstep.doctor.check import Check
-    from lockstep.pod.preflight import Inspection
-    from lockstep.pod.verbs import Pod
+    from lockstep.launchers.ssh.preflight import Inspection
+    from lockstep.launchers.ssh.verbs import Pod
 
 _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
 
@@ -71,7 +71,7 @@ def doctor(
 def _of_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """A table with a verdict per host; this machine is only where it is looked from."""
     from lockstep.doctor import check as report
-    from lockstep.pod import preflight
+    from lockstep.launchers.ssh import preflight
 
     for name, option in _OF_THIS_MACHINE.items():
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
@@ -90,8 +90,8 @@ def _of_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as
 def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
     """The hosts of a config file, or a list of names with commas between them."""
     from lockstep.config.load import load, load_python, with_overrides
-    from lockstep.pod.verbs import Pod
-    from lockstep.start import folder as folders
+    from lockstep.launchers import folder as folders
+    from lockstep.launchers.ssh.verbs import Pod
 
     file = Path(asked)
     if file.suffix in (".yaml", ".yml") or file.is_file():

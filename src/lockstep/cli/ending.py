@@ -13,7 +13,7 @@ import click
 
 from lockstep.cli.messages import say
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
-from lockstep.start import fitting
+from lockstep.launchers import fitting
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig

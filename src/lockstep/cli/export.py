@@ -46,8 +46,8 @@ def export(
     computes for an example is compared with what the model computes: only then it gets its name.
     """
     from lockstep.distributed.topology import launched
-    from lockstep.start import after
-    from lockstep.start.checkpoint import Wanted
+    from lockstep.launchers import after
+    from lockstep.launchers.restore_point import Wanted
 
     if launched(os.environ):
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
@@ -61,7 +61,7 @@ def export(
 
     config = load(folder / "config.yaml", overrides)
     chosen = after.chosen_step(folder, Wanted(step, best), config.checkpoint.keep.mode)
-    from lockstep.train.exporting import export as write
+    from lockstep.tasks.export import export as write
 
     done = write(config, folder, chosen, to, out, tolerance, averages=weights == "ema")
     found = {

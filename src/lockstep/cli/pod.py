@@ -18,10 +18,10 @@ from lockstep.cli.options import DRY_RUN, JSON, OUT, SET
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
+    from lockstep.launchers.ssh.record import Record
+    from lockstep.launchers.ssh.transport import Command
+    from lockstep.launchers.ssh.verbs import Pod
     from lockstep.mirror.url import Url
-    from lockstep.pod.record import Record
-    from lockstep.pod.transport import Command
-    from lockstep.pod.verbs import Pod
 
 CONFIG = click.option(
     "--config", "config", type=click.Path(path_type=Path), default=None, help="A config; the pod's own where not given."
@@ -40,9 +40,9 @@ def pod() -> None:
 def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tuple[Pod, Record]:
     """A pod by its name, with the config that is given or the one that is remembered."""
     from lockstep.config.load import load
-    from lockstep.pod import record as records
-    from lockstep.pod.verbs import Pod
-    from lockstep.start import folder as folders
+    from lockstep.launchers import folder as folders
+    from lockstep.launchers.ssh import record as records
+    from lockstep.launchers.ssh.verbs import Pod
 
     if config is None:
         record = records.read(name)
@@ -74,9 +74,9 @@ def _print(commands: Sequence[Command]) -> None:
 @JSON
 def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Make the hosts of a pod, or check those that there are, and remember how to reach them."""
-    from lockstep.pod import preflight
-    from lockstep.pod import record as records
-    from lockstep.pod.verbs import NotAll
+    from lockstep.launchers.ssh import preflight
+    from lockstep.launchers.ssh import record as records
+    from lockstep.launchers.ssh.verbs import NotAll
 
     made, record = _known(name, config, overrides)
     if dry_run:
@@ -107,12 +107,12 @@ def push(name: str, config: Path | None, dry_run: bool) -> None:
         made.pack_all()
         _print([*made.inspecting(make=True, devices=False), *made.copying(), *made.pushing()])
         return
-    from lockstep.pod import ahead
+    from lockstep.launchers.ssh import ahead
 
     with ahead.asked(name) as asked:
         made, record = _known(name, config)
         files, changed = made.push(asked)
-    from lockstep.pod import record as records
+    from lockstep.launchers.ssh import record as records
 
     records.write(record)
     say(f"{files} files on {len(made.transport.workers)} hosts; {changed} of them were new or had changed")
@@ -129,8 +129,8 @@ def run(
     name: str, config: Path | None, overrides: tuple[str, ...], out: Path | Url, follow: bool, dry_run: bool
 ) -> None:
     """Push, and start training on all hosts: it goes on when this command has ended."""
-    from lockstep.pod import record as records
-    from lockstep.start import pod as starting
+    from lockstep.launchers.ssh import pod as starting
+    from lockstep.launchers.ssh import record as records
 
     made, _ = _known(name, config, overrides)
     if dry_run:
@@ -151,7 +151,7 @@ def run(
 @DRY_RUN
 def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
     """Show what the hosts said, with their names before it."""
-    from lockstep.start import pod as starting
+    from lockstep.launchers.ssh import pod as starting
 
     made, record = _known(name, None)
     workers = range(len(made.transport.workers)) if worker is None else [made.worker(worker)]
@@ -172,8 +172,8 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ...]) -> None:
     """Run a command on all workers, or on one: `lockstep pod exec NAME -- COMMAND`; every argument arrives as it is."""
-    from lockstep.pod.execute import execute as carry_out
-    from lockstep.pod.gcloud import ONE_WORKER
+    from lockstep.launchers.ssh.execute import execute as carry_out
+    from lockstep.launchers.ssh.gcloud import ONE_WORKER
 
     made, _ = _known(name, None)
     commands = made.transport.run(command, None if worker is None else made.worker(worker))
@@ -243,8 +243,8 @@ def pull(name: str, out: Path, dry_run: bool) -> None:
 def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Go on with the newest run from its newest checkpoint; hosts that are gone are made again where that can be."""
     from lockstep.config.load import with_overrides
-    from lockstep.pod import record as records
-    from lockstep.start import pod as starting
+    from lockstep.launchers.ssh import pod as starting
+    from lockstep.launchers.ssh import record as records
 
     known = records.read(name)
     config = with_overrides(known.run_config(), overrides)
@@ -261,7 +261,7 @@ def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
 @DRY_RUN
 def delete(name: str, config: Path | None, yes: bool, dry_run: bool) -> None:
     """Give the hosts back, or remove the pod's folder from them: runs that were not pulled are lost."""
-    from lockstep.pod import record as records
+    from lockstep.launchers.ssh import record as records
 
     made, _ = _known(name, config)
     if dry_run:

@@ -44,8 +44,8 @@ def run(
     """Start SCRIPT with the variables that torchrun sets, so that a DDP script runs unchanged."""
     from lockstep import runtime
     from lockstep.config.schema import RunSettings
-    from lockstep.launcher import local
-    from lockstep.launcher.plan import local_plan
+    from lockstep.launchers.local import supervisor
+    from lockstep.launchers.plan import local_plan
 
     command = _module(script) if is_module else _file(script)
     count = processes or runtime.resolve(RunSettings())[1]
@@ -53,7 +53,7 @@ def run(
     if dry_run:
         click.echo(visible(plan.render()))
         return
-    result = local.launch(plan, max_restarts=max_restarts, fresh=fresh)
+    result = supervisor.launch(plan, max_restarts=max_restarts, fresh=fresh)
     if result.failure is not None:
         say(result.failure.render(count))
     sys.exit(result.exit_code)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lockstep.launcher.fork_server import warm_up
+from lockstep.launchers.local.fork_server import warm_up
 
 
 def main() -> None:

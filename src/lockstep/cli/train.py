@@ -17,10 +17,12 @@ from lockstep.cli.interrupt import leaving_at_once
 from lockstep.cli.messages import say, say_whose_code, saying_what_is_logged
 from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.errors import ConfigError
+from lockstep.launchers import batch_tasks, checking, cluster, fitting, restore_point, resuming
+from lockstep.launchers import folder as folders
+from lockstep.launchers.local import local
+from lockstep.launchers.slurm import queue
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
-from lockstep.start import checking, checkpoint, cluster, fitting, local, queue, resuming, tasks
-from lockstep.start import folder as folders
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -60,7 +62,7 @@ def train(
     if sweep is not None:
         _sweep(loaded, sweep, out, dry_run)
         return
-    if tasks.trains_here(loaded, os.environ) and not dry_run:
+    if batch_tasks.trains_here(loaded, os.environ) and not dry_run:
         sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
     if pod_name is not None or loaded.launch.type == "ssh":
         _on_pod(loaded, pod_name or str(loaded.name), out, dry_run)
@@ -106,7 +108,7 @@ def train(
 )
 @options.RUN_DIR
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Go on from the checkpoint of this step.")
-@click.option("--best", is_flag=True, help="Go on from the best checkpoint, by checkpoint.keep.")
+@click.option("--best", is_flag=True, help="Go on from the best restore_point, by restore_point.keep.")
 @SET
 @PROFILE
 @DRY_RUN
@@ -114,7 +116,7 @@ def train(
 def resume(
     run_dir: Path | Url, step: int | None, best: bool, overrides: tuple[str, ...], profile: bool, dry_run: bool
 ) -> None:
-    """Go on with the run in RUN_DIR, a folder or its URL, from its newest good checkpoint, or from another one.
+    """Go on with the run in RUN_DIR, a folder or its URL, from its newest good restore_point, or from another one.
 
     Checkpoints that are newer than a chosen one are set aside under another name.
     """
@@ -124,7 +126,7 @@ def resume(
     from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock, run_folder
 
-    wanted = checkpoint.Wanted(step, best)
+    wanted = restore_point.Wanted(step, best)
     topology = Topology.from_env(os.environ) if launched(os.environ) and not dry_run else None
     say_whose_code(run_dir)
     with contextlib.ExitStack() as finding:
@@ -140,10 +142,10 @@ def resume(
 
         def go_back(folder: Path, first: bool = True) -> None:
             if first:
-                checkpoint.forget(folder)
-            if not wanted.is_newest and not checkpoint.has_gone_back(folder):
+                restore_point.forget(folder)
+            if not wanted.is_newest and not restore_point.has_gone_back(folder):
                 with saying_what_is_logged():
-                    say(f"going on from step {checkpoint.go_back(folder, wanted, loaded.checkpoint.keep.mode)}")
+                    say(f"going on from step {restore_point.go_back(folder, wanted, loaded.checkpoint.keep.mode)}")
 
         def changed(resolved: RunConfig) -> Path:
             go_back(folder)
@@ -152,7 +154,7 @@ def resume(
                 say(f"changed: {described(change)}")
             return folder
 
-        if tasks.trains_here(loaded, os.environ) and not dry_run:
+        if batch_tasks.trains_here(loaded, os.environ) and not dry_run:
             first = Topology.from_env(os.environ).attempt == 0
             # On rank 0, for all, once they have met and it holds the folder.
             with saved_before(run.start_files):
@@ -161,12 +163,12 @@ def resume(
             _dry_run(loaded, str(run_dir))
             if not wanted.is_newest:
                 folder = run.folder()
-                chosen = checkpoint.found(folder, wanted, loaded.checkpoint.keep.mode)
-                aside = ", ".join(checkpoint.newer(folder, chosen)) or "none"
+                chosen = restore_point.found(folder, wanted, loaded.checkpoint.keep.mode)
+                aside = ", ".join(restore_point.newer(folder, chosen)) or "none"
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
         folder = run.folder()
-        checkpoint.refuse_less(folder, wanted, differing, loaded.checkpoint.keep.mode)
+        restore_point.refuse_less(folder, wanted, differing, loaded.checkpoint.keep.mode)
         if loaded.launch.type != "local":
             fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
         if loaded.launch.type == "slurm":
@@ -188,7 +190,7 @@ def resume(
 
 
 def _on_pod(config: RunConfig, name: str, out: Path | Url, dry_run: bool) -> None:
-    from lockstep.start import pod
+    from lockstep.launchers.ssh import pod
 
     if dry_run:
         _print(config, pod.described(config, name))
@@ -196,9 +198,9 @@ def _on_pod(config: RunConfig, name: str, out: Path | Url, dry_run: bool) -> Non
     sys.exit(pod.train(config, name, out))
 
 
-def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[str, Any], dry_run: bool) -> bool:
+def _start_script_again(run_dir: Path, wanted: restore_point.Wanted, options: dict[str, Any], dry_run: bool) -> bool:
     """Where the folder is that of a script with its own loop, this process becomes that script."""
-    from lockstep.launcher import script
+    from lockstep.launchers import script
 
     again = script.start_again(run_dir, os.environ, options)
     if again is None:
@@ -212,7 +214,7 @@ def _start_script_again(run_dir: Path, wanted: checkpoint.Wanted, options: dict[
         from lockstep.record import folder_lock
 
         with folder_lock.locked(run_dir), saying_what_is_logged():
-            say(f"going on from step {checkpoint.go_back(run_dir, wanted, keep.get('mode', 'min'))}")
+            say(f"going on from step {restore_point.go_back(run_dir, wanted, keep.get('mode', 'min'))}")
     again.become()
     return True
 
@@ -232,11 +234,10 @@ def _tell_queued(queued: queue.Queued) -> None:
 def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
     """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
     from lockstep.distributed.topology import Topology, launched
-    from lockstep.train.made_parts import check_made
-    from lockstep.train.parts import ELSEWHERE, check_parts
+    from lockstep.tasks.config_checks import ELSEWHERE, check_made, check_parts
 
     if launched(os.environ):
-        tasks.check_processes(config, os.environ)
+        batch_tasks.check_processes(config, os.environ)
         topology = Topology.from_env(os.environ)
         config = config.model_copy(update={"processes": topology.local_world_size})
         plan = f"under the launcher that started this process: {topology.world_size} ranks"
@@ -244,7 +245,7 @@ def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
             return
     elif config.launch.type == "ray":
         plan = cluster.described(config)
-    elif tasks.is_to_be_submitted(config, os.environ):
+    elif batch_tasks.is_to_be_submitted(config, os.environ):
         plan, config = queue.described(config, _on_disk(out) / folder), queue.resolved(config)
     else:
         config = local.resolved(config, say)
@@ -278,7 +279,7 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
         _sweep_in_queue(config, sweep, out, dry_run)
         return
     if dry_run:
-        from lockstep.train.parts import ELSEWHERE, check_parts
+        from lockstep.tasks.config_checks import ELSEWHERE, check_parts
 
         check_parts(config, ELSEWHERE if cluster.is_elsewhere(config) else ())
         _print(config, to_yaml(sweep.model_dump(mode="json")))
@@ -297,7 +298,7 @@ def _sweep_in_queue(config: RunConfig, sweep: Sweep, out: Path, dry_run: bool) -
     if not dry_run:
         _tell_queued(queue.sweep(config, sweep, out))
         return
-    from lockstep.train.parts import check_parts
+    from lockstep.tasks.config_checks import check_parts
 
     check_parts(config)
     _print(queue.resolved(config), queue.described_sweep(config, sweep, out / "SWEEP_DIR"))

@@ -92,8 +92,8 @@ def _newest() -> Path:
 
 def _on_pod(name: str) -> Callable[[], Look]:
     """The newest run of a pod, as its head sees it."""
-    from lockstep.pod import record as records
-    from lockstep.pod.verbs import Pod
+    from lockstep.launchers.ssh import record as records
+    from lockstep.launchers.ssh.verbs import Pod
     from lockstep.runs.watching import look_of
 
     record = records.read(name)

@@ -16,8 +16,8 @@ from typing import Any
 
 from lockstep.doctor.ask import Answer, Stage
 from lockstep.doctor.check import GIB, MIB, Check, duration, size
-from lockstep.launcher import cgroup
-from lockstep.launcher.plan import available_cores
+from lockstep.launchers.local import limits
+from lockstep.launchers.plan import available_cores
 
 # The variables that change what a run does here; no other is ever shown.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PJRT_DEVICE")
@@ -38,8 +38,8 @@ _JUMP_SECONDS = 0.5
 def look(processes: int) -> Iterator[Check]:
     """What `processes` processes need, against what there is."""
     yield variables(os.environ)
-    yield cores(available_cores(), os.cpu_count() or 1, cgroup.core_limit(), processes)
-    yield memory(*_memory(), cgroup.memory_limit(), processes)
+    yield cores(available_cores(), os.cpu_count() or 1, limits.core_limit(), processes)
+    yield memory(*_memory(), limits.memory_limit(), processes)
     yield shared_memory(*_shared_memory())
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE), processes)
 

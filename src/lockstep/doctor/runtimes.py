@@ -22,8 +22,8 @@ from lockstep.doctor.check import MIB, Check, Verdict, duration, size
 from lockstep.doctor.installed import REQUIREMENTS, reinstall
 
 if TYPE_CHECKING:
+    from lockstep.engine.run import Run
     from lockstep.runtime.base import Runtime
-    from lockstep.train.run import Run
 
 FAMILIES = ("cpu", "cuda", "xla")
 _CUDA_BUILD = "install a build of torch for CUDA (https://pytorch.org/get-started/locally)"
@@ -284,7 +284,7 @@ def _bandwidth(seconds: dict[int, float]) -> Check:
 def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> dict[str, Any]:
     """What the ranks measured, by rank; a launch that fails raises what its user would see."""
     stage(f"starting {processes} processes on {family}")
-    from lockstep.launcher.function import launch
+    from lockstep.launchers.launch import launch
 
     wait = float(limit) / 3  # ranks give up before the doctor does, and say who did not arrive
     began = time.perf_counter()

@@ -18,12 +18,12 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.config.optimizing import Compile
+from lockstep.engine import setup
 from lockstep.planner import gpu_rules
 from lockstep.planner.ledger import Ledger
 from lockstep.strategy import recompute as recomputing
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.forward import Forward, wrap_forward
-from lockstep.train import preparing
 
 _ATEN = torch.ops.aten
 # Not of single numbers, and yet read where they are needed: inductor makes them parts of other kernels.
@@ -57,7 +57,7 @@ def install(ledger: Ledger) -> None:
 
     names = {"recompute_modules": recompute, "compile_blocks": compile_blocks, "compile_whole": compile_whole}
     for name, instead in names.items():
-        setattr(preparing, name, instead)
+        setattr(setup, name, instead)
 
 
 def _walked(forward: Forward, ledger: Ledger) -> Forward:

@@ -20,21 +20,19 @@ from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
 from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.values import Interval
 from lockstep.distributed.topology import Topology
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Requests
 from lockstep.planner import figures, fusion, pretend
 from lockstep.planner.figures import Step
 from lockstep.planner.ledger import Ledger, NotTraced, replay
 from lockstep.record.display import Display
-from lockstep.strategy.mesh import axes_of
-from lockstep.strategy.rules import shard_rules
+from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
-from lockstep.train.loop import step_of
-from lockstep.train.making import set_up
-from lockstep.train.ordering import order_of
-from lockstep.train.requests import Requests
-from lockstep.train.run import Run
-from lockstep.train.schedules import RunLength
-from lockstep.train.task import create_task
-from lockstep.train.trainer import datasets_of
+from lockstep.tasks.loop import step_of
+from lockstep.tasks.schedules import RunLength
+from lockstep.tasks.setup import order_of, set_up
+from lockstep.tasks.task import create_task
+from lockstep.tasks.trainer import datasets_of
 
 _LONG = RunLength(10**9, 10**6)
 _NEVER = Interval(10**9, "step")

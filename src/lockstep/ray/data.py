@@ -7,9 +7,9 @@ from typing import Any
 
 import ray.train
 
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.train.evaluation import Measure
-from lockstep.train.run import Run
+from lockstep.evaluation.means import Measure
 
 
 class DataConfig(ray.train.DataConfig):  # type: ignore[misc]

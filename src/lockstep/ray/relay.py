@@ -14,11 +14,11 @@ from typing import Any, TextIO
 import ray
 
 from lockstep.distributed.failure import Report
+from lockstep.engine.stop_requests import Requests
 from lockstep.ray.mailbox import ANSWER_SECONDS, Event
 from lockstep.record import display
 from lockstep.record.logs import screen_handler
 from lockstep.record.writers import Row
-from lockstep.train.requests import Requests
 
 # A request is heard within this time, and a line shown: more often would cost the training more than it is worth.
 _INTERVAL = 0.5

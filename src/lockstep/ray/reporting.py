@@ -10,8 +10,8 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.engine.run import Run
 from lockstep.errors import LaunchError
-from lockstep.train.run import Run
 
 # How long Ray Train may take to receive the last reports.
 _FINISH_SECONDS = 120.0

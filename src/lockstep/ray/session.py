@@ -19,12 +19,12 @@ import ray.train
 from lockstep import worker
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.topology import ranks_text
+from lockstep.engine.run import Run
+from lockstep.engine.stop_requests import Preempted, Requests
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray.reporting import BlockingReporter, Reporter
 from lockstep.ray.worker_settings import WorkerSettings
-from lockstep.train import work
-from lockstep.train.requests import Preempted, Requests
-from lockstep.train.run import Run
+from lockstep.tasks import work
 
 # How long a folder that rank 0 made may take to be seen on other nodes.
 _SEEN_SECONDS = 10.0

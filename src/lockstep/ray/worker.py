@@ -14,12 +14,12 @@ from lockstep import worker
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
 from lockstep.distributed.topology import Place, ranks_text
+from lockstep.engine.stop_requests import Preempted
 from lockstep.errors import ConfigError, RankStalled
 from lockstep.ray import session
 from lockstep.ray.folder_sync import NodeSync, ask_mailbox
 from lockstep.ray.relay import Relay, RelayedDisplay, RelayedLog, printing_through
 from lockstep.ray.reporting import BackgroundReporter
-from lockstep.train.requests import Preempted
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import Keep, Log
 from lockstep.data.progress import Progress
-from lockstep.record.best import Best
 from lockstep.record.chronicle import Chronicle
 from lockstep.record.display import NEW_BEST, Display
 from lockstep.record.logger import Kind
@@ -154,3 +153,21 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 def _same(before: Any, name: str, now: Any) -> bool:
     return before is None or name == SPEED or before == now
+
+
+class Best:
+    """Of the rows of a run, in their order; of a run that goes on, those before first."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        self._value: float | None = None
+
+    def reached(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has a value that is better than all before it."""
+        value = row.get(self._keep.metric)
+        if SPEED in row or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return False
+        better = self._value is None or (value < self._value if self._keep.mode == "min" else value > self._value)
+        if better:
+            self._value = float(value)
+        return better

@@ -10,6 +10,8 @@ import contextlib
 import json
 import re
 import shutil
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,24 @@ from lockstep import run_files
 from lockstep.config.plain import finite
 from lockstep.config.text_file import naming
 from lockstep.errors import ConfigError
-from lockstep.record import png
 from lockstep.record.logger import Kind, Sample, Table
+
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # channels -> as PNG numbers gray, RGB and RGBA
+
+
+def encoded_png(pixels: NDArray[np.uint8]) -> bytes:
+    """An array [height, width, channels] as a PNG file; channels are 1, 3 or 4."""
+    height, width, channels = pixels.shape
+    lines = np.zeros((height, 1 + width * channels), np.uint8)  # a line begins with its filter, which is none
+    lines[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_part(kind, data) for kind, data in parts)
+
+
+def _part(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
 
 FOLDER = "samples"
 _STEP = "step-"
@@ -182,7 +200,7 @@ def _what(given: Any) -> str:
 
 
 _ENCODED: dict[Kind, Callable[[Any], bytes]] = {
-    "image": png.encoded,
+    "image": encoded_png,
     "text": lambda value: value.encode("utf-8", "surrogatepass"),
     "table": lambda value: (
         json.dumps(finite({"columns": value.columns, "rows": value.rows}), ensure_ascii=False) + "\n"

@@ -7,6 +7,9 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from lockstep.config.mesh import BATCH_AXES, Shape
 from lockstep.config.mesh import DATA_AXIS as DATA_AXIS
@@ -170,3 +173,17 @@ def _matches_nothing(pattern: str, names: list[str]) -> str:
 
 def _text(spec: Sequence[AxisNames]) -> str:
     return "[" + ", ".join("null" if each is None else str(each) for each in spec) + "]"
+
+
+def shard_rules(rules: Mapping[str, Any]) -> dict[str, ShardRule]:
+    """Parameter-name pattern -> rule, from axis names per dimension or from a mapping with a spec and a mesh."""
+    checked = {}
+    for pattern, rule in rules.items():
+        try:
+            checked[pattern] = ShardRule.model_validate({"spec": rule} if isinstance(rule, list | tuple) else rule)
+        except ValidationError as problems:
+            raise ConfigError(
+                f"shard_rules: {pattern!r}: {problems.errors()[0]['msg']}, got {rule!r}: give an axis name (or None) "
+                "for every dimension of the parameter"
+            ) from None
+    return checked

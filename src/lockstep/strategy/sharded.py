@@ -45,13 +45,13 @@ from lockstep.strategy.base import (
 from lockstep.strategy.block_tracker import BlockTracker
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.device_mesh import make_mesh
+from lockstep.strategy.forward import without_views
 from lockstep.strategy.initial import Initialise
 from lockstep.strategy.loading import load_module, load_optimizer
 from lockstep.strategy.methods import let_methods_compute
 from lockstep.strategy.second_backward import SecondBackward
 from lockstep.strategy.slices import local_part, slice_of
 from lockstep.strategy.synced_norm import synchronise
-from lockstep.strategy.views import without_views
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint import manifest, merge
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.pod import hosts
+from lockstep.launchers.ssh import hosts
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed

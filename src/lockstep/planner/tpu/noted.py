@@ -15,6 +15,7 @@ from lockstep.config.load import check_strategy
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
+from lockstep.engine.run import Run
 from lockstep.planner.ledger import NotTraced
 from lockstep.planner.pretend import PretendGroup
 from lockstep.planner.tpu.shardings import REPLICATED as REPLICATED
@@ -27,8 +28,7 @@ from lockstep.strategy.base import Parameters, Strategy
 from lockstep.strategy.single import SingleStrategy
 from lockstep.strategy.spmd import SpmdStrategy
 from lockstep.strategy.xla_ddp import XlaDdpStrategy
-from lockstep.train.loop import step_of
-from lockstep.train.run import Run
+from lockstep.tasks.loop import step_of
 
 
 @dataclass

@@ -49,15 +49,14 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     import torch_xla
 
     from lockstep.distributed.topology import Topology
+    from lockstep.engine.run import Run
+    from lockstep.engine.stop_requests import Requests
     from lockstep.planner.tpu import noted
     from lockstep.record.display import Display
-    from lockstep.train.making import set_up
-    from lockstep.train.ordering import order_of
-    from lockstep.train.requests import Requests
-    from lockstep.train.run import Run
-    from lockstep.train.schedules import RunLength
-    from lockstep.train.task import create_task
-    from lockstep.train.trainer import datasets_of
+    from lockstep.tasks.schedules import RunLength
+    from lockstep.tasks.setup import order_of, set_up
+    from lockstep.tasks.task import create_task
+    from lockstep.tasks.trainer import datasets_of
 
     over_all = config.strategy.has_mesh
     ranks = 1 if over_all else target.devices

@@ -1,0 +1,259 @@
+"""The pulse: all ranks tell each other what they were asked for, and share rank 0's clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.distributed.group import Group
+from lockstep.distributed.topology import ranks_text
+from lockstep.engine.stop_requests import Requests
+from lockstep.errors import RankMissing
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.generators import generator_states, set_generator_states
+
+# A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
+PULSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What any of the ranks was asked for; the same on all of them."""
+
+    leave: str | None = None
+    stop: str | None = None
+    save: str | None = None
+
+
+NOTHING = Asked()
+
+
+class Pulse:
+    """Comes every so many steps, or out of turn where steps have become slow and somebody was asked for something.
+
+    The number of steps follows from the measured step time, so that the exchange costs a fixed small share of the
+    time and not something per step; it is computed from what was exchanged, so all ranks compute the same.
+    """
+
+    def __init__(self, group: Group, requests: Requests, summons: Summons | None = None) -> None:
+        self._group, self._requests, self._summons = group, requests, summons
+        self._start = self._last_time = time.monotonic()
+        self._last_step = 0
+        self._next_step = 0
+        self._every = 1
+        self.exchanged = False  # whether the last beat was one at which ranks told each other
+        self.clock = 0.0  # seconds of training, as all ranks know it
+        self._clock_at_start = 0.0
+
+    def start(self, step: int, clock: float) -> None:
+        """Begin at a step and a clock that all ranks know, fresh or restored."""
+        now = time.monotonic()
+        self._start, self._last_time = now - clock, now
+        self.clock = self._clock_at_start = clock
+        self._last_step, self._next_step, self._every = step, step + 1, 1
+        if self._summons is not None:
+            self._summons.met(step, self._next_step)
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def since_start(self) -> float:
+        """Seconds since this start of the run, restored or not, as all ranks know them."""
+        return self.clock - self._clock_at_start
+
+    def beat(self, step: int) -> Asked:
+        """What all ranks are to do at this step, if any of them was asked for something."""
+        now = time.monotonic()
+        if self._group.world_size == 1:
+            self.exchanged = True
+            self.clock = now - self._start
+            return _asked([self._take()]) if self._requests.any else NOTHING
+        self.exchanged = step >= self._next_step or (self._summons is not None and self._summons.called_at(step))
+        return self.meet(step) if self.exchanged else NOTHING
+
+    def meet(self, step: int) -> Asked:
+        """Tell each other now."""
+        now = time.monotonic()
+        message = {
+            **self._take(),
+            "clock": now - self._start,
+            "step_seconds": (now - self._last_time) / max(step - self._last_step, 1),
+        }
+        messages = self._group.gather(message, f"the pulse at step {step}")
+        self.clock = float(messages[0]["clock"])
+        slowest = max(float(each["step_seconds"]) for each in messages)
+        self._every = steps_between_pulses(slowest, self._every)
+        self._last_step, self._last_time, self._next_step = step, time.monotonic(), step + self._every
+        if self._summons is not None:
+            self._summons.met(step, self._next_step)
+        return _asked(messages)
+
+    def _take(self) -> dict[str, Any]:
+        requests = self._requests
+        save = requests.save
+        if save:  # whoever asks again after this asks for another save
+            requests.save = False
+        return {"leave": requests.leave, "stop": requests.stop, "save": "SIGUSR1" if save else None}
+
+
+def _asked(messages: list[dict[str, Any]]) -> Asked:
+    def first(name: str) -> str | None:
+        asked = [(rank, each[name]) for rank, each in enumerate(messages) if each[name]]
+        return f"{asked[0][1]} on {ranks_text([rank for rank, _ in asked])}" if asked else None
+
+    return Asked(first("leave"), first("stop"), first("save"))
+
+
+def steps_between_pulses(step_seconds: float, before: int) -> int:
+    """As many steps as fit into the pulse's time, growing no faster than fourfold from one to the next."""
+    return max(1, min(int(PULSE_SECONDS / max(step_seconds, 1e-9)), before * 4, 10_000))
+
+
+# Where the last pulse is younger than this, the next planned one is near enough.
+_QUIET_SECONDS = 1.5
+# Without any request: how old the clock that all ranks share may become, by which runs save every so many minutes.
+_OLD_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+
+class Summons:
+    """One rank's part. `called_at` and `met` are for the training thread, `look` is for that of the heartbeat."""
+
+    def __init__(self, group: Group, asked: Callable[[], bool]) -> None:
+        self._group, self._asked = group, asked
+        self._lock = threading.Lock()
+        self._round = 0  # pulses so far, the same on all ranks
+        self._passed = -1  # the last safe point without a pulse, or of the last pulse
+        self._held = False  # in this round, no safe point is passed without looking
+        self._planned = 0
+        self._met_at = time.monotonic()
+        self._said = -1  # the round that this rank has answered in
+
+    def called_at(self, step: int) -> bool:
+        """Whether all ranks meet at the safe point of this step; else it is passed."""
+        with self._lock:
+            if not self._held:
+                self._passed = step
+                return False
+        if step >= self._meeting():
+            return True
+        with self._lock:
+            self._passed = step
+        return False
+
+    def met(self, step: int, planned: int) -> None:
+        """A pulse is over; the next is planned at another step."""
+        with self._lock:
+            self._round += 1
+            self._held = False
+            self._passed, self._planned = step, planned
+            self._met_at = time.monotonic()
+
+    def look(self, store: Any) -> None:
+        """Call the others, where this rank was asked for something; and answer whoever has called."""
+        number = self._round
+        if self._said < number and (self._wants() or store.check([_key(number)])):
+            if not store.check([_key(number)]):
+                store.set(_key(number), b"called")
+            with self._lock:
+                if self._round != number:
+                    return  # they met in the meantime
+                self._held = True
+                passed = self._passed
+            store.set(_key(number, self._group.rank), str(passed))
+            self._said = number
+        if self._group.rank == 0 and self._said == number:
+            self._say_where(store, number)
+
+    def _wants(self) -> bool:
+        quiet = time.monotonic() - self._met_at
+        if self._planned <= self._passed + 1 or quiet < _QUIET_SECONDS:
+            return False  # the next safe point is a pulse anyway, or it is not far
+        return self._asked() or (self._group.rank == 0 and quiet > _OLD_SECONDS)
+
+    def _say_where(self, store: Any, number: int) -> None:
+        if store.check([_key(number, "at")]):
+            return
+        answers = store.read_all([_key(number, rank) for rank in range(self._group.world_size)])
+        if None not in answers:
+            store.set(_key(number, "at"), str(max(map(int, answers)) + 1))
+
+    def _meeting(self) -> int:
+        """The step whose safe point all ranks meet at, once it is known."""
+        key, began = _key(self._round, "at"), time.monotonic()
+        with self._group.activity.within("'a pulse out of turn'", waits=True):
+            while (step := self._group.word(key)) is None:
+                if time.monotonic() - began > self._group.timeout:
+                    raise RankMissing(
+                        f"waited {self._group.timeout:g} s for a pulse out of turn: the heartbeat of a rank does not "
+                        "answer. Look at the logs of the other ranks; launch.timeout sets the limit"
+                    )
+                time.sleep(_LOOK_SECONDS)
+        return int(step)
+
+
+def _key(number: int, what: int | str | None = None) -> str:
+    return f"summons/{number}" if what is None else f"summons/{number}/{what}"
+
+
+# So many steps after the last safe point there is another, though an optimizer has not stepped since.
+_MOST_STEPS = 50
+
+
+class OwnDataSteps:
+    """Decides where the steps of such a loop end, and acts there on a request to save or to leave.
+
+    What follows run.step in an iteration (a scheduler, a target network, run.log) belongs to the step as well, and only
+    the loop knows it. So a request waits for the next call of a module, which is in the next iteration, and is carried
+    out before that. Random numbers that were drawn for it by then are drawn again in the resumed run.
+    """
+
+    def __init__(self, runtime: Runtime, act: Callable[[Asked], None]) -> None:
+        self._runtime, self._act = runtime, act
+        self._stepped: set[int] = set()
+        self._steps = 0
+        self._asked: Asked | None = None
+        self._states: dict[str, Any] = {}
+        self._hook: RemovableHandle | None = None
+
+    def end_here(self, optimizer: object, optimizers: int) -> bool:
+        """Whether the step of this optimizer is the last of an iteration: all of them have stepped since the last."""
+        self._stepped.add(id(optimizer))
+        self._steps += 1
+        if len(self._stepped) < optimizers and self._steps < _MOST_STEPS:
+            return False
+        self._stepped.clear()
+        self._steps = 0
+        return True
+
+    def defer(self, asked: Asked) -> None:
+        """Act on a request as soon as the next module is called by this thread."""
+        thread = threading.get_ident()
+
+        def before_forward(module: Any, inputs: Any) -> None:
+            if threading.get_ident() == thread:
+                self.act(redraw=True)
+
+        self._asked, self._states = asked, generator_states(self._runtime)
+        self._hook = register_module_forward_pre_hook(before_forward)
+
+    def act(self, redraw: bool = False) -> None:
+        """Act on the request that was deferred, if there is one; with `redraw`, as of the end of its step."""
+        if self._asked is None or self._hook is None:
+            return
+        asked, self._asked = self._asked, None
+        self._hook.remove()
+        now = generator_states(self._runtime)
+        if redraw:
+            set_generator_states(self._runtime, self._states)
+        try:
+            self._act(asked)
+        finally:
+            set_generator_states(self._runtime, now)

@@ -1,0 +1,250 @@
+"""Tracks which optimizers received gradients from which backward pass: what to divide by, and what to drop.
+
+Backward passes add up until an optimizer steps, as in plain PyTorch; `run.step(optimizer)` clears what it has used. Of
+several optimizers, one may be left with gradients of a pass that another one stepped with: a generator's loss reaches
+the discriminator, too.
+
+- An optimizer that has stepped on this batch starts the next batch from zero, whatever reached it after its step, if
+  the loop never calls its `zero_grad()`.
+- Gradients of a pass that no optimizer has stepped with are kept: the loop accumulates over batches.
+- In any other case plain PyTorch has a `zero_grad()`, and where that stands decides between adding and dropping. A loop
+  that calls it after every step gets what plain PyTorch computes; others are refused, by the name of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.engine.step import Step
+from lockstep.errors import ConfigError
+
+Count = Tensor | float
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    step: Step
+    batches: tuple[Any, ...]  # the global batches that it is of
+    micro: int  # which micro-batch of the step
+    number: int  # which pass over that micro-batch
+    count: Count | None  # None where the loss was a mean
+    reached: set[int]  # the optimizers whose parameters got gradients
+    settled: set[int] = field(default_factory=set)  # those that have stepped with them, or were cleared
+    used: bool = False  # whether any optimizer has stepped with it
+    carried_over: bool = False  # whether the pass over the data ended before any did
+
+    @property
+    def of_done_batch(self) -> bool:
+        """Whether its batch is not handed out again."""
+        return self.step.counted or self.carried_over
+
+    def waits_for(self, optimizer: int) -> bool:
+        return optimizer in self.reached and optimizer not in self.settled
+
+
+@dataclass(eq=False)
+class Watched:
+    """An optimizer that run.setup was given."""
+
+    name: str
+    optimizer: Optimizer
+    clear: Callable[[], None]
+    drop_unreduced: Callable[[Optimizer], None]
+    stepped_in: Step | None = None
+    cleared_by_loop: bool = False  # since its last step: from then on its gradients are what plain PyTorch has
+    calls_zero_grad: bool = False  # whether the loop has ever cleared it
+
+    def cleared(self) -> None:
+        self.cleared_by_loop = self.calls_zero_grad = True
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        return [each.grad for group in self.optimizer.param_groups for each in group["params"]]
+
+    def is_left_over(self, waiting: Sequence[BackwardPass]) -> bool:
+        """Whether these passes came after its step on their batch, and others used them: the next batch drops them."""
+        return all(each.used and each.step is self.stepped_in for each in waiting)
+
+
+class GradientTracker:
+    def __init__(self) -> None:
+        self._watched: dict[int, Watched] = {}
+        self._passes: list[BackwardPass] = []
+        self._before: dict[int, list[tuple[Tensor | None, int]]] = {}
+
+    def watch(self, name: str, optimizer: Optimizer, drop_unreduced: Callable[[Optimizer], None]) -> None:
+        """Follow an optimizer; `drop_unreduced` drops those of its gradients that its zero_grad does not reach."""
+        plain = optimizer.zero_grad
+
+        def clear(set_to_none: bool = True) -> None:
+            plain(set_to_none)
+            drop_unreduced(optimizer)
+
+        watched = Watched(name, optimizer, clear, drop_unreduced)
+
+        @functools.wraps(plain)
+        def zero_grad(set_to_none: bool = True) -> None:
+            clear(set_to_none)
+            watched.cleared()
+            self._settle(watched)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._watched[id(optimizer)] = watched
+
+    def begin(self, step: Step) -> None:
+        """A backward pass is about to begin: drop what is left of the batch before."""
+        if len(self._watched) == 1:
+            return
+        self._passes = [each for each in self._passes if each.step is step or not each.reached <= each.settled]
+        for watched in self._watched.values():
+            waiting = self._waiting(watched)
+            if not waiting or watched.cleared_by_loop:
+                continue
+            if all(each is None for each in watched.gradients):  # cleared by other means: model.zero_grad()
+                watched.cleared()
+                self._settle(watched)
+            elif any(each.used for each in waiting):
+                self._drop(watched, waiting, step)
+        self._before = {key: _versions(each.gradients) for key, each in self._watched.items()}
+
+    def add(self, step: Step, count: Count | None) -> None:
+        """A backward pass is done."""
+        known = [each for each in self._passes if each.step is step and each.micro == step.taken]
+        reached = {key for key, each in self._watched.items() if self._is_reached(key, each)}
+        self._passes.append(BackwardPass(step, step.batches, step.taken, len(known), count, reached))
+        self._before = {}
+
+    def counts_for(self, optimizer: Optimizer) -> list[Count]:
+        """What the gradients of an optimizer are to be divided by; nothing where they are those of means."""
+        key = id(optimizer)
+        # A pass over a micro-batch whose gradients are not exchanged yet may not show whom it reached: it reaches whom
+        # the same pass over the last micro-batch reaches.
+        numbers = {each.number for each in self._passes if each.waits_for(key)}
+        passes = [each for each in self._passes if each.number in numbers and key not in each.settled]
+        counts = [each.count for each in passes if each.count is not None]
+        if not counts:
+            return []
+        if len(counts) < len(passes) or len({each.micro for each in passes}) < len(passes):
+            raise ConfigError(
+                f"run.step: {len(passes)} backward passes came before it, and {len(counts)} of them gave a sum and a "
+                "count: their gradients cannot be told apart any more. Add the losses up before run.backward, or step "
+                "each optimizer right after its own loss"
+            )
+        if len({each.batches for each in passes}) > 1:
+            raise ConfigError(
+                "run.step: the losses of several batches were given as a sum and a count, without a step between them. "
+                "Let run.batches(..., accumulate=N) make one batch of them, or give their means"
+            )
+        return counts
+
+    def stepped(self, optimizer: Optimizer, step: Step) -> None:
+        """An optimizer has used its gradients."""
+        watched = self._watched[id(optimizer)]
+        for each in self._passes:
+            each.used = each.used or each.waits_for(id(optimizer))
+        watched.clear()
+        watched.stepped_in, watched.cleared_by_loop = step, False
+        self._settle(watched)
+        if len(self._watched) == 1:
+            self._passes.clear()
+
+    def carry_over(self, step: Step) -> None:
+        """The pass over the data has ended in a step that no optimizer has taken yet: the next batches add to it."""
+        for each in self._passes:
+            each.carried_over = each.carried_over or each.step is step
+
+    def abandon(self, step: Step) -> None:
+        """Drop the gradients of a step that the loop has left half way: its batch comes again, whole."""
+        for watched in self._watched.values():
+            watched.drop_unreduced(watched.optimizer)
+            waiting = self._waiting(watched)
+            if any(each.step is step for each in waiting):
+                if any(each.step is not step for each in waiting):
+                    raise ConfigError(
+                        f"run.batches: the loop was left between two steps of {watched.name!r}, whose gradients are "
+                        "added up over several batches: those of the batch that was left, which comes again, cannot be "
+                        "taken out. Leave the loop after a step of every optimizer"
+                    )
+                watched.clear()
+                self._settle(watched)
+        self._passes = [each for each in self._passes if each.step is not step]
+
+    def to_save(self) -> dict[str, dict[str, Any]]:
+        """By model, what a checkpoint holds beside the optimizer: whether its gradients wait for a step ("used" says
+        of which passes), and whether the loop clears them."""
+        found = {}
+        for watched in self._watched.values():
+            waiting = self._waiting(watched)
+            done = [each for each in waiting if each.of_done_batch]
+            left_over = not watched.cleared_by_loop and watched.is_left_over(done)
+            if (not done and len(self._watched) == 1) or (left_over and not watched.calls_zero_grad):
+                continue  # nothing, or what the next batch drops
+            if not left_over and done and (len(done) < len(waiting) or any(each.count is not None for each in done)):
+                raise ConfigError(
+                    f"run.checkpoint: the gradients of {watched.name!r} are added up over several batches, and one of "
+                    "them is not done or was given as a sum and a count: a resumed run could not continue with them. "
+                    "Save after a step of every optimizer"
+                )
+            found[watched.name] = {
+                "used": sorted({each.used for each in done}),
+                "by_loop": watched.cleared_by_loop,
+                "calls_zero_grad": watched.calls_zero_grad,
+            }
+        return found
+
+    def restore(self, name: str, saved: Mapping[str, Any]) -> None:
+        """The optimizer of a model has the gradients back that waited for its step."""
+        watched = next(each for each in self._watched.values() if each.name == name)
+        watched.cleared_by_loop, watched.calls_zero_grad = saved["by_loop"], saved["calls_zero_grad"]
+        before = Step()
+        before.counted = True
+        for used in saved["used"]:
+            self._passes.append(BackwardPass(before, (), 0, 0, None, {id(watched.optimizer)}, used=used))
+
+    def _waiting(self, watched: Watched) -> list[BackwardPass]:
+        return [each for each in self._passes if each.waits_for(id(watched.optimizer))]
+
+    def _drop(self, watched: Watched, waiting: Sequence[BackwardPass], step: Step) -> None:
+        stepped_with = {
+            other.name
+            for each in waiting
+            for key, other in self._watched.items()
+            if key in each.settled and other.stepped_in is each.step
+        }
+        if watched.calls_zero_grad or not watched.is_left_over(waiting) or waiting[0].step is step:
+            raise ConfigError(
+                f"run.backward: the parameters of {watched.name!r} still hold gradients of a backward pass that the "
+                f"optimizer of {' and '.join(sorted(stepped_with)) or 'another model'} has stepped with. Call "
+                "zero_grad() of its optimizer where plain PyTorch does: before this backward pass to drop them, at the "
+                "start of the step to add to them"
+            )
+        watched.clear()
+        self._settle(watched)
+
+    def _settle(self, watched: Watched) -> None:
+        for each in self._passes:
+            each.settled.add(id(watched.optimizer))
+
+    def _is_reached(self, key: int, watched: Watched) -> bool:
+        if len(self._watched) == 1:
+            return True
+        return any(
+            now is not None and (now is not before or _version(now) != version)
+            for now, (before, version) in zip(watched.gradients, self._before[key], strict=True)
+        )
+
+
+def _versions(gradients: list[Tensor | None]) -> list[tuple[Tensor | None, int]]:
+    return [(each, 0 if each is None else _version(each)) for each in gradients]
+
+
+def _version(gradient: Tensor) -> int:
+    """Changes with every write to a gradient, also to this rank's part of one."""
+    part: Tensor = getattr(gradient, "_local_tensor", gradient)
+    return part._version

@@ -1,0 +1,308 @@
+"""The models of a run and their optimizers: as they are trained, and as they are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.engine.ema import Average
+from lockstep.engine.frozen import Frozen, refuse_other
+from lockstep.engine.gradients import GradientTracker
+from lockstep.errors import ConfigError
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.fused import with_own_kernels
+from lockstep.strategy.loading import read_like
+
+DEFAULT = "model"
+
+
+MATCH = "match"  # the key under which a group of an optimizer keeps the patterns that it was made by
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model that went through setup."""
+
+    name: str
+    module: nn.Module  # bare: what is evaluated and saved
+    model: nn.Module  # what to call in training
+    optimizer: Optimizer | None
+    precision: str
+    clip_norm: float | None
+    skip_nan: bool
+    average: Average | None = None
+    frozen: Frozen | None = None  # where its frozen weights are left out of checkpoints
+
+
+class Models:
+    """All of them by name, in the order of their setup."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.entries: dict[str, Entry] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.gradients = GradientTracker()
+        self._known: set[int] = set()  # the parameters of all modules, by identity
+        # By optimizer: its model, its parameters, and in how many groups they were, all of them known.
+        self._checked: dict[int, tuple[Entry, list[nn.Parameter], int]] = {}
+
+    def add(self, entry: Entry) -> None:
+        self.entries[entry.name] = entry
+        if entry.optimizer is not None:
+            self.optimizers[entry.name] = entry.optimizer
+            self.gradients.watch(entry.name, entry.optimizer, self._strategy.drop_unreduced)
+        self._known.update(id(each) for each in entry.module.parameters())
+
+    def free_name(self, name: str | None) -> str:
+        """The name that a model is set up under: as asked for, else `model`, `model2` and so on."""
+        chosen = name or (DEFAULT if not self.entries else f"{DEFAULT}{len(self.entries) + 1}")
+        if chosen in self.entries:
+            raise ConfigError(
+                f"run.setup: there is a model named {chosen!r} already: give each a name of its own (name=...)"
+            )
+        return chosen
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: each.module for name, each in self.entries.items()}
+
+    @property
+    def averages(self) -> list[Average]:
+        """Of the weights of those models that were set up with one."""
+        return [each.average for each in self.entries.values() if each.average is not None]
+
+    def require_any(self) -> None:
+        if not self.entries:
+            raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
+
+    def only(self) -> Entry:
+        self.require_any()
+        trained = [each for each in self.entries.values() if each.optimizer is not None]
+        if len(trained) == 1:
+            return trained[0]
+        if len(self.entries) > 1:
+            raise ConfigError(
+                f"this run trains several models ({', '.join(self.entries)}): name the one that is meant, as in "
+                "run.models[name], run.modules[name] or run.step(optimizer)"
+            )
+        return next(iter(self.entries.values()))
+
+    def stepped_by(self, optimizer: Optimizer | None) -> tuple[Entry, Optimizer, list[nn.Parameter]]:
+        """The model that an optimizer was set up with, and all parameters that it steps."""
+        if optimizer is None:
+            optimizer = self.only().optimizer
+        if optimizer is None:
+            raise ConfigError("run.step needs an optimizer: give run.setup(model, optimizer) both")
+        known = self._checked.get(id(optimizer))
+        if known is None or known[2] != len(optimizer.param_groups):
+            known = self._checked[id(optimizer)] = self._check(optimizer)
+        return known[0], optimizer, known[1]
+
+    def _check(self, optimizer: Optimizer) -> tuple[Entry, list[nn.Parameter], int]:
+        entry = self._of(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strange = sum(id(each) not in self._known for each in parameters)
+        if strange:
+            raise ConfigError(
+                f"run.step: {strange} of the {len(parameters)} parameters of this optimizer belong to no model "
+                "that went through run.setup: replicas would drift apart, and nothing of them would be saved. "
+                "Call run.setup for every model"
+            )
+        return entry, parameters, len(optimizer.param_groups)
+
+    def _of(self, optimizer: Optimizer) -> Entry:
+        for entry in self.entries.values():
+            if entry.optimizer is optimizer:
+                return entry
+        raise ConfigError(
+            "run.step was given an optimizer that run.setup does not know: its model may differ from rank to rank, and "
+            "nothing of it would be saved. Give run.setup(model, optimizer) both"
+        )
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What can be changed of the optimizers between two steps."""
+        return {
+            name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
+            for name, each in self.optimizers.items()
+        }
+
+    # What a checkpoint holds of them. One model is saved under the bare names of its parameters.
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The weights, which are most of it, and all the rest."""
+        self.require_any()
+        states = {name: self._strategy.state_dict(each) for name, each in self.modules.items()}
+        frozen = {name: each.frozen for name, each in self.entries.items() if each.frozen is not None}
+        named = {
+            self._saved_name(model, key): value
+            for model, each in states.items()
+            for key, value in each.items()
+            if model not in frozen or key not in frozen[model].names
+        }
+        weights = {key: value for key, value in named.items() if isinstance(value, Tensor)}
+        optimizers = {
+            name: by_name(self._strategy.optimizer_state_dict(each), each, self._parameter_names(name))
+            for name, each in self.optimizers.items()
+        }
+        for name, waiting in self.gradients.to_save().items():
+            names = self._parameter_names(name)
+            waiting["values"] = {
+                names[id(each)]: each.grad
+                for group in self.optimizers[name].param_groups
+                for each in group["params"]
+                if each.grad is not None and waiting["used"]
+            }
+            optimizers[name]["gradients"] = waiting
+        averages = {name: each.average.state() for name, each in self.entries.items() if each.average is not None}
+        return weights, {
+            **({"averages": averages} if averages else {}),
+            "model_extra": {key: value for key, value in named.items() if key not in weights},
+            "models": list(self.entries),
+            "optimizers": optimizers,
+            **({"frozen": {name: each.digest for name, each in frozen.items()}} if frozen else {}),
+        }
+
+    def load(self, weights: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
+        saved = state["models"]
+        if saved != list(self.entries):
+            raise ConfigError(
+                f"{source}: holds the models {', '.join(saved)}, but run.setup was called for "
+                f"{', '.join(self.entries)}. Set up the same models under the same names, all of them before "
+                "run.restore"
+            )
+        named = {**weights, **state["model_extra"]}
+        without_frozen = state.get("frozen") or {}
+        for name, module in self.modules.items():
+            prefix = self._saved_name(name, "")
+            mine = {key.removeprefix(prefix): each for key, each in named.items() if key.startswith(prefix)}
+            if name in without_frozen:
+                refuse_other(source, name, without_frozen[name], self.entries[name].frozen)
+                self._require_trained(name, mine, source)
+            try:
+                self._strategy.load_state_dict(module, mine, strict=name not in without_frozen)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"{source}: the saved weights do not fit this model: {error}. "
+                    "Resume with the task that the run was started with, or start a new run"
+                ) from None
+        optimizers = state.get("optimizers", {})
+        for name, optimizer in self.optimizers.items():
+            if name in optimizers:
+                saved = dict(optimizers[name])
+                waiting = saved.pop("gradients", None)
+                saved = by_number(saved, optimizer, self._parameter_names(name), source)
+                self._strategy.load_optimizer_state_dict(optimizer, with_own_kernels(optimizer, saved))
+                if waiting is not None:
+                    self._load_gradients(name, optimizer, waiting)
+        averages = state.get("averages", {})
+        for name, entry in self.entries.items():
+            if entry.average is not None:
+                entry.average.load(averages.get(name), source)
+        self._strategy.restored(self.modules, list(self.optimizers.values()))
+
+    def _require_trained(self, name: str, saved: Mapping[str, Any], source: str) -> None:
+        """All weights that are trained have to be there, and no others."""
+        frozen = self.entries[name].frozen
+        trained = set(self._strategy.state_dict(self.modules[name])) - (frozen.names if frozen else set())
+        if wrong := sorted(trained ^ set(saved)):
+            raise ConfigError(
+                f"{source}: the saved weights do not fit this model: {wrong[0]!r} is "
+                f"{'not there' if wrong[0] in trained else 'not trained here'}"
+                f"{f', nor are {len(wrong) - 1} others as they were' if len(wrong) > 1 else ''}. Resume with the task "
+                "that the run was started with, or start a new run"
+            )
+
+    def _load_gradients(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        names = self._parameter_names(name)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if names[id(parameter)] in saved["values"]:
+                value = read_like(saved["values"][names[id(parameter)]], parameter)
+                parameter.grad = value.to(parameter.device, parameter.dtype)
+        self.gradients.restore(name, saved)
+
+    def _parameter_names(self, model: str) -> dict[int, str]:
+        """By identity; those of other models, which its optimizer may step as well, with the model's name."""
+        others = {
+            id(each): f"{name}: {key}"
+            for name, module in self.modules.items()
+            if name != model
+            for key, each in module.named_parameters()
+        }
+        return others | {id(each): key for key, each in self.modules[model].named_parameters()}
+
+    def _saved_name(self, model: str, key: str) -> str:
+        return key if len(self.entries) == 1 else f"{model}.{key}"
+
+
+Names = Mapping[int, str]  # by the identity of a parameter
+
+_PARTS = {"state", "param_groups"}
+
+
+def by_name(state: Mapping[str, Any], optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    """What `optimizer.state_dict()` returned, with names in place of numbers."""
+    if not state.keys() >= _PARTS:  # a class that keeps its state in its own way
+        return dict(state)
+    groups = [
+        {**saved, "params": [names.get(id(each), f"parameter {number}") for number, each in
+                             zip(saved["params"], group["params"], strict=True)]}
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]  # fmt: skip
+    named = _numbers(state["param_groups"], groups)
+    return {
+        **state,
+        "state": {named.get(number, number): each for number, each in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def by_number(state: Mapping[str, Any], optimizer: Optimizer, names: Names, source: str) -> dict[str, Any]:
+    """The same with the numbers that parameters have in this optimizer."""
+    if not state.keys() >= _PARTS:
+        return dict(state)
+    groups = []
+    own = by_name(optimizer.state_dict(), optimizer, names)["param_groups"]
+    left = list(state["param_groups"])
+    number = 0
+    for group in own:
+        saved = next((each for each in left if set(each["params"]) == set(group["params"])), None)
+        if saved is None:
+            raise _other_parameters(state["param_groups"], own, source)
+        left.remove(saved)
+        groups.append({**saved, "params": list(range(number, number + len(group["params"])))})
+        number += len(group["params"])
+    if left:
+        raise _other_parameters(state["param_groups"], own, source)
+    numbers = {name: number for number, name in _numbers(groups, own).items()}
+    return {
+        **state,
+        "state": {numbers.get(name, name): each for name, each in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _numbers(numbered: list[dict[str, Any]], named: list[dict[str, Any]]) -> dict[int, str]:
+    return {
+        number: name
+        for group, names in zip(numbered, named, strict=True)
+        for number, name in zip(group["params"], names["params"], strict=True)
+    }
+
+
+def _other_parameters(saved: list[dict[str, Any]], own: list[dict[str, Any]], source: str) -> ConfigError:
+    before = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    now = {name: index for index, group in enumerate(own) for name in group["params"]}
+    missing, gone = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
+    if missing or gone:
+        name = (missing or gone)[0]
+        what = f"{name!r} is {'not in it' if missing else 'no longer trained'}"
+    else:
+        what = "the parameters are in other groups"
+    return ConfigError(
+        f"{source}: the saved state of the optimizer does not fit: {what}. Resume with the parameters and groups that "
+        "the run was started with, or start a new run with init_from"
+    )

@@ -1,0 +1,252 @@
+"""What a run begins with: weights of another run, or of somebody else's model, as far as they fit this one.
+
+Rank 0 reads them into its model before it is placed, one tensor after the other; placing gives them to the others. A
+model that no rank has whole, because it was made on the meta device, is placed first: each rank reads its own parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.sources import Source, open_source
+from lockstep.config.nearest import nearest
+from lockstep.config.schema import InitFrom
+from lockstep.distributed.group import Group
+from lockstep.engine.frozen import is_of_peft
+from lockstep.errors import ConfigError
+from lockstep.record.logs import file_only
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.initial import has_no_memory
+from lockstep.strategy.slices import Stored
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 6  # names in a line of the table
+
+Given = str | Path | Mapping[str, Any] | InitFrom
+
+
+@dataclass(frozen=True)
+class Table:
+    """Which of a model's weights a source has, by name."""
+
+    source: str
+    count: int  # of the model's weights
+    loaded: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    other_shape: list[str]  # each with both shapes
+    converted: int  # loaded from another type of number
+    kept: int  # frozen, and left out of the source when it was saved; or of an adapter, and the source is of before
+    hints: list[str]  # the nearest name of a few that are missing
+
+    @property
+    def fits(self) -> bool:
+        return not (self.missing or self.unexpected or self.other_shape)
+
+    def lines(self, shown: int = _SHOWN) -> list[str]:
+        told = [f"init_from: {self.source}: {len(self.loaded)} of the model's {self.count} weights loaded"]
+        told[0] += f", {self.converted} of them from another type of number" if self.converted else ""
+        told[0] += (
+            f"; {self.kept} stay as they are, frozen ones or those of an adapter, which it has none of"
+            if self.kept
+            else ""
+        )
+        for what, names in (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.other_shape),
+        ):
+            if names:
+                more = f" and {len(names) - shown} more" if len(names) > shown else ""
+                told.append(f"  {what:<17}{len(names):>5}  {'; '.join(names[:shown])}{more}")
+        return told
+
+    def problem(self) -> str:
+        """What to tell where it has to fit and does not."""
+        head, *rest = self.lines()
+        hints = [f"  {each}" for each in self.hints]
+        if not self.loaded:
+            remedy = "These are the weights of another model: name one of the same kind"
+        else:
+            remedy = "Set init_from.strict: false to begin with what fits"
+        return "\n".join(
+            [
+                head.replace(" weights loaded", " weights are there, and they do not fit it all", 1),
+                *rest,
+                *hints,
+                f"{remedy}; init_from.map: {{'encoder.': 'model.encoder.'}} says what names begin with there and here",
+            ]
+        )
+
+
+def as_settings(given: Given) -> InitFrom:
+    """What run.setup was given, as a config would have it."""
+    from lockstep.config.load import validate
+
+    if isinstance(given, InitFrom):
+        return given
+    raw = dict(given) if isinstance(given, Mapping) else {"path": str(given)}
+    return validate(InitFrom, raw, {}, "run.setup: init_from")
+
+
+class Pretrained:
+    """The weights that a run begins with, on their way into one model."""
+
+    def __init__(self, given: Given, group: Group, strategy: Strategy) -> None:
+        self._settings, self._group, self._strategy = as_settings(given), group, strategy
+
+    def before_placing(self, model: nn.Module) -> bool:
+        """Load them, unless the model has to be placed first; whether it was done. All ranks call it."""
+        hollow = self._group.agree(lambda: has_no_memory(model), "whether the model has memory")
+        if hollow:
+            return False
+        if self._strategy.places_rank_0:
+            self._tell(self._group.agree(lambda: self._load_whole(model), "the weights of init_from"))
+        else:
+            self._tell(self._each_loads(lambda: self._load_whole(model)))
+        return True
+
+    def after_placing(self, model: nn.Module) -> None:
+        """Every rank reads its own parts."""
+        self._tell(self._each_loads(lambda: self._load_parts(model)))
+
+    def _load_whole(self, model: nn.Module) -> dict[str, Any]:
+        source = self._opened()
+        try:
+            state = _tensors(model)
+            table, chosen = match(state, source, self._settings, is_of_peft(model))
+            self._check(table)
+            with torch.no_grad():
+                for name, stored in chosen.items():
+                    stored.fill(state[name], (0,) * len(stored.shape))
+                    self._group.activity.progress()
+        finally:
+            source.close()
+        return vars(table)
+
+    def _load_parts(self, model: nn.Module) -> dict[str, Any]:
+        source = self._opened()
+        try:
+            table, chosen = match(_tensors(model), source, self._settings, is_of_peft(model))
+            self._check(table)
+            self._strategy.load_state_dict(model, chosen, strict=False)
+        finally:
+            source.close()
+        return vars(table)
+
+    def _opened(self) -> Source:
+        return open_source(self._settings.path, self._group.activity)
+
+    def _check(self, table: Table) -> None:
+        if not table.loaded or (self._settings.strict and not table.fits):
+            raise ConfigError(table.problem())
+
+    def _each_loads(self, load: Any) -> dict[str, Any]:
+        """On all ranks or on none; raises on all of them what the first said that could not."""
+        told, problem = {}, None
+        try:
+            told = load()
+        except ConfigError as error:
+            problem = str(error)
+        problems = self._group.gather(problem, "whether init_from was read")
+        first = next(((rank, each) for rank, each in enumerate(problems) if each is not None), None)
+        if first is not None:
+            rank, text = first
+            raise ConfigError(text if rank == 0 else f"{text} (on rank {rank}: every rank has to see these weights)")
+        return told
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        table = Table(**told)
+        if self._group.rank != 0:
+            return
+        for line in table.lines():
+            (logger.info if table.fits else logger.warning)("%s", line)
+        if table.lines() != (all_of_it := table.lines(shown=table.count + len(table.unexpected))):
+            for line in all_of_it[1:]:
+                file_only.info("%s", line)
+
+
+def match(
+    state: Mapping[str, Tensor], source: Source, settings: InitFrom, of_peft: bool = False
+) -> tuple[Table, dict[str, Stored]]:
+    """Which weights of the source go where. A name that stands for the very tensor of another (tied) needs none.
+
+    The weights of a model that an adapter was put around go to it inside of the adapter; that begins as it was made.
+    """
+    there = _renamed(source, settings.map)
+    bare = {_without_adapter(name): name for name, each in state.items() if of_peft and not each.requires_grad}
+    inside = bool(bare) and not any(name in state for name in there)
+    there = {bare.get(name, name): each for name, each in there.items()} if inside else there
+    fitting = {
+        name: each for name, each in there.items() if name in state and tuple(state[name].shape) == tuple(each.shape)
+    }
+    shapes = [
+        f"{name} {list(state[name].shape)}, there {list(each.shape)}"
+        for name, each in there.items()
+        if name in state and name not in fitting
+    ]
+    given = {id(state[name]): name for name in reversed(fitting)}  # each tensor once, by the first of its names
+    absent = [name for name in state if name not in there and id(state[name]) not in given]
+    kept = [
+        name
+        for name in absent
+        if (source.without_frozen and not state[name].requires_grad) or (inside and state[name].requires_grad)
+    ]
+    missing = [name for name in absent if name not in set(kept)]
+    unexpected = [name for name in there if name not in state]
+    converted = sum(each.dtype != state[name].dtype for name, each in fitting.items())
+    tensors = len({id(each) for each in state.values()})
+    table = Table(
+        source.described, tensors, list(given.values())[::-1], missing, unexpected, shapes, converted, len(kept),
+        _hints(missing, unexpected),
+    )  # fmt: skip
+    return table, fitting
+
+
+def _renamed(source: Source, prefixes: Mapping[str, str | None]) -> dict[str, Stored]:
+    """The weights under the names that they are to have here; of the prefixes that match, the longest counts."""
+    found: dict[str, Stored] = {}
+    origin: dict[str, str] = {}
+    for name, each in source.tensors.items():
+        begins = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
+        new = name
+        if begins is not None:
+            replaced = prefixes[begins]
+            if replaced is None:
+                continue
+            new = replaced + name.removeprefix(begins)
+        if new in found:
+            raise ConfigError(f"init_from.map: both {origin[new]!r} and {name!r} would become {new!r}")
+        found[new], origin[new] = each, name
+    unused = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in source.tensors)]
+    if unused:
+        some = ", ".join(list(source.tensors)[:3])
+        raise ConfigError(f"init_from.map: no name in {source.described} begins with {unused[0]!r}; there are {some}")
+    return found
+
+
+def _without_adapter(name: str) -> str:
+    """What a weight was called before peft put an adapter around its model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _hints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    found = []
+    for name in missing[:_SHOWN]:
+        near = nearest(name, unexpected[:1000], cutoff=0.6)
+        if near is not None:
+            found.append(f"{name} is missing; there is {near}")
+    return found[:3]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a model saves, as the tensors themselves: with whether they are trained."""
+    return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}

@@ -1,0 +1,1 @@
+"""Means and metrics over a whole dataset, whatever the number of ranks."""

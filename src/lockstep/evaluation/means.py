@@ -1,0 +1,163 @@
+"""Means over a whole dataset that count every example exactly once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.order import MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.record.meters import Sums, numbers
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss or a metric as a total and a count: of tokens, pixels, pairs, whatever a batch has more or fewer of.
+
+    Gradients and values are then those of the mean over the whole global batch (or dataset): totals are added up over
+    micro-batches and ranks, and so are counts, and only then the one is divided by the other.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+    def __post_init__(self) -> None:
+        for name, value in (("total", self.total), ("count", self.count)):
+            if isinstance(value, Tensor) and value.dim() != 0:
+                raise ConfigError(
+                    f"lockstep.Mean: the {name} must be a single number, got shape {list(value.shape)}: add it up first"
+                )
+        if not isinstance(self.total, Tensor):
+            raise ConfigError(f"lockstep.Mean: the total must be a tensor, got {type(self.total).__name__}")
+
+
+Measure = Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class BatchMean:
+    """A value that is known to be the mean over the examples of a batch: the loss of a Task."""
+
+    value: Tensor
+
+
+def measure_sums(
+    measure: Measure,
+    micros: Iterable[tuple[MicroBatch, Any]],
+    move: Callable[[Any], Any],
+    measured: Callable[[], None] = lambda: None,
+    together: bool = False,
+    collect: Callable[[MicroBatch, Any], None] = lambda micro, batch: None,
+) -> tuple[Sums, int]:
+    """This rank's sums over its part of the data, in double precision, and how many examples it saw.
+
+    Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
+    `collect` is given every batch that is measured, and what is known of its examples.
+    """
+    at_hand: list[MicroBatch] = []
+
+    def batches() -> Iterator[tuple[int, int, Any]]:
+        for micro, batch in micros:
+            at_hand[:] = [micro]
+            yield micro.examples, len(micro.indices), batch
+
+    def measure_and_collect(batch: Any) -> Mapping[str, Any]:
+        found = measure(batch)
+        collect(at_hand[0], batch)
+        return found
+
+    return sums_of(measure_and_collect, batches(), move, measured, together)
+
+
+def sums_of(
+    measure: Measure,
+    batches: Iterable[tuple[int, int, Any]],
+    move: Callable[[Any], Any],
+    measured: Callable[[], None] = lambda: None,
+    together: bool = False,
+) -> tuple[Sums, int]:
+    """The same over batches of any source, each with how many examples a mean over it counts for, and its length.
+
+    Values are kept where they were computed, and read once at the end: no batch waits for the one before.
+    """
+    totals: dict[str, list[tuple[float, Any, Any]]] = {}
+    counts: list[int] = []
+    with torch.no_grad():
+        for examples, length, batch in batches:
+            if examples == 0:
+                if together:
+                    measure(move(batch))
+                continue
+            for name, value in measure(move(batch)).items():
+                # Filler counts for less than it is long, or takes back what other filler added.
+                totals.setdefault(name, []).append((examples / length, *_total(name, value, length)))
+            counts.append(examples)
+            measured()
+    return {name: _summed(name, each, len(counts)) for name, each in totals.items()}, sum(counts)
+
+
+def combine(parts: list[tuple[Sums, int]], expected: int | None, name: str) -> dict[str, float]:
+    """Means over all ranks, after checking that together they saw every example once, where it is known how many."""
+    seen = sum(count for _, count in parts)
+    if expected is not None and seen != expected:
+        raise AssertionError(f"{name}: {seen} examples were measured, the dataset has {expected}")
+    found: Sums = {}
+    for sums, _ in parts:
+        for metric, (total, count) in sums.items():
+            have = found.setdefault(metric, [0.0, 0.0])
+            have[0], have[1] = have[0] + total, have[1] + count
+    return {metric: total / count if count else math.nan for metric, (total, count) in found.items()}
+
+
+@contextmanager
+def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Evaluation mode, and afterwards every submodule back in the mode it was in."""
+    modules = list(models)
+    training = [each for model in modules for each in model.modules() if each.training]
+    for model in modules:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[float]:
+    if len(totals) != batches:
+        raise ConfigError(f"metric {name!r} is there for {len(totals)} of {batches} batches: return it for each")
+    found = numbers([total for _, total, _ in totals] + [count for _, _, count in totals])
+    shares = [share for share, _, _ in totals]
+    return [
+        math.fsum(share * total for share, total in zip(shares, found[:batches], strict=True)),
+        math.fsum(share * count for share, count in zip(shares, found[batches:], strict=True)),
+    ]
+
+
+def _total(name: str, value: Any, length: int) -> tuple[Any, Any]:
+    """A value of a batch as a total and a count."""
+    if isinstance(value, BatchMean):
+        return value.value.detach().double() * length, length
+    if isinstance(value, Mean):
+        return value.total.detach().double(), value.count
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"metric {name!r} is a {type(value).__name__}: return a tensor with one value per example")
+    if value.dim() == 0:
+        raise ConfigError(
+            f"metric {name!r} is a single number for a batch of {length} examples: a mean of such numbers depends on "
+            "how the data falls into batches and on ranks. Return one value per example, shape [B]; or "
+            "lockstep.Mean(total, count) for a mean over something else (tokens, pixels). What is no mean at all (AUC, "
+            "F1) is computed from the whole set: by a task's torchmetrics() or whole_set(outputs), see docs/tasks.md"
+        )
+    if value.shape != (length,):
+        raise ConfigError(
+            f"metric {name!r} has shape {list(value.shape)} for a batch of {length} examples: "
+            "return one value per example, shape [B]"
+        )
+    return value.detach().double().sum(), length

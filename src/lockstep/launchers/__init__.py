@@ -1,0 +1,1 @@
+"""How processes come to be, by whichever launcher a config names."""

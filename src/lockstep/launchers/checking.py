@@ -1,0 +1,96 @@
+"""Checks what a config names before it is sent to other machines, in a process of its own on this one.
+
+Names of optimizers, parameters, metrics and data are known once the task is imported. Where that cannot be done here,
+one line says so and the ranks check it. The process ends with the check: torch does not stay in memory while a run on
+other machines is followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.terminal import tell
+from lockstep.version import version_of
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+
+_SECONDS = 30.0
+
+
+class Checking:
+    """A check under way; `finish` waits for it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._not_checked = ""
+        if config.task.type.startswith("__main__"):
+            self._not_checked = f"{config.task.type} was typed into this session"
+        elif version_of("torch") is None:
+            self._not_checked = "torch is not installed here"
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lockstep.launchers.checking"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self._question = json.dumps(config.plain())
+
+    def finish(self) -> None:
+        """Raises ConfigError for a mistake, and says in a line what could not be checked."""
+        if self._process is not None:
+            try:
+                answer = json.loads(self._process.communicate(self._question, _SECONDS)[0])
+            except subprocess.TimeoutExpired:
+                answer = {"not_checked": f"importing the task took longer than {_SECONDS:g} s"}
+            except ValueError:
+                answer = {"not_checked": f"the process that checks ended with exit code {self._process.returncode}"}
+            finally:
+                self.end()
+            if answer.get("problem"):
+                raise ConfigError(answer["problem"])
+            self._not_checked = answer.get("not_checked", "")
+        if self._not_checked:
+            tell(f"lockstep: names in the config are not all checked before the start: {self._not_checked}")
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            with suppress(OSError, ValueError):
+                self._process.communicate()
+
+
+def check(config: RunConfig) -> None:
+    Checking(config).finish()
+
+
+def main() -> None:
+    """In the process of its own: what the user's code prints is not shown, as ranks import the same."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    from lockstep.config.schema import RunConfig
+    from lockstep.tasks.config_checks import ELSEWHERE, check_made, check_parts
+
+    config = RunConfig.model_validate(json.load(sys.stdin))
+    answer = {}
+    try:
+        if passed_over := check_parts(config, ELSEWHERE):
+            answer["not_checked"] = passed_over[0]
+        check_made(config)
+    except ConfigError as error:
+        answer["problem"] = str(error)
+    json.dump(answer, answers)
+    answers.close()
+    os._exit(0)  # whatever threads the user's modules have started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""`lockstep.launch(main, processes=2)`: call a function on every rank, from a script, a notebook or under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep import runtime, worker
+from lockstep.config.load import validate
+from lockstep.config.schema import RunSettings
+from lockstep.distributed.batch import batch_task
+from lockstep.distributed.signals import interactive
+from lockstep.distributed.topology import Topology, has_rank, launched
+from lockstep.distributed.watch.stall import Limits
+from lockstep.engine.stop_requests import Preempted
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
+from lockstep.launchers import script
+from lockstep.launchers.local import limits, supervisor
+from lockstep.launchers.local.entry import call_function
+from lockstep.launchers.plan import local_plan
+from lockstep.mirror import mark, url
+from lockstep.mirror.mark import mirrored
+from lockstep.mirror.url import Url
+from lockstep.record import folder_lock, loggers, run_folder
+from lockstep.runs.closing import closing_lines
+from lockstep.runs.report import leave_report
+from lockstep.terminal import tell
+
+_calls = itertools.count(1)
+
+
+def launch(
+    main: Callable[..., Any],
+    processes: int | str = "auto",
+    *,
+    out: str | Path = "runs",
+    folder: str | Path | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """Call `main(run)` on every rank and return what each of them returned, by rank.
+
+    Further settings are those of the config: seed, runtime, strategy, data, checkpoint, log, launch. `folder` names the
+    run's folder; one that exists is gone on with, by `run.restore()`. It and `out` may be URLs of object storage. Where
+    a launcher such as torchrun has already given this process a rank, nothing is started: `main` is called here, and
+    the list holds this rank's value alone. One process runs here as well, so that a debugger works. `lockstep resume
+    FOLDER` starts the script that calls this once more, on the folder of the run.
+    """
+    checked = validate(RunSettings, {"processes": processes, **settings}, {}, "lockstep.launch")
+    topology = Topology.from_env(os.environ) if launched(os.environ) else None
+    if topology is not None and batch_task(os.environ) is not None and not has_rank(os.environ):
+        topology.tell(os.environ)
+    if topology is None and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(
+            "lockstep.launch was called while a rank was importing the script. "
+            'Put the call under `if __name__ == "__main__":`'
+        )
+    name, call = str(getattr(main, "__name__", "run")), next(_calls)
+    resumed = script.folder_to_resume(call)
+    place = _Folder(script.running(name, call, checked, topology), checked.name or name, out, resumed or folder)
+    resumes = resumed is not None
+    if topology is None:
+        family, count = runtime.resolve(checked)
+        limits.check(count, checked.data.workers)
+        loggers.check(checked.log)
+        checked = checked.model_copy(update={"runtime": family, "processes": count})
+    try:
+        if topology is None and count > 1:
+            script.require_guard("lockstep.launch")
+            script.require_importable(main)
+            returned = _launch_processes(main, checked, place, resumes)
+        else:
+            here = replace(topology or Topology(), resumes=resumes)
+            returned = [worker.call(main, checked, here, place.make, place.prepare)]
+        place.tell_how_it_ended()
+        return returned
+    except Preempted:
+        place.tell_how_to_go_on()
+        raise
+
+
+def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _Folder, resumes: bool) -> list[Any]:
+    count = int(settings.processes)
+    limits = settings.launch
+    plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
+    folder = place.make()
+    with folder_lock.locked(folder), mirrored(folder, settings, _say):
+        place.prepare(folder)
+        result = supervisor.launch(
+            plan,
+            entry=call_function,
+            argument=_pickled(partial(_rank_main, main, settings, str(folder), resumes)),
+            max_restarts=settings.launch.max_restarts,
+            grace=settings.launch.grace,
+            watch=Limits.of(settings.watch, settings.runtime),
+            folder=folder,
+        )
+        leave_report(folder, _say)
+        if result.failure is not None:
+            failure = result.failure
+            raise WorkerFailed(failure.rank, failure.host, failure.render(count), failure.exit_code)
+        if result.exit_code == INTERRUPTED_EXIT_CODE:
+            raise KeyboardInterrupt if interactive() else SystemExit(INTERRUPTED_EXIT_CODE)
+        if result.exit_code:
+            raise Preempted("asked to stop")
+        return [result.returned[rank] for rank in range(count)]
+
+
+def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str, resumes: bool) -> Any:
+    topology = replace(Topology.from_env(os.environ), resumes=resumes)
+    return worker.call(main, settings, topology, lambda: Path(folder))
+
+
+class _Folder:
+    """The folder of a run: made once, by the launcher or rank 0, which then also says where it is."""
+
+    def __init__(self, started: script.Script, name: str, out: str | Path, folder: str | Path | None) -> None:
+        self._script, self._name, self._out, self._given = started, name, url.place(out, "out:"), folder
+        self._made: Path | None = None
+
+    def make(self) -> Path:
+        if self._given is not None:
+            self._made = _existing_or_new(self._given)
+        elif isinstance(self._out, Url):
+            from lockstep.mirror import staging
+
+            self._made = staging.new(self._out, self._name, "out:")
+        else:
+            self._made = run_folder.create(self._out, self._name)
+        return self._made
+
+    def prepare(self, folder: Path) -> None:
+        """Once it is held: note what was started, and say where."""
+        script.write(folder, self._script)
+        made = mark.named(self._made or folder)  # as the user named it
+        _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
+
+    def tell_how_it_ended(self) -> None:
+        """The lines that `lockstep train` ends with."""
+        if self._made is not None:
+            where = mark.named(self._made)
+            for line in closing_lines(self._made, where, self._script.how_to_go_on(where)):
+                _say(line)
+
+    def tell_how_to_go_on(self) -> None:
+        if self._made is not None:  # by this process, which speaks for all
+            _say(f"saved and stopped; go on with: {self._script.how_to_go_on(mark.named(self._made))}")
+
+
+def _say(text: str) -> None:
+    tell(f"lockstep: {text}")
+
+
+def _existing_or_new(named: str | Path) -> Path:
+    folder = url.place(named, "folder:")
+    if isinstance(folder, Url):
+        from lockstep.mirror import staging
+
+        return staging.existing_or_new(folder, "folder:")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder={str(folder)!r}: cannot be made: {error.strerror}") from None
+    return folder
+
+
+def _pickled(function: Callable[[], Any]) -> bytes:
+    """A function of a script travels by its name; one that was typed into a notebook has to travel whole."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return pickle.dumps(function)
+    try:
+        import cloudpickle
+    except ImportError:
+        raise LaunchError(
+            "starting processes from a notebook needs cloudpickle: pip install 'lockstep-train[notebook]'"
+        ) from None
+    return bytes(cloudpickle.dumps(function))

@@ -1,0 +1,93 @@
+"""What a launch would start: host, arguments and environment of every process, as data."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.distributed.topology import STORE, Place, Topology
+from lockstep.launchers.local import limits
+
+# The port is chosen when the launcher opens its store, so that nobody can take it in between.
+ANY_PORT = "auto"
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    host: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    processes: tuple[ProcessPlan, ...]
+    threads: int
+    port: int | None = None
+
+    def at(self, port: int, attempt: int, store: str = "") -> LaunchPlan:
+        """The same plan with the port and the socket of the store known, for one attempt."""
+        known = {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        known.update({STORE: store} if store else {})
+        processes = tuple(replace(each, env={**each.env, **known}) for each in self.processes)
+        return replace(self, processes=processes, port=port)
+
+    def render(self) -> str:
+        """For people, and for a shell: a line with host, environment and command per process."""
+        lines = []
+        for rank, process in enumerate(self.processes):
+            variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(process.env.items()))
+            lines.append(f"rank {rank} on {process.host}: {variables} {shlex.join(process.argv)}")
+        return "\n".join(lines)
+
+
+def local_plan(
+    argv: Sequence[str],
+    processes: int,
+    *,
+    threads: int | None = None,
+    port: int | None = None,
+    cores: int | None = None,
+    env: Mapping[str, str] | None = None,
+    watched: bool = False,
+) -> LaunchPlan:
+    """All processes on this host, meeting on the loopback interface."""
+    limits.check(processes)
+    env = os.environ if env is None else env
+    threads = threads or _number(env.get("OMP_NUM_THREADS")) or max(1, (cores or available_cores()) // processes)
+    shared = {"OMP_NUM_THREADS": str(threads)}
+    if processes > 1:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        # What these listen at is asked for no proof by either: nobody beyond this host is to reach it.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            shared[name] = env.get(name, loopback)
+    host = socket.gethostname()
+    plans = []
+    for rank in range(processes):
+        topology = Topology(
+            place=Place(rank=rank, local_rank=rank, host_index=0, host=host),
+            world_size=processes,
+            local_world_size=processes,
+            port=port or 1,
+            launcher_serves_store=not watched,  # for a script that meets there; ranks of ours have a store of their own
+            launched_by_us=True,
+            watched=watched,
+        )
+        variables = {**topology.to_env(), "MASTER_PORT": str(port or ANY_PORT), **shared}
+        plans.append(ProcessPlan(host, tuple(argv), variables))
+    return LaunchPlan(tuple(plans), threads, port)
+
+
+def available_cores() -> int:
+    """The cores that this process may use, which in a container are fewer than the machine has."""
+    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = limits.core_limit()
+    return present if limit is None else max(1, min(present, int(limit)))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() and int(text) > 0 else None

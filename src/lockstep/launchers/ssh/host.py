@@ -1,0 +1,292 @@
+"""What runs on a host of a pod for the length of one command: `python -P -m lockstep.launchers.ssh.host VERB JSON`.
+
+It answers in JSON on standard output, or follows a console. It imports no torch, and whatever else only some verbs need
+is imported by them: most of a short answer is the start of Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LaunchError, LockstepError
+from lockstep.launchers.ssh import network
+from lockstep.launchers.ssh.digests import digest, digests
+from lockstep.launchers.ssh.folder import Job, PodFolder
+from lockstep.launchers.ssh.transport import CONSOLE, encoded
+from lockstep.version import installed, version_of
+
+# How long an agent may take to say that it is at work: a bucket whose writer died is waited for, for a minute.
+_BEGIN_SECONDS = 150.0
+# How long the container of an agent may take to appear.
+_APPEAR_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+_CHUNK = 64 * 1024
+
+
+def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """What there is to know of this host before a run."""
+    if asked.get("make"):  # what is copied here next needs a place
+        with contextlib.suppress(OSError):
+            folder.make()
+    existing = next(each for each in (folder.path, *folder.path.parents) if each.is_dir())
+    job = folder.newest_job()
+    address = network.address(asked.get("network"))
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "lockstep": installed(),
+        "torch": version_of("torch"),
+        "host": os.uname().nodename,
+        "address": address,
+        "addresses": sorted(network.interfaces().values()),
+        "port": network.free_port(address) if address else None,
+        "time": time.time(),
+        "free_bytes": _free_bytes(existing),
+        "writable": os.access(existing, os.W_OK),
+        "path": str(folder.path),
+        "code": digests(folder.code, only_travelling=False),
+        "running": job.name if job is not None and job.is_alive else None,
+        "devices": _devices(asked.get("config")),
+        "newest_step": _newest_step(asked.get("folder")),
+        "claimed": _claimed(folder, asked.get("claim")),
+    }
+
+
+def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Give back what inspect reserved for a job that was not started."""
+    folder.release(str(asked["job"]))
+    return {}
+
+
+def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Take in what was copied here."""
+    from lockstep.launchers.ssh import archive
+
+    folder.make()
+    archive.unpack(folder.archive, folder.code)
+    folder.archive.unlink(missing_ok=True)
+    return {"code": digest(digests(folder.code, only_travelling=False))}
+
+
+def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Take in what was copied here, and lay out the order that is in it."""
+    from lockstep.launchers.ssh import archive
+    from lockstep.launchers.ssh.order import (
+        Order,  # and with it all of the config, which other questions have no use for
+    )
+
+    folder.make()
+    text = archive.unpack(folder.archive, folder.code)
+    folder.archive.unlink(missing_ok=True)
+    if text is None:
+        raise LaunchError(f"{folder.archive}: has no order in it")
+    order = Order.model_validate_json(text)
+    before = folder.newest_job()
+    if before is not None and before.is_alive:
+        raise LaunchError(
+            f"job {before.name} of pod {order.pod} is still at work here: `lockstep pod stop {order.pod}` has it save "
+            "and leave"
+        )
+    job = folder.job(order.job)
+    job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    return {"job": job.name}
+
+
+def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """The same, and start the agent of that order, detached from this login."""
+    import subprocess
+
+    from lockstep.distributed.topology import without_place
+
+    job = folder.job(prepare(folder, asked)["job"])
+    inherited = without_place(os.environ)
+    for name in ("SSH_AUTH_SOCK", "SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):  # of this login, which ends
+        inherited.pop(name, None)
+    agent = subprocess.Popen(
+        [sys.executable, "-P", "-m", "lockstep.launchers.ssh.agent", str(job.path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=folder.code,
+        env=inherited,
+        start_new_session=True,
+    )
+    return _begun(folder, job, lambda: agent.poll() is None)
+
+
+def begun(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Wait until the agent of a job is at work, whoever started it."""
+    job = _job(folder, asked)
+    deadline = time.monotonic() + _APPEAR_SECONDS
+    return _begun(folder, job, lambda: job.is_alive or time.monotonic() < deadline)
+
+
+def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
+    deadline = time.monotonic() + _BEGIN_SECONDS
+    while job.agent() is None:
+        if not is_there() and job.agent() is None:
+            said = job.console.read_text(encoding="utf-8", errors="replace").strip() if job.console.exists() else ""
+            raise LaunchError(f"the agent could not begin: {said[-2000:] or 'it said nothing'}")
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the agent did not begin within {_BEGIN_SECONDS:g} s; see {job.console}")
+        time.sleep(_POLL_SECONDS)
+    folder.release(job.name)  # from here on, that it is at work keeps others out
+    return {"job": job.name, **(job.agent() or {})}
+
+
+def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
+    """What the agent's console has from an offset on, and what comes; the exit code is that of the run."""
+    job = _job(folder, asked)
+    out = sys.stdout.buffer
+    with contextlib.ExitStack() as stack:
+        console = stack.enter_context(job.console.open("rb"))
+        out.write(CONSOLE)
+        console.seek(int(asked.get("offset", 0)))
+        while True:
+            alive = job.is_alive  # before the last look: what it wrote in its last moment is seen
+            while data := console.read(_CHUNK):
+                out.write(data)
+            out.flush()
+            ended = job.ended()
+            if ended is not None and not alive:
+                out.write(job.unsaid().encode())
+                out.flush()
+                return int(ended["exit_code"])
+            if not alive and job.agent() is not None:
+                out.write(f"lockstep: the agent on {os.uname().nodename} is gone, and did not say why: it was killed, "
+                          "or the host was restarted\n".encode())  # fmt: skip
+                out.flush()
+                return 5
+            if not asked.get("follow", True):
+                return 0
+            time.sleep(_POLL_SECONDS)
+
+
+def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """The newest job, and whether it is at work."""
+    job = folder.newest_job()
+    if job is None:
+        return {"job": None}
+    ended = {key: value for key, value in (job.ended() or {}).items() if key != "said"}
+    return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": os.uname().nodename}
+
+
+def look(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """A run's folder as `lockstep watch` shows it."""
+    from lockstep.config.plain import finite
+    from lockstep.runs.watching import look
+
+    found = finite(look(Path(str(asked["run"]))).plain())
+    assert isinstance(found, dict)
+    return found
+
+
+def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Ask the job to save and leave; twice: to end at once."""
+    import signal
+
+    job = _job(folder, asked)
+    pid = job.pid()
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT if asked.get("at_once") else signal.SIGTERM)
+    return {"job": job.name, "pid": pid}
+
+
+def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Put what the hosts have of a run into one file, to be fetched; checkpoints of a rank's own host included."""
+    import tarfile
+
+    run = Path(str(asked["run"]))
+    packed = folder.path / "pull.tar"
+    if not run.is_dir():
+        return {"file": None}
+    descriptor = os.open(packed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as opened, tarfile.open(fileobj=opened, mode="w") as tar:
+        tar.add(run, arcname=run.name, filter=lambda member: None if ".partial" in member.name else member)
+    return {"file": str(packed), "size": packed.stat().st_size}
+
+
+def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Remove all that is here of a pod."""
+    import shutil
+
+    job = folder.newest_job()
+    if job is not None and job.is_alive:
+        raise LaunchError(f"job {job.name} is still at work here: `lockstep pod stop` it first")
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return {"deleted": not folder.path.exists()}
+
+
+_VERBS: tuple[Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int], ...] = (
+    inspect, release, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
+)  # fmt: skip
+VERBS = {verb.__name__: verb for verb in _VERBS}
+
+
+def main(arguments: list[str]) -> int:
+    verb, text = arguments
+    asked = json.loads(text)
+    try:
+        folder = PodFolder(asked["directory"], asked["pod"])
+        answer = VERBS[verb](folder, asked)
+    except (LockstepError, OSError) as error:
+        print(encoded({"error": str(error)}))
+        return 2
+    if isinstance(answer, int):
+        return answer
+    print(encoded(answer))
+    return 0
+
+
+def _job(folder: PodFolder, asked: dict[str, Any]) -> Job:
+    job = folder.job(str(asked["job"])) if asked.get("job") else folder.newest_job()
+    if job is None or not job.path.is_dir():
+        raise LaunchError(f"no job was started here: {folder.path} has none")
+    return job
+
+
+def _free_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a run would find here, or why it would not."""
+    if config is None:
+        return None
+    from lockstep import runtime
+    from lockstep.config.schema import RunSettings
+
+    try:
+        family, count = runtime.resolve(RunSettings.model_validate(config))
+    except LockstepError as error:
+        return {"error": str(error)}
+    return {"runtime": family, "processes": count}
+
+
+def _claimed(folder: PodFolder, job: str | None) -> str | None:
+    if job is None:
+        return None
+    try:
+        return folder.claim(job)
+    except OSError:  # the folder cannot be written, which is a problem by itself
+        return None
+
+
+def _newest_step(folder: str | None) -> int | None:
+    """Of the checkpoints that are here of a run that is to go on."""
+    steps = [each.name.removeprefix("step-") for each in Path(folder).glob("checkpoints/step-*")] if folder else []
+    return max((int(each) for each in steps if each.isdecimal()), default=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Hosts that OpenSSH's client reaches, by the names and with the keys of the user's own SSH config."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from lockstep.errors import LaunchError
+from lockstep.launchers.ssh.transport import Command
+
+# Nobody is there to answer a question; a host that is not known is not trusted; nothing of this machine is forwarded;
+# and a connection that is dead is known to be so.
+_OPTIONS = (
+    "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
+    "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3",
+)  # fmt: skip
+_PUT = 'umask 077 && mkdir -p -- "$1" && cat > "$2"'
+# ssh's own exit code, and those of the shell there for a command that is not found or cannot be run.
+SSH_FAILED, _NOT_FOUND, _NOT_RUNNABLE = 255, 127, 126
+
+_REASONS = (
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one that is known: it was installed anew, or "
+     "somebody is in between. Find out which; only then remove the old key (ssh-keygen -R {name})"),
+    ("Host key verification failed", "its host key is not known here, and is not accepted unseen. Log in once by hand "
+     "(ssh {name}), compare the fingerprint that is shown, and say yes"),
+    ("Permission denied", "the login was refused: a wrong user (write user@host, or set User in your SSH config) or a "
+     "key that is not allowed there; `ssh {name}` must work without a password"),
+    ("Could not resolve hostname", "there is no such host name: check launch.hosts, or your SSH config"),
+    ("Connection refused", "nothing listens for SSH there: is sshd running, and is the port right?"),
+    ("timed out", "it does not answer: is it up, and is there a way to it?"),
+    ("No route to host", "there is no way to it: is it up, and is the network right?"),
+    ("Network is unreachable", "there is no way to it from this machine: is the network up?"),
+    ("Connection closed", "the connection was closed in the midst: sshd refused it, or the host went down"),
+)  # fmt: skip
+
+
+class Ssh:
+    """A list of hosts."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = tuple(hosts)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return self._hosts
+
+    def create(self) -> list[Command]:
+        return []
+
+    def delete(self) -> list[Command]:
+        return []
+
+    def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
+        return [Command(self._ssh(host, argv), index) for index, host in self._chosen(worker)]
+
+    def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
+        argv = ["sh", "-c", _PUT, "sh", str(PurePosixPath(to).parent), to]
+        return [Command(self._ssh(host, argv), index, reads=file) for index, host in self._chosen(worker)]
+
+    def fetch(self, path: str, to: Path, worker: int) -> list[Command]:
+        return [Command(self._ssh(self._hosts[worker], ["cat", "--", path]), worker, writes=to)]
+
+    def explain(self, command: Command, code: int, errors: str) -> str:
+        name = self._hosts[command.worker or 0]
+        told = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+        if code == SSH_FAILED:
+            for sign, meaning in _REASONS:
+                if sign.lower() in errors.lower():
+                    return meaning.format(name=shlex.quote(name))
+            return f"ssh failed: {told or 'it said nothing'}"
+        if code in (_NOT_FOUND, _NOT_RUNNABLE):
+            return f"the command was not found there ({told}): check pod.python, the interpreter to use on the hosts"
+        if "No module named" in errors and "lockstep" in errors:
+            return "Lockstep is not installed for pod.python there: pip install it, or name another interpreter"
+        return told or f"the command ended with exit code {code}"
+
+    def _ssh(self, host: str, argv: Sequence[str]) -> tuple[str, ...]:
+        """The shell there gets one string, in which every argument is quoted."""
+        options = [part for option in _OPTIONS for part in ("-o", option)]
+        return ("ssh", "-T", *options, "--", host, shlex.join(argv))
+
+    def _chosen(self, worker: int | None) -> list[tuple[int, str]]:
+        everyone = list(enumerate(self._hosts))
+        return everyone if worker is None else [everyone[worker]]
+
+
+def require_ssh() -> None:
+    if shutil.which("ssh") is None:
+        raise LaunchError("launch: ssh needs OpenSSH's client, and there is no `ssh` here: install openssh-client")

@@ -1,0 +1,234 @@
+"""`lockstep.train(config)`: train a task from a program, a notebook or under torchrun, as `lockstep train` does."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.objects import loading
+from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
+from lockstep.launchers import batch_tasks, cluster, fitting
+from lockstep.launchers import folder as folders
+from lockstep.launchers.local import local
+from lockstep.mirror.url import Url, place
+from lockstep.terminal import tell
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
+    from lockstep.distributed.failure import Result
+
+_CALLER = "lockstep.train"
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | RunConfig | None = None, *, out: str | Path = "runs", **values: Any
+) -> dict[str, Any]:
+    """Train what a config describes and return how it went: what summary.json holds, and the run's `folder`.
+
+    `out` is where that is made: a folder, or a URL (s3://bucket/prefix) that the folder, on this host, stands for.
+
+    The config is a file, plain data or a RunConfig; values replace what it says, by name: `processes=1`,
+    `train={"epochs": 3}` (merged) or `**{"train.epochs": 3}`. `task` may be the class itself, if ranks can import it.
+
+    One process trains in this process, so that a debugger works; several are started as by `lockstep train`. Where a
+    launcher such as torchrun has already given this process a rank, nothing is started. A mistake or a failure is
+    raised as a LockstepError, what the task itself raises in this process as it is. A run that was asked to stop has
+    saved itself and raises SystemExit with code 75, as a script that does not go on should end.
+    """
+    _refuse_while_importing()
+    loaded = _loaded(config, values)
+    where = place(out, "out:")
+    if loaded.launch.type == "ssh" and not batch_tasks.trains_here(loaded, os.environ):
+        raise ConfigError(
+            f"{_CALLER}: launch: ssh starts a run on other hosts, detached from this process: start it with `lockstep "
+            "train CONFIG`, and follow it with `lockstep pod logs`"
+        )
+    if batch_tasks.is_to_be_submitted(loaded, os.environ):
+        raise ConfigError(
+            f"{_CALLER}: launch: slurm puts a run into a queue, and this function returns what a run came to: submit "
+            "with `lockstep train`, or start this program in a job (srun python ...)"
+        )
+    if batch_tasks.trains_here(loaded, os.environ):
+        return _as_rank(loaded, where)
+    from lockstep.mirror.mark import mirrored
+    from lockstep.record import folder_lock
+
+    if loaded.launch.type == "ray":
+        fitting.not_checked(loaded, "on a Ray cluster", _tell)
+        new = folders.on_ray(loaded, where, make_parent=True)
+        with contextlib.ExitStack() as mirroring:
+
+            def make_folder(resolved: RunConfig) -> Path:
+                made = new(resolved)
+                mirroring.enter_context(mirrored(made, resolved, _tell))
+                return made
+
+            ended = cluster.train(loaded, make_folder)
+            return _outcome(ended.folder, ended.result, int(ended.config.processes))
+    folders.require_bucket(where, "out:")
+    loaded = local.resolved(loaded, _tell)
+    if loaded.processes == 1:
+        _check_here(loaded)
+        folder = folders.new(where, "out:", loaded)
+        fitting.check(loaded, folder, _tell)
+        return _here(loaded, folder)
+    from lockstep.launchers import script
+
+    script.require_guard(_CALLER)
+    if loaded.task.type.startswith("__main__:"):
+        name = loaded.task.type.partition(":")[2]
+        raise ConfigError(
+            f"{_CALLER}: task {name} was typed into this session, where {loaded.processes} ranks cannot import it "
+            f'from: write it to a file, and give task="file.py:{name}"; or set processes=1'
+        )
+    local.check(loaded)
+    folder = folders.new(where, "out:", loaded)
+    fitting.check(loaded, folder, _tell)
+    with folder_lock.locked(folder), mirrored(folder, loaded, _tell):
+        return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
+
+
+def _check_here(config: RunConfig) -> None:
+    """In this process, which is going to import all of it anyway."""
+    from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
+
+    check_parts(config, (CannotImport,))
+    check_made(config)
+
+
+def _refuse_while_importing() -> None:
+    """Ranks import the script or the task's file; what they find there must not start a run once more."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False) or loading:
+        raise LaunchError(
+            "lockstep.train was called while a rank was importing the file that calls it. "
+            'Put the call under `if __name__ == "__main__":`'
+        )
+
+
+def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: Mapping[str, Any]) -> RunConfig:
+    from lockstep.config.load import load_python
+    from lockstep.config.schema import RunConfig
+
+    if isinstance(config, (str, Path)):
+        given: Path | Mapping[str, Any] = Path(config)
+    elif isinstance(config, RunConfig):
+        given = config.plain()
+    elif config is None or isinstance(config, Mapping):
+        given = _with_task_named(config or {})
+    else:
+        raise ConfigError(
+            f"{_CALLER}: the config must be a file, a mapping or a RunConfig, got {type(config).__name__}; "
+            "a task is given as task=MyTask"
+        )
+    loaded = load_python(given, _with_task_named(values), _CALLER)
+    name = given.stem if isinstance(given, Path) else loaded.task.type.rpartition(":")[2].rpartition(".")[2]
+    return loaded.model_copy(update={"name": loaded.name or folders.named(name)})
+
+
+def _with_task_named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With the import path in place of a task's class, or of a hook's: what ranks, and whoever resumes the run, find it
+    by."""
+    named = dict(values)
+    if named.get("task") is not None:
+        named["task"] = _component(named["task"], "task")
+    if isinstance(named.get("hooks"), (list, tuple)):
+        named["hooks"] = [_component(each, "hooks") for each in named["hooks"]]
+    return named
+
+
+def _component(given: Any, name: str) -> Any:
+    if isinstance(given, Mapping) and not isinstance(given.get("type", ""), str):
+        return {**given, "type": _import_path(given["type"], name)}
+    return given if isinstance(given, (str, Mapping)) else {"type": _import_path(given, name)}
+
+
+def _import_path(given: Any, name: str) -> str:
+    if not inspect.isclass(given):
+        raise ConfigError(
+            f"{_CALLER}: {name} is {given!r}, an object that only this process has: every rank makes its own. Give the "
+            f'class and its arguments: {name}={{"type": {type(given).__name__}, "an_argument": 1}}'
+        )
+    task: type = given
+    module = sys.modules.get(task.__module__)
+    if "." in task.__qualname__ or getattr(module, task.__name__, None) is not task:
+        raise ConfigError(
+            f"{_CALLER}: {name} {task.__qualname__} is defined inside of something else, where ranks cannot import it "
+            "from: define it at the top level of a file"
+        )
+    file = getattr(module, "__file__", None) or ""
+    if "." in task.__module__ or (not file.endswith(".py") and task.__module__ != "__main__"):
+        return f"{task.__module__}:{task.__name__}"  # inside of a package, which may import by its own name
+    if not file.endswith(".py"):
+        return f"__main__:{task.__name__}"  # typed into this session: for one process, which is this one
+    return f"{Path(file).resolve()}:{task.__name__}"
+
+
+def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """One process: this one."""
+    import torch
+
+    from lockstep import worker
+    from lockstep.distributed.topology import Topology
+    from lockstep.engine.stop_requests import Preempted
+    from lockstep.record import run_folder
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.launch.threads or threads)
+    try:
+        code = worker.train(config, Topology(), lambda: folder)
+    except BucketBehind:  # the run itself came to its end
+        raise
+    except Exception as error:
+        run_folder.record(folder, "failed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        torch.set_num_threads(threads)
+    if code:
+        raise Preempted(str(run_folder.read_summary(folder).get("reason")))
+    return {**run_folder.read_summary(folder), "folder": folder}
+
+
+def _as_rank(config: RunConfig, out: Path | Url) -> dict[str, Any]:
+    """As the rank that a launcher made this process: every rank returns what rank 0 wrote down."""
+    from lockstep.engine.stop_requests import Preempted
+
+    told: list[dict[str, Any]] = []
+    code = local.train_as_rank(config, lambda: folders.new(out, "out:", config), told.append)
+    (outcome,) = told
+    if code:
+        raise Preempted(str(outcome.get("reason")))
+    return outcome
+
+
+def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
+    """Of processes that our launcher started."""
+    from lockstep.distributed.failure import how_to_plan
+    from lockstep.engine.stop_requests import Preempted
+    from lockstep.record import run_folder
+    from lockstep.runs.report import leave_report
+
+    failure = result.failure
+    if failure is not None:
+        run_folder.record(folder, "failed", failure.cause)
+    leave_report(folder, _tell)
+    if failure is not None:
+        text = failure.render(processes)
+        if failure.memory:
+            text += f"\n{how_to_plan(str(folder / 'config.yaml'), processes)}"
+        raise WorkerFailed(failure.rank, failure.host, text, failure.exit_code)
+    if result.exit_code == INTERRUPTED_EXIT_CODE:
+        raise KeyboardInterrupt
+    if result.exit_code:
+        raise Preempted("asked to stop")
+    return {**run_folder.read_summary(folder), "folder": folder}
+
+
+def _tell(text: str) -> None:
+    for line in text.splitlines():
+        tell(f"lockstep: {line}")

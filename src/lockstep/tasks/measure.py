@@ -1,0 +1,143 @@
+"""What a task measures on a batch of a set: its loss, its metrics, and what metrics of the whole set are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.run import Run
+from lockstep.engine.stepper import loss_and_count
+from lockstep.errors import ConfigError
+from lockstep.evaluation.epoch_metrics import WholeSet
+from lockstep.evaluation.means import BatchMean, Mean
+from lockstep.runtime.base import Runtime
+from lockstep.tasks.task import Task, defines, has_loss
+
+
+class TaskMeasure:
+    """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
+
+    def __init__(self, run: Run, task: Task) -> None:
+        self._run, self._task = run, task
+        self.whole_set: WholeSet | None = whole_set_of_task(task, run.runtime)
+        self.one_pass = defines(task, "evaluate_step")
+        self._outputs: Any = None  # that evaluate_step returned for the current batch
+        self.beside_loss: set[str] = set()  # names of values that the loss came with so far
+
+    def __call__(self, batch: Any) -> Mapping[str, Any]:
+        if self.one_pass:
+            with self._run.autocast():
+                returned = self._task.evaluate_step(self._model, batch)
+            found, self._outputs = metrics_and_outputs(returned, self._task, self.whole_set is not None)
+            return found
+        found = self.of_loss(batch)
+        with self._run.autocast():
+            metrics = self._task.metrics(self._model, batch)
+        twice = [name for name in metrics if name in found and name != "loss"]
+        if twice:
+            raise ConfigError(
+                f"task: {type(self._task).__name__}.metrics() returns {twice[0]!r}, and so does loss(): give one of "
+                "them another name"
+            )
+        return {**found, **metrics}
+
+    def of_loss(self, batch: Any) -> dict[str, Any]:
+        """The loss, as training computes it, and the values beside it."""
+        with self._run.autocast():
+            found = _loss_of(self._task, self._model, batch)
+        self.beside_loss.update(name for name in found if name != "loss")
+        return found
+
+    def outputs(self, batch: Any) -> Any:
+        """The outputs of the batch that was measured last."""
+        if self.one_pass:
+            outputs, self._outputs = self._outputs, None
+            return outputs
+        with self._run.autocast():
+            return self._task.outputs(self._model, batch)
+
+    @property
+    def _model(self) -> Any:
+        return self._run.module if len(self._run.modules) == 1 else self._run.modules
+
+
+def metrics_and_outputs(returned: Any, task: Task, needs_outputs: bool) -> tuple[dict[str, Any], Any]:
+    """What `Task.evaluate_step` returned: the loss and metrics by name, and the outputs beside them."""
+    name = f"task: {type(task).__name__}.evaluate_step()"
+    metrics, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{name} returned {_described(metrics)}: return metrics by name, such as "
+            '{"loss": loss, "accuracy": correct}, or such a mapping and the outputs'
+        )
+    if needs_outputs and outputs is None:
+        raise ConfigError(
+            f"{name} returned no outputs, which torchmetrics() and whole_set() are computed from: return `metrics, "
+            'outputs`, with outputs such as {"preds": ..., "target": ...}'
+        )
+    if has_loss(task) and "loss" not in metrics:
+        raise ConfigError(f"{name} returned {', '.join(metrics) or 'nothing'}, but no 'loss': return it too")
+    found = dict(metrics)
+    if _is_single(found.get("loss")):
+        found["loss"] = _as_mean(found["loss"])
+    return found, outputs
+
+
+def loss_and_values(returned: Any, task: Task) -> tuple[Any, dict[str, Any]]:
+    """What `Task.loss` returned: the loss, and the values beside it."""
+    if not isinstance(returned, tuple):
+        return returned, {}
+    name = type(task).__name__
+    if len(returned) != 2 or not isinstance(returned[1], Mapping):
+        kinds = ", ".join(type(each).__name__ for each in returned)
+        raise ConfigError(
+            f'task: {name}.loss() returned a tuple of {kinds}: return the loss, or `loss, {{"name": value}}` with '
+            "values to log beside it"
+        )
+    loss, values = returned
+    if "loss" in values:
+        raise ConfigError(f"task: {name}.loss() returned a value {'loss'!r} beside the loss: give it another name")
+    for key, each in values.items():
+        if not (isinstance(each, (Mean, int, float)) or _is_single(each)):
+            raise ConfigError(
+                f"task: {name}.loss() returned {key!r} beside the loss, {_described(each)}: give a single number, the "
+                "mean over the batch, or a lockstep.Mean"
+            )
+    return loss, dict(values)
+
+
+def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
+    if not has_loss(task):
+        return {}
+    loss, values = loss_and_values(task.loss(model, batch), task)
+    loss_and_count(loss)  # refuses what is no loss
+    return {name: _as_mean(each) for name, each in {"loss": loss, **values}.items()}
+
+
+def _as_mean(value: Any) -> Any:
+    return value if isinstance(value, Mean) else BatchMean(torch.as_tensor(value).reshape(()))
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
+    """The metrics of whole sets that a task defines, if any."""
+    wants = [name for name in ("torchmetrics", "whole_set") if defines(task, name)]
+    if not wants:
+        return None
+    if not (defines(task, "outputs") or defines(task, "evaluate_step")):
+        raise ConfigError(
+            f"task: {type(task).__name__} defines {wants[0]}, but not outputs(self, model, batch), which says what it "
+            'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
+            "have evaluate_step(self, model, batch) return `metrics, outputs`"
+        )
+    return WholeSet(task, runtime, keeps_outputs=defines(task, "whole_set"), updates=defines(task, "update_metrics"))

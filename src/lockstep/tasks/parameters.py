@@ -1,0 +1,162 @@
+"""Parameter groups by pattern: which parameters an optimizer treats in a way of their own."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep.config.optimizing import ParameterGroup
+from lockstep.engine.models import MATCH
+from lockstep.errors import ConfigError
+from lockstep.strategy.base import named_parameters, prefixed
+
+logger = logging.getLogger(__name__)
+
+_REST = "the rest"
+
+
+def parameter_groups(
+    models: Mapping[str, nn.Module], groups: Sequence[ParameterGroup]
+) -> dict[str, list[dict[str, Any]]]:
+    """For every model, its trained parameters as groups for an optimizer: the rest first, then those of the config.
+
+    Every parameter is in one of them, that of the first pattern that matches. A pattern may be about one model of
+    several; one that is about none is refused.
+    """
+    named = parameters_of(models)
+    chosen = _chosen(named, groups)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for model_name, model in models.items():
+        own = {id(each) for each in model.parameters()}
+        mine = [[named[name] for name in names if id(named[name]) in own] for names in chosen]
+        taken = {id(each) for part in mine for each in part}
+        rest = [each for each in model.parameters() if each.requires_grad and id(each) not in taken]
+        found[model_name] = [
+            {"params": parameters, **arguments}
+            for parameters, arguments in [
+                (rest, {}),
+                *((part, {MATCH: text(group), **group.arguments}) for part, group in zip(mine, groups, strict=True)),
+            ]
+            if parameters
+        ]
+    _tell(found)
+    return found
+
+
+def text(group: ParameterGroup) -> str:
+    return ", ".join(group.match)
+
+
+def _chosen(named: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> list[list[str]]:
+    """The names of each group's parameters, of those that are trained."""
+    free = [name for name, each in named.items() if each.requires_grad]
+    chosen: list[list[str]] = []
+    for number, group in enumerate(groups):
+        setting = f"optimizer.groups[{number}].match"
+        wanted = {name for pattern in group.match for name in matching(setting, pattern, named)}
+        mine = [name for name in free if name in wanted]
+        if not mine:
+            raise ConfigError(
+                f"{setting}: {text(group)}: what it matches ({', '.join(sorted(wanted)[:3])}) is frozen, or in a group "
+                "before it, where the first that matches counts: take the group away, or put it first"
+            )
+        free = [name for name in free if name not in wanted]
+        chosen.append(mine)
+    return chosen
+
+
+def _tell(found: Mapping[str, list[dict[str, Any]]]) -> None:
+    for name, groups in found.items():
+        rows = [("parameters", "numbers", "group", "with")]
+        rows += [
+            (
+                str(len(group["params"])),
+                f"{sum(each.numel() for each in group['params']):,}",
+                str(group.get(MATCH, _REST)),
+                ", ".join(f"{key} {value}" for key, value in group.items() if key not in ("params", MATCH)) or "-",
+            )
+            for group in groups
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            f"  {row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip() for row in rows
+        ]
+        logger.info("parameter groups%s:\n%s", f" of {name}" if len(found) > 1 else "", "\n".join(lines))
+
+
+def matching(setting: str, pattern: str, names: Collection[str], others: Collection[str] = ()) -> list[str]:
+    """The names that a pattern matches. One that matches none is refused, unless it matches one of the `others`."""
+    found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not found and not any(fnmatch.fnmatchcase(name, pattern) for name in others):
+        listed = list(names)
+        nearest = difflib.get_close_matches(pattern, listed, n=3, cutoff=0.3) or listed[:3]
+        raise ConfigError(
+            f"{setting}: {pattern}: no parameter has a name like that; the nearest are {', '.join(nearest)} "
+            "(patterns are matched as file names are: * stands for anything)"
+        )
+    return found
+
+
+def parameters_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter by its name, `generator.fc.weight` where there is more than one model."""
+    return {name: each for name, each in named_parameters(models).items() if isinstance(each, nn.Parameter)}
+
+
+SETTING = "train.freeze"
+
+
+def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
+    """Take parameters out of training, before optimizers are made and models are placed.
+
+    A layer whose running statistics match as well (`encoder.*` matches `encoder.norm.running_mean`) stays in evaluation
+    mode: what is frozen computes the same at the end of the run as at its start. Dropout goes on as it is.
+    """
+    parameters = parameters_of(models)
+    kept = _with_statistics(models, patterns)
+    frozen: set[str] = set()
+    for pattern in patterns:
+        frozen.update(matching(SETTING, pattern, parameters, [f"{name}.running_mean" for name in kept]))
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    for layer in kept.values():
+        _stay_in_evaluation(layer)
+    for name, model in models.items():
+        if not any(each.requires_grad for each in model.parameters()):
+            of = f" of {name}" if len(models) > 1 else ""
+            raise ConfigError(
+                f"{SETTING}: {', '.join(patterns)}: matches all parameters{of}, so that nothing is left to train: "
+                "leave some out, such as the last layer"
+            )
+    statistics = f" and the statistics of {len(kept)} layers" if kept else ""
+    numbers = sum(each.numel() for each in parameters.values() if each.requires_grad)
+    logger.info("frozen: %d of %d parameters%s; trained: %s numbers", len(frozen), len(parameters), statistics,
+                f"{numbers:,}")  # fmt: skip
+
+
+def _with_statistics(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, _NormBase]:
+    """Layers that keep running statistics whose names match."""
+    return {
+        name: layer
+        for model_name, model in models.items()
+        for own, layer in model.named_modules()
+        if isinstance(layer, _NormBase) and layer.running_mean is not None
+        for name in [prefixed(models, model_name, own)]
+        if any(fnmatch.fnmatchcase(f"{name}.running_mean", pattern) for pattern in patterns)
+    }
+
+
+def _stay_in_evaluation(layer: nn.Module) -> None:
+    """Also where somebody calls train() on the model that it is in."""
+
+    def evaluation(self: nn.Module, mode: bool = True) -> nn.Module:
+        return nn.Module.train(self, False)
+
+    layer.train = MethodType(evaluation, layer)  # type: ignore[method-assign]
+    layer.train()

@@ -1,0 +1,158 @@
+"""The parts of a run that a config or a task asks for: models with their optimizers and schedulers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from lockstep.config.data import Ordering
+from lockstep.config.objects import construct, import_object
+from lockstep.config.optimizing import EVERY_STEP
+from lockstep.config.optimizing import Schedule as NamedSettings
+from lockstep.config.schema import Component, InitFrom, RunConfig
+from lockstep.data.choosing import make_order
+from lockstep.data.orders import Order
+from lockstep.data.sources import is_stream
+from lockstep.engine.models import DEFAULT
+from lockstep.engine.run import Run
+from lockstep.errors import ConfigError
+from lockstep.tasks.parameters import freeze, parameter_groups
+from lockstep.tasks.rates import NamedSchedule
+from lockstep.tasks.schedules import RunLength, Schedule, as_schedule
+from lockstep.tasks.task import Task, has_init_weights
+
+
+def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
+    """Every model of the task with its optimizer and scheduler; the schedulers, with when they are stepped."""
+    limits = config.train
+    made = run.build(task.model)
+    models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
+    if limits.freeze:
+        freeze(models, limits.freeze)
+    optimizers = _per_model(models, _optimizers(task, made, models, config), "optimizer")
+    schedules = _schedules(task, made, optimizers, config, length)
+    for name, model in models.items():
+        run.setup(
+            model,
+            optimizers.get(name),
+            schedules[name].scheduler if name in schedules else None,
+            name=name,
+            precision=limits.precision,
+            clip_norm=limits.clip_norm,
+            compile=limits.compile,
+            recompute=limits.recompute,
+            on_nan=limits.on_nan,
+            ema=limits.ema,
+            shard=task.shard_rules(),
+            init_weights=task.init_weights if has_init_weights(task) else None,
+            init_from=_weights_of(name, models, config),
+        )
+    return schedules
+
+
+def _weights_of(name: str, models: Mapping[str, nn.Module], config: RunConfig) -> InitFrom | None:
+    """What a model begins with; of several, each has its weights under its own name, as they are saved."""
+    given = config.init_from
+    if given is None or len(models) == 1:
+        return given
+    return given.model_copy(update={"map": {"": None, f"{name}.": "", **given.map}})
+
+
+def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
+    """One optimizer, or one for every model: of the config, else of the task, else AdamW."""
+    trained = [name for name, each in models.items() if any(p.requires_grad for p in each.parameters())]
+    if not trained:
+        raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
+    if config.optimizer is None:
+        own = task.optimizer(made)
+        return own if own is not None else {name: torch.optim.AdamW(models[name].parameters()) for name in trained}
+    given: Mapping[str, list[Any]]
+    if config.optimizer.groups:
+        given = parameter_groups(models, config.optimizer.groups)
+    else:
+        given = {name: [p for p in each.parameters() if p.requires_grad] for name, each in models.items()}
+    return {name: _made(config.optimizer, "optimizer", Optimizer, given[name]) for name in trained}
+
+
+def _schedules(
+    task: Task, made: Any, optimizers: Mapping[str, Optimizer], config: RunConfig, length: RunLength
+) -> dict[str, Schedule]:
+    given: Any = dict(optimizers) if isinstance(made, Mapping) else next(iter(optimizers.values()))
+    if config.scheduler is None:
+        own = _per_model(optimizers, length.of_task(task, given), "scheduler")
+        return {name: as_schedule(each) for name, each in own.items()}
+    scheduler = config.scheduler
+    if isinstance(scheduler, NamedSettings):
+        return {name: Schedule(NamedSchedule(each, scheduler, length.steps), EVERY_STEP) for name, each in
+                optimizers.items()}  # fmt: skip
+    component = Component.model_validate({"type": scheduler.type, **length.arguments(scheduler)})
+    return {
+        name: Schedule(_made(component, "scheduler", object, each), scheduler.every, scheduler.monitor)
+        for name, each in optimizers.items()
+    }
+
+
+def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:
+    """What a task returned for its models, by the name of the model."""
+    if not isinstance(given, Mapping):
+        if given is not None and len(models) > 1:
+            raise ConfigError(
+                f"task: model() returned {len(models)} models ({', '.join(models)}), but {what}() one "
+                f"{type(given).__name__}: return a mapping with one for each of them"
+            )
+        return {} if given is None else {next(iter(models)): given}
+    unknown = [name for name in given if name not in models]
+    if unknown:
+        raise ConfigError(f"task: {what}() names {unknown[0]!r}, but the models are {', '.join(models)}")
+    return dict(given)
+
+
+def _made(component: Component, path: str, kind: type, *positional: Any) -> Any:
+    made = construct(import_object(component.type, path), component.arguments, path, *positional)
+    if not isinstance(made, kind):
+        raise ConfigError(f"{path}: {component.type} makes a {type(made).__name__}, not a {kind.__name__}")
+    return made
+
+
+logger = logging.getLogger(__name__)
+
+
+def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | None:
+    """The config's order; where it names none, the task's own, if it has one, else shuffled. None for a stream."""
+    asked = config.data.order
+    if is_stream(dataset):
+        if asked is not None:
+            raise ConfigError(
+                f"data.order: {asked.type}: train_data() is a stream ({type(dataset).__name__}), which comes in the "
+                "order that it has: take it away (data.shuffle and data.shuffle_buffer are for streams)"
+            )
+        return None
+    if asked is None:
+        own = _defines(task, "order")
+        if _defines(task, "weights"):
+            logger.warning(
+                "task: %s defines weights, but examples are not drawn by them: set data.order to weighted",
+                type(task).__name__,
+            )
+        asked = Ordering(type="sequential" if not config.data.shuffle else "own" if own else "shuffled")
+    needs = {"weighted": "weights", "buckets": "lengths"}.get(asked.type)
+    values = {needs: _value(task, needs)} if needs and _defines(task, needs) else {}
+    if asked.type == "own" and _defines(task, "order"):
+        values = {"order": task.order, "repeats": getattr(task, "order_repeats", False)}
+    said_by = f"task: {type(task).__name__}.order"
+    return make_order(asked, dataset, config.train.batch_size, config.seed, values, said_by)
+
+
+def _defines(task: Task, name: str) -> bool:
+    return name in vars(task) or getattr(type(task), name) is not getattr(Task, name)
+
+
+def _value(task: Task, name: str) -> Any:
+    found = getattr(task, name)
+    return found() if callable(found) else found

@@ -1,0 +1,199 @@
+"""What to train: the user's code."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.config.objects import construct, import_object
+from lockstep.config.schema import Component
+from lockstep.errors import ConfigError
+from lockstep.evaluation.means import Mean
+from lockstep.tasks.name_checks import check_names, instead_of
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run
+    from lockstep.tasks.callbacks import Hook
+
+
+class Task(abc.ABC):
+    """A model, its data and its loss. Every method runs on every rank; arguments of __init__ come from the config."""
+
+    @abc.abstractmethod
+    def model(self) -> nn.Module | Mapping[str, nn.Module]:
+        """The module to train, or several by name. Made after seeding, so that all ranks make the same."""
+
+    @abc.abstractmethod
+    def train_data(self) -> Dataset[Any]:
+        """A map-style dataset, or a stream: an IterableDataset, a Hugging Face streaming dataset, lockstep.TarShards,
+        or anything else that can be iterated over again. docs/data.md"""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Any]]:
+        """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.
+
+        With a mapping beside it, `loss, {"name": value}`, these values are logged as means over the global batch too.
+        Every task has one, but for those with a training_step of their own.
+        """
+        raise NotImplementedError
+
+    def training_step(self, run: Run, batch: Any) -> Mapping[str, Any] | None:
+        """One step of its own, in place of loss, backward and step: for several models, optimizers or losses.
+
+        Calls run.backward and run.step for each optimizer; what is returned is logged.
+        """
+        raise NotImplementedError
+
+    def evaluate_step(
+        self, model: nn.Module, batch: Any
+    ) -> Mapping[str, Tensor | Mean] | tuple[Mapping[str, Tensor | Mean], Mapping[str, Any]]:
+        """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as `loss`, or one
+        value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `whole_set`, return
+        `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost a forward pass of their own."""
+        raise NotImplementedError
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor | Mean]:
+        """One value per example, shape [B], so that a mean over a whole set counts every example exactly once; or
+        lockstep.Mean(total, count), for a mean over something else."""
+        return {}
+
+    def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """What `torchmetrics` and `whole_set` are computed from, by name: tensors or lists with a row for every example
+        of the batch, such as {"preds": model(inputs), "target": labels}."""
+        raise NotImplementedError
+
+    def torchmetrics(self) -> Mapping[str, Any]:
+        """torchmetrics' Metric objects by name, made once; each is updated with those of the `outputs` that its own
+        update has an argument for."""
+        return {}
+
+    def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """Updates what `torchmetrics` returned, where the names of the outputs do not say all."""
+        for each in metrics.values():
+            each.update(**each._filter_kwargs(**outputs))
+
+    def whole_set(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Metrics of a whole set, such as {"auc": roc_auc_score(...)}: given the outputs of all its examples, each
+        exactly once and in the order of the dataset, in host memory. Called on rank 0."""
+        return {}
+
+    def val_data(self) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
+        """A map-style dataset, or several by name: their metrics are then `val/NAME/loss` and so on."""
+        return None
+
+    def test_data(self) -> Dataset[Any] | Mapping[str, Dataset[Any]] | None:
+        """The same, measured once, at the end."""
+        return None
+
+    def order(self, epoch: int, seed: int, count: int) -> Sequence[int]:
+        """The order of an epoch's examples, where `data.order` is `own` or not given: the same on all ranks.
+
+        Every index of range(count) once; with `order_repeats = True` in the class, any of them any number of times.
+        """
+        raise NotImplementedError
+
+    def weights(self) -> Sequence[float]:
+        """For `data.order: weighted`: how often each example of train_data() is drawn, in proportion."""
+        raise NotImplementedError
+
+    def lengths(self) -> Sequence[float]:
+        """For `data.order: buckets`: how long each example of train_data() is."""
+        raise NotImplementedError
+
+    def optimizer(self, model: Any) -> Any:
+        """Used where the config names no optimizer; given several models, one for each, by the same names."""
+        return None
+
+    def scheduler(self, optimizer: Any) -> Any:
+        """Used where the config names no scheduler. One for each optimizer, where there are several.
+
+        Defined as scheduler(self, optimizer, total_steps), it is told how many steps the run has. It is stepped every
+        epoch; to step it otherwise, return lockstep.Schedule(scheduler, every="1 step").
+        """
+        return None
+
+    def shard_rules(self) -> dict[str, Any]:
+        """For SPMD: parameter-name pattern -> mesh axis (or None) for every dimension; `strategy.shard` comes first."""
+        return {}
+
+    def init_weights(self, module: nn.Module) -> None:
+        """For a model that is made on the meta device, because it fits into no host's memory: called for every module
+        that has parameters of its own, to give them values. Without it, each module's `reset_parameters` is called."""
+        raise NotImplementedError
+
+    def should_stop(self, metrics: dict[str, float]) -> str | None:
+        """A reason to end training on all ranks, for instance that a trial is pruned; asked on rank 0, after every
+        validation."""
+        return None
+
+    def hooks(self) -> Sequence[Hook]:
+        """What else is to happen between steps; see lockstep.Hook. Those of the config come after them."""
+        return ()
+
+    def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """For `lockstep predict`: columns by name, each with one value per example of the batch: a tensor whose first
+        dimension is the batch, or a list of numbers or texts."""
+        raise NotImplementedError
+
+    def predict_data(self, input: str) -> Dataset[Any]:
+        """For `lockstep predict --input FILE`: the map-style dataset that a file stands for."""
+        raise NotImplementedError
+
+    def example_inputs(self) -> Any:
+        """For `lockstep export`: what the model is called with, a tuple of arguments or a mapping by name. Where not
+        defined, it is taken from the first batch."""
+        raise NotImplementedError
+
+    # A task may define collate(examples) to build batches in its own way.
+
+
+def has_training_step(task: Task | type[Task]) -> bool:
+    cls = task if inspect.isclass(task) else type(task)
+    return cls.training_step is not Task.training_step
+
+
+def has_loss(task: Task | type[Task]) -> bool:
+    cls = task if inspect.isclass(task) else type(task)
+    return cls.loss is not Task.loss
+
+
+def defines(task: Task, name: str) -> bool:
+    """Whether a task has a method of its own in place of the base class's."""
+    return getattr(type(task), name) is not getattr(Task, name)
+
+
+def has_init_weights(task: Task) -> bool:
+    return type(task).init_weights is not Task.init_weights
+
+
+def create_task(component: Component) -> Task:
+    """Import the task's class and make one, saying precisely what is wrong with it where something is."""
+    task: Task = construct(task_class(component), component.arguments, "task")
+    return task
+
+
+def task_class(component: Component) -> type[Task]:
+    """The class that a config names, with everything that can be known of it without making one."""
+    cls = import_object(component.type, "task")
+    if not (inspect.isclass(cls) and issubclass(cls, Task)):
+        raise ConfigError(f"task: {component.type} is not a class derived from lockstep.Task")
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if not has_loss(cls) and not has_training_step(cls):
+        missing.insert(0, "loss")
+    if missing:
+        lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
+        has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
+        hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
+        raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
+    check_names(cls, Task)
+    replaced = [name for name in ("metrics", "outputs") if getattr(cls, name) is not getattr(Task, name)]
+    if cls.evaluate_step is not Task.evaluate_step and replaced:
+        raise ConfigError(
+            f"task: {cls.__name__} defines evaluate_step and {replaced[0]}, but evaluate_step replaces {replaced[0]}: "
+            "return its values from evaluate_step, and remove it"
+        )
+    return cls

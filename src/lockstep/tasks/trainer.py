@@ -1,0 +1,236 @@
+"""From a config to a trained model: makes the task's parts, trains, and tells how it went."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lockstep.checkpoint.retention import Saved, best_first
+from lockstep.config.schema import Keep, RunConfig
+from lockstep.data.loader import Collate, check_dataset
+from lockstep.data.sources import check_stream, is_stream
+from lockstep.data.split import split_dataset
+from lockstep.engine.run import Run
+from lockstep.errors import ConfigError
+from lockstep.tasks.callbacks import Checkpointing, Hook, Scheduling, Validation, evaluated
+from lockstep.tasks.changed import Lengths, OptimizerArguments
+from lockstep.tasks.early_stop import EarlyStopping, epoch_name, known_as, metric_value, unknown_metric
+from lockstep.tasks.loop import train
+from lockstep.tasks.measure import TaskMeasure
+from lockstep.tasks.schedules import run_length
+from lockstep.tasks.setup import order_of, set_up
+from lockstep.tasks.task import Task, create_task, has_training_step
+from lockstep.tasks.user_callbacks import OwnHooks, own_hooks
+
+logger = logging.getLogger(__name__)
+
+Datasets = dict[str, Dataset[Any]]
+
+
+def fit(run: Run, config: RunConfig) -> dict[str, Any]:
+    """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
+    task = create_task(config.task)
+    own = OwnHooks(own_hooks(task, config))
+    datasets = datasets_of(task, config)
+    order = order_of(task, config, datasets["train"])
+    collate: Collate | None = getattr(task, "collate", None)
+    length = run_length(config, order.length if order is not None else None)
+    schedules = set_up(run, task, config, length)
+    measure = TaskMeasure(run, task)
+    batch_size = config.validation.batch_size or config.train.batch_size
+    stopping = EarlyStopping(config.early_stop) if config.early_stop else None
+    validation = Validation(
+        _of_kind("val", datasets), measure, batch_size, config.validation, stopping, collate, task.should_stop,
+        own.after_validation,
+    )  # fmt: skip
+    scheduling = Scheduling(list(schedules.values()), validation)
+    checkpointing = Checkpointing(config.checkpoint, validation)
+    run.attach("validation", validation)
+    own.attach(run)
+
+    arguments = OptimizerArguments.of(config.optimizer)
+    run.attach("optimizer arguments", arguments)
+    run.attach("lengths", _lengths(datasets, config))
+    run.attach("run length", length)
+    run.restore()
+    for name, optimizer in run.optimizers.items():
+        scheduler = schedules[name].scheduler if name in schedules else None
+        for change in arguments.apply(optimizer, scheduler):
+            logger.info(change)
+    asked = metrics_asked_for(config, scheduling.monitors)
+    there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
+    open_ended = {"train": has_training_step(task), "val": not complete}
+    check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
+    run.journal.begin(run.progress, length.steps)
+    own.before_training(run)
+    unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
+    hooks: list[Hook] = [validation, scheduling, checkpointing]
+    stopped = train(run, task, datasets["train"], collate, config, hooks, own, unfinished, order)
+    if stopped:
+        logger.info("stopped early at step %d: %s", run.progress.step, stopped)
+    validation.validate(run)
+    checkpointing.save(run)
+    metrics: dict[str, Any] = dict(validation.latest)
+    if test_data := _of_kind("test", datasets):
+        tested = evaluated(run, measure, test_data, batch_size, config.validation.on, collate)
+        if tested is None:
+            run.leave()
+        run.journal.write(run.progress, tested)
+        metrics.update(tested)
+    own.have_stopped(run)
+    own.after_training(run, dict(metrics))
+    return {
+        "status": "stopped early" if stopped else "completed",
+        "reason": stopped,
+        "metrics": {name: value for name, value in metrics.items() if not isinstance(value, list)},
+        "best": _best(validation.history, config),
+    }
+
+
+def metrics_asked_for(config: RunConfig, monitors: Sequence[str]) -> list[tuple[str, str]]:
+    """Where a metric is named, and its name."""
+    keep, stopping = config.checkpoint.keep, config.early_stop
+    asked = [("checkpoint.keep.metric", keep.metric)] if keep.best else []
+    asked += [(f"early_stop.criteria[{index}].metric", each.metric)
+              for index, each in enumerate(stopping.criteria if stopping else ())]  # fmt: skip
+    return asked + [("scheduler.monitor", each) for each in monitors]
+
+
+def _metric_names(
+    run: Run,
+    measure: TaskMeasure,
+    datasets: Datasets,
+    batch_size: int,
+    collate: Collate | None,
+    asked: Sequence[tuple[str, str]],
+) -> tuple[dict[str, Any], bool]:
+    """The metrics that there will be by name, each with a value to tell numbers from matrices by, and whether these are
+    all. Found on one batch: of data that is measured, or of that which is trained on, where somebody asks."""
+    there: dict[str, Any] = {epoch_name("train/loss"): 0.0}
+    validated, tested = _of_kind("val", datasets), _of_kind("test", datasets)
+    tried = validated or (tested if measure.whole_set is not None else {})
+    if not tried and any(known_as(name, there) is None for _, name in asked):
+        tried = _of_kind("train", datasets)
+    if not tried:
+        return there, True
+    found, complete = run.names_of(measure, next(iter(tried.values())), batch_size, collate)
+    if measure.one_pass and any(name.startswith("train/") and name not in there for _, name in asked):
+        run.names_of(measure.of_loss, datasets["train"], batch_size, collate)
+    there.update({epoch_name(f"train/{name}"): 0.0 for name in measure.beside_loss})
+    there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
+    return there, complete
+
+
+def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], open_ended: Sequence[str] = ()) -> None:
+    """Refuse a metric that will never be there before the first step, not after the first epoch.
+
+    What a task logs in a training step of its own is not known before (`train` is open-ended), nor is what it computes
+    of a whole set, where a batch is not enough for it (`val` is).
+    """
+    for path, name in asked:
+        default = path == "checkpoint.keep.metric" and name == Keep().metric
+        if known_as(name, there) is not None:
+            metric_value(there, name, path)  # refuses what is no single number
+        elif default:
+            several = sorted(each for each in there if each.startswith("val/") and each.endswith("/loss"))
+            if several:
+                logger.warning(
+                    "checkpoint.keep.metric: there are several validation sets, and no %s: no checkpoint is kept as "
+                    "the best. Name one of %s", name, ", ".join(several),
+                )  # fmt: skip
+        elif ("val" if name.startswith("val/") else "train") not in open_ended:
+            raise ConfigError(unknown_metric(path, name, there))
+        elif not name.startswith("val/") and "/" in name and not name.rpartition("/")[2].startswith("epoch_"):
+            raise ConfigError(f"{path}: {name} is the mean since the last row: name {epoch_name(name)}, that since the "
+                              "last validation")  # fmt: skip
+
+
+def datasets_of(task: Task, config: RunConfig) -> Datasets:
+    """Training, validation and test data: the task's own, or parts of its training data by the config's fractions.
+
+    By the beginning of their metrics' names: `train`, `val`, `test`, and `val/NAME` where there are several.
+    """
+    train_data = task.train_data()
+    check_data(train_data, "train_data()")
+    streams = is_stream(train_data)
+    if config.data.shuffle_buffer is not None and not streams:
+        raise ConfigError(
+            f"data.shuffle_buffer: {config.data.shuffle_buffer} is for streams, and train_data() is a "
+            f"{type(train_data).__name__}, all of which is shuffled (data.shuffle): take it away"
+        )
+    own = {**_named("val", task.val_data()), **_named("test", task.test_data())}
+    fractions = config.data.split
+    if fractions is not None and streams:
+        raise ConfigError(
+            f"data.split: train_data() is a stream ({type(train_data).__name__}), of which nobody knows how long it is "
+            "or can take any part: give the task val_data() and test_data() of its own (other files, other shards)"
+        )
+    if fractions is None:
+        return {"train": train_data, **own}
+    asked = {"train": fractions.train, "val": fractions.val, "test": fractions.test}
+    both = [kind for kind in (name.partition("/")[0] for name in own) if asked[kind] > 0]
+    if both:
+        raise ConfigError(
+            f"data.split.{both[0]}: {asked[both[0]]:g}, but the task has {both[0]}_data() of its own: "
+            "take one of them away"
+        )
+    parts = split_dataset(train_data, asked, config.seed, in_order=not config.data.shuffle)
+    if "train" not in parts:
+        raise ConfigError(
+            f"data.split: {asked['train']:g} of {len(train_data)} examples leaves none to train on"  # type: ignore[arg-type]
+        )
+    return {**parts, **own}
+
+
+def _named(kind: str, given: Any) -> Datasets:
+    """What `val_data` or `test_data` returned: nothing, a dataset, or several by name."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        check_data(given, f"{kind}_data()")
+        return {kind: given}
+    if not given:
+        raise ConfigError(f"task: {kind}_data() returned a mapping without any dataset: return None, or some by name")
+    for name, each in given.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(f"task: {kind}_data() has a dataset under {name!r}: a name is text without a slash")
+        check_data(each, f"{kind}_data()[{name!r}]")
+    return {f"{kind}/{name}": each for name, each in given.items()}
+
+
+def _of_kind(kind: str, datasets: Datasets) -> Datasets:
+    return {name: each for name, each in datasets.items() if name.partition("/")[0] == kind}
+
+
+def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
+    fractions = config.data.split
+    if fractions is None:
+        known = {name: _length(each) for name, each in datasets.items() if name != "train"}
+        return Lengths(None, {name: count for name, count in known.items() if count is not None})
+    own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name.partition("/")[0])}
+    split = [_length(each) or 0 for name, each in datasets.items() if name not in own]
+    counts = {name: count for name, count in own.items() if count is not None}
+    return Lengths(sum(split), counts)  # a split leaves nothing out
+
+
+def check_data(data: Any, name: str) -> None:
+    if is_stream(data):
+        check_stream(data, f"task: {name}")
+    else:
+        check_dataset(data, name)
+
+
+def _length(dataset: Dataset[Any]) -> int | None:
+    """How many examples there are; None of a stream."""
+    return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
+
+
+def _best(history: list[dict[str, float]], config: RunConfig) -> dict[str, Any] | None:
+    keep = config.checkpoint.keep
+    metric = known_as(keep.metric, {name for each in history for name in each})
+    saved = [Saved(int(each["step"]), each[metric]) for each in history if metric in each] if metric else []
+    best = best_first(saved, keep.mode)
+    return {"metric": metric, "value": best[0].value, "step": best[0].step} if best else None
