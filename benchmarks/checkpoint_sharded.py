@@ -121,7 +121,7 @@ def checkpointer(run: Any, model: Any, optimizer: Any, asynchronous: bool, folde
     models.add(Entry("model", model, model, optimizer, "float32", None, False))
     settings = Checkpoint.model_validate({"every": None, "async": asynchronous, "keep": {"last": 1, "best": 0}})
     folder.mkdir(exist_ok=True)
-    return Checkpointer(run.group, run.runtime, strategy, settings, folder, models, seed=0)
+    return Checkpointer(run.group, run.runtime, strategy, settings, 1800.0, folder, models, seed=0)
 
 
 def save_by_owners(run: Any, mib: int, asynchronous: bool) -> list[dict[str, float]]:

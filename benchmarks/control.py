@@ -152,21 +152,21 @@ def silence(run: Any) -> Iterator[None]:
     from lockstep.distributed.watch.heartbeat import Heartbeat
     from lockstep.engine.stop_requests import NOTHING
 
-    pulse, activity, send = run._pulse, run.group.activity, Heartbeat._send
-    pulse.beat, activity.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
+    control_sync, activity, send = run._control_sync, run.group.activity, Heartbeat._send
+    control_sync.beat, activity.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
     Heartbeat._send = lambda self: None
     try:
         yield
     finally:
         Heartbeat._send = send
-        del pulse.beat, activity.enter
+        del control_sync.beat, activity.enter
 
 
 @contextlib.contextmanager
 def timed_pulse(run: Any) -> Iterator[list[float]]:
     """How long every look at the pulse took, waiting for the other rank included."""
-    pulse, times = run._pulse, []
-    beat = pulse.beat
+    control_sync, times = run._control_sync, []
+    beat = control_sync.beat
 
     def timed(step: int) -> Any:
         began = time.perf_counter()
@@ -174,11 +174,11 @@ def timed_pulse(run: Any) -> Iterator[list[float]]:
         times.append(time.perf_counter() - began)
         return asked
 
-    pulse.beat = timed
+    control_sync.beat = timed
     try:
         yield times
     finally:
-        del pulse.beat
+        del control_sync.beat
 
 
 # Here again

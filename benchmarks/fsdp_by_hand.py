@@ -25,7 +25,12 @@ def mesh_of_all(device_type: str) -> DeviceMesh:
 
 
 def sharded(
-    make: Callable[[], nn.Module], blocks: str, mesh: DeviceMesh, recompute: bool, compiled: bool, bf16: bool
+    make: Callable[[], nn.Module],
+    blocks: str,
+    mesh: DeviceMesh,
+    activation_checkpointing: bool,
+    compiled: bool,
+    bf16: bool,
 ) -> nn.Module:
     """A model whose blocks (the list of that name) are recomputed, compiled and sharded, in this order, then the rest.
 
@@ -36,7 +41,7 @@ def sharded(
     layers: nn.ModuleList = model.get_submodule(blocks)  # type: ignore[assignment]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for index, layer in enumerate(list(layers)):
-        wrapped: Any = checkpoint_wrapper(layer) if recompute else layer
+        wrapped: Any = checkpoint_wrapper(layer) if activation_checkpointing else layer
         if compiled:
             wrapped = torch.compile(wrapped)  # not wrapped.compile(): the hooks that gather weights stay outside
         fully_shard(wrapped, mesh=mesh, mp_policy=policy)

@@ -44,7 +44,7 @@ class Case:
     model: str  # small or large
     who: str  # plain, accelerate, lightning, fabric, transformers, lockstep
     compile: Any = True
-    recompute: bool = False
+    activation_checkpointing: bool = False
     precision: str = "bf16"
     group: str = ""  # costs: one thing of Lockstep's switched off
     settings: dict[str, Any] = field(default_factory=dict)  # of Lockstep
@@ -92,15 +92,21 @@ CASES = [
     Case("all-on", "Lockstep, once more", "small", "lockstep", group="costs", cache_of="lockstep"),
     Case("plain-again", "plain PyTorch, once more", "small", "plain", group="costs", cache_of="plain"),
     Case("plain-large", "plain PyTorch, compiled", "large", "plain"),
-    Case("plain-large-recompute", "plain PyTorch, compiled, recomputed", "large", "plain", recompute=True),
+    Case(
+        "plain-large-activation checkpointing",
+        "plain PyTorch, compiled, recomputed",
+        "large",
+        "plain",
+        activation_checkpointing=True,
+    ),
     Case("lockstep-large", "Lockstep, `compile: true`", "large", "lockstep"),
     Case("lockstep-large-blocks", "Lockstep, `compile: blocks`", "large", "lockstep", "blocks"),
     Case(
-        "lockstep-large-recompute",
-        "Lockstep, `compile: true`, `recompute: blocks`",
+        "lockstep-large-activation checkpointing",
+        "Lockstep, `compile: true`, `activation_checkpointing: blocks`",
         "large",
         "lockstep",
-        recompute=True,
+        activation_checkpointing=True,
     ),
     Case("lockstep-large-fp8", "Lockstep, `compile: true`, `precision: fp8`", "large", "lockstep", precision="fp8"),
     Case(
@@ -353,7 +359,7 @@ def command_of(case: Case, tiny: bool, folder: Path) -> list[str]:
     }
     training = {
         "steps": steps + 1, "compile": case.compile, "batch_size": batch_size(case.model, tiny), "clip_norm": 1.0,
-        "precision": case.precision, "recompute": "blocks" if case.recompute else None,
+        "precision": case.precision, "activation_checkpointing": "blocks" if case.activation_checkpointing else None,
     }  # fmt: skip
     settings = dict(case.settings)
     task |= settings.pop("task", {})
@@ -523,7 +529,7 @@ def plain(case: Case, task: Any, loader: Any, tiny: bool) -> None:
     device = torch.device("cpu" if tiny else "cuda")
     model = task.model().to(device)
     optimizer = task.optimizer(model)
-    if case.recompute:
+    if case.activation_checkpointing:
         recompute_blocks(model)
     if case.compile:
         model.compile()

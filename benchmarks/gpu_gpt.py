@@ -30,7 +30,7 @@ class Case:
     model: str  # small or large
     way: str  # single, ddp, fsdp, or hand
     steps: int
-    recompute: bool = False
+    activation_checkpointing: bool = False
     compiled: bool = True
     gather: str = "float32"
 
@@ -44,21 +44,38 @@ CASES = [
     Case("Lockstep, single", "small", "single", 150),
     Case("Lockstep, ddp on one process", "small", "ddp", 150),
     Case("Lockstep, fsdp over a mesh of one", "small", "fsdp", 150),
-    Case("by hand, FSDP2", "small", "hand", 150, gather="bf16"),
+    Case("by hand, FSDP2", "small", "hand", 150, param_dtype="bf16"),
     Case("Lockstep, fsdp: as it is", "large", "fsdp", 40, compiled=False),
-    Case("Lockstep, fsdp: recompute", "large", "fsdp", 40, recompute=True, compiled=False),
+    Case(
+        "Lockstep, fsdp: activation checkpointing", "large", "fsdp", 40, activation_checkpointing=True, compiled=False
+    ),
     Case("Lockstep, fsdp: compile", "large", "fsdp", 40),
-    Case("Lockstep, fsdp: recompute and compile", "large", "fsdp", 100, recompute=True),
-    Case("Lockstep, fsdp: compile, gather bf16", "large", "fsdp", 40, gather="bf16"),
-    Case("Lockstep, fsdp: recompute and compile, gather bf16", "large", "fsdp", 100, recompute=True, gather="bf16"),
+    Case("Lockstep, fsdp: activation checkpointing and compile", "large", "fsdp", 100, activation_checkpointing=True),
+    Case("Lockstep, fsdp: compile, gather bf16", "large", "fsdp", 40, param_dtype="bf16"),
+    Case(
+        "Lockstep, fsdp: activation checkpointing and compile, gather bf16",
+        "large",
+        "fsdp",
+        100,
+        activation_checkpointing=True,
+        param_dtype="bf16",
+    ),
     Case("by hand, FSDP2: compile", "large", "hand", 40),
-    Case("by hand, FSDP2: compile, gather bf16", "large", "hand", 40, gather="bf16"),
-    Case("by hand, FSDP2: recompute and compile, gather bf16", "large", "hand", 100, recompute=True, gather="bf16"),
+    Case("by hand, FSDP2: compile, gather bf16", "large", "hand", 40, param_dtype="bf16"),
+    Case(
+        "by hand, FSDP2: activation checkpointing and compile, gather bf16",
+        "large",
+        "hand",
+        100,
+        activation_checkpointing=True,
+        param_dtype="bf16",
+    ),
 ]
 
 NOTES = """\
 bf16, fused AdamW, gradients clipped to a norm of 1; {small} x 1024 tokens per step for the small model, {large} x 1024
-for the large one. `compile: blocks`, `recompute: blocks`; by hand the same by torch's own means (checkpoint_wrapper,
+for the large one. `compile: blocks`, `activation_checkpointing: blocks`; by hand the same by torch's own means
+(checkpoint_wrapper,
 torch.compile and fully_shard per block). Weights are gathered in float32 unless it says otherwise. The median over
 blocks of 30 steps (small) and 10 (large) after the first, with the device waited for at each end; first step: seconds
 from the model to its end, with all compiling. Peak memory is that of torch's allocator while training."""
@@ -198,7 +215,8 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
         fill(model.named_parameters())
         model, optimizer = run.setup(
             model, task.optimizer(model), precision="bf16", clip_norm=1.0,
-            compile="blocks" if case.compiled else False, recompute="blocks" if case.recompute else None,
+            compile="blocks" if case.compiled else False,
+            activation_checkpointing="blocks" if case.activation_checkpointing else None,
         )  # fmt: skip
         data, size = task.train_data(), batch_size(case.model, tiny)
         step = 0
@@ -215,7 +233,7 @@ def by_lockstep(case: Case, task: Any, file: Path, tiny: bool) -> None:
                     clock.ended(file, loss.item())
                     return
 
-    mesh = {"type": "fsdp", "mesh": {"data": -1}, "gather": case.gather}
+    mesh = {"type": "fsdp", "mesh": {"data": -1}, "param_dtype": case.gather}
     strategy = mesh if case.way == "fsdp" else case.way
     with tempfile.TemporaryDirectory(prefix="gpu-gpt-run-") as folder:
         lockstep.launch(loop, processes=1, runtime="cpu" if tiny else "cuda", strategy=strategy, out=folder)
@@ -232,7 +250,9 @@ def by_hand(case: Case, task: Any, file: Path, tiny: bool) -> None:
     os.environ.setdefault("MASTER_PORT", "29517")
     mesh = mesh_of_all(device)
     clock = Clock(case, not tiny)
-    model = sharded(task.model, "blocks", mesh, case.recompute, case.compiled, bf16=case.gather == "bf16")
+    model = sharded(
+        task.model, "blocks", mesh, case.activation_checkpointing, case.compiled, bf16=case.gather == "bf16"
+    )
     optimizer = task.optimizer(model)
     loader = DataLoader(task.train_data(), batch_size(case.model, tiny), True, drop_last=True, pin_memory=not tiny)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))

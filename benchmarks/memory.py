@@ -146,7 +146,7 @@ def trained_by_hand(size: dict[str, int], file: str, runtime: str) -> None:
 
     notes, task = Notes(file, runtime == "cuda"), Heavy(**size, notes="")
     mesh = mesh_of_all(runtime)
-    model = sharded(task.model, "blocks", mesh, recompute=False, compiled=False, bf16=False)
+    model = sharded(task.model, "blocks", mesh, activation_checkpointing=False, compiled=False, bf16=False)
     optimizer = task.optimizer(model)
     (data,) = task.train_data().tensors
     mine = data[:4][mesh.get_rank() :: mesh.size()].to(runtime)

@@ -40,7 +40,7 @@ IMAGES = {"image_size": 224, "examples": 512}
 TINY_IMAGES = {"image_size": 32, "examples": 64, "classes": 10}
 FSDP = {"strategy": "fsdp"}
 BY_BLOCKS = {"compile": "blocks"}
-AGAIN = {"recompute": "blocks"}
+AGAIN = {"activation_checkpointing": "blocks"}
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ CASES = [
     Case("GPT 124 M, batch 32, compile", "124m", {"batch_size": 32, "compile": True}),
     Case("GPT 124 M, batch 96, compile", "124m", {"batch_size": 96, "compile": True}),
     Case("GPT 124 M, batch 64 in 2 parts, compile", "124m", {"batch_size": 64, "accumulate": 2, "compile": True}),
-    Case("GPT 124 M, batch 32, recompute", "124m", {"batch_size": 32, **AGAIN}),
+    Case("GPT 124 M, batch 32, activation checkpointing", "124m", {"batch_size": 32, **AGAIN}),
     Case("GPT 1.3 B, batch 16", "1.3b", {"batch_size": 16}),
-    Case("GPT 1.3 B, batch 16, recompute", "1.3b", {"batch_size": 16, **AGAIN}),
+    Case("GPT 1.3 B, batch 16, activation checkpointing", "1.3b", {"batch_size": 16, **AGAIN}),
     Case("GPT 1.3 B, batch 8, compile: blocks", "1.3b", {"batch_size": 8, **BY_BLOCKS}),
-    Case("GPT 1.3 B, batch 32, fsdp, recompute, compile: blocks", "1.3b",
+    Case("GPT 1.3 B, batch 32, fsdp, activation checkpointing, compile: blocks", "1.3b",
          {"batch_size": 32, **AGAIN, **BY_BLOCKS}, FSDP),
-    Case("GPT 1.3 B, batch 16, fsdp, gather: bf16", "1.3b", {"batch_size": 16},
-         {"strategy": {"type": "fsdp", "gather": "bf16"}}),
+    Case("GPT 1.3 B, batch 16, fsdp, param_dtype: bf16", "1.3b", {"batch_size": 16},
+         {"strategy": {"type": "fsdp", "param_dtype": "bf16"}}),
     Case("ResNet-50, batch 128, float32", "resnet", {"batch_size": 128, "precision": "float32"}),
     Case("ResNet-50, batch 256", "resnet", {"batch_size": 256}),
     Case("ResNet-50, batch 128, compile", "resnet", {"batch_size": 128, "compile": True}),
@@ -93,7 +93,7 @@ LARGEST = [
 
 
 def largest(what: str, count: int, train: dict[str, Any], settings: dict[str, Any], task: dict[str, Any]) -> Case:
-    ways = ["recompute"] * bool(train) + ["loss in parts"] * bool(task) + ["offload"] * bool(settings)
+    ways = ["activation_checkpointing"] * bool(train) + ["loss in parts"] * bool(task) + ["offload"] * bool(settings)
     size = {"batch_size": count if what == "batch" else 1, **train}
     length = {} if what == "batch" else {"context": count * 1024}
     text = f"batch {count}" if what == "batch" else f"context {count} x 1024"

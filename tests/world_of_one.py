@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
-    from lockstep.engine.stop_requests import Requests
+    from lockstep.engine.stop_requests import StopRequests
 
 
 @pytest.fixture
@@ -21,16 +21,16 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     from lockstep.distributed.group import Group
     from lockstep.distributed.topology import Topology
     from lockstep.engine.run import Run
-    from lockstep.engine.stop_requests import Requests
+    from lockstep.engine.stop_requests import StopRequests
     from lockstep.record.display import Display
     from lockstep.runtime.cpu import CpuRuntime
 
     made: list[Run] = []
 
-    def make(request: Requests | None = None, folder: str = "", **settings: Any) -> Run:
+    def make(request: StopRequests | None = None, folder: str = "", **settings: Any) -> Run:
         settings = {"checkpoint": {"async": False}, "log": {"every": "1 step"}, **settings}
         checked = RunSettings.model_validate(settings)
-        stop = request or Requests()
+        stop = request or StopRequests()
         (tmp_path / folder).mkdir(exist_ok=True)
         made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path / folder, Display(), stop))
         return made[-1]

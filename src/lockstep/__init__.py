@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from lockstep.evaluation.means import Mean
     from lockstep.launchers.launch import launch
     from lockstep.launchers.train import train
-    from lockstep.tasks.callbacks import Hook
+    from lockstep.tasks.callbacks import Callback
     from lockstep.tasks.schedules import Schedule
     from lockstep.tasks.task import Task
 
     __version__: str
 
 __all__ = [
+    "Callback",
     "ConfigError",
-    "Hook",
     "LockstepError",
     "Mean",
     "Run",
@@ -38,7 +38,7 @@ __all__ = [
 # Loaded when first used: importing the package must not import torch.
 _HOMES = {
     "ConfigError": "lockstep.errors",
-    "Hook": "lockstep.tasks.callbacks",
+    "Callback": "lockstep.tasks.callbacks",
     "LockstepError": "lockstep.errors",
     "Mean": "lockstep.evaluation.means",
     "Run": "lockstep.engine.run",

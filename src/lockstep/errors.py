@@ -170,18 +170,18 @@ class Recompiled(LockstepError):
     concerns_all_ranks = True
 
 
-class HookFailed(LockstepError):
-    """A hook of the user's own raised something, which is the cause."""
+class CallbackFailed(LockstepError):
+    """A callback of the user's own raised something, which is the cause."""
 
     exit_code = 5
 
-    def __init__(self, hook: str, method: str, step: int, rank: int, error: BaseException | str) -> None:
+    def __init__(self, callback: str, method: str, step: int, rank: int, error: BaseException | str) -> None:
         told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        super().__init__(f"hook {hook}.{method} failed after step {step} on rank {rank}: {told}")
-        self.hook, self.method, self.step, self.rank, self.told = hook, method, step, rank, told
+        super().__init__(f"callback {callback}.{method} failed after step {step} on rank {rank}: {told}")
+        self.callback, self.method, self.step, self.rank, self.told = callback, method, step, rank, told
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.hook, self.method, self.step, self.rank, self.told)
+        return type(self), (self.callback, self.method, self.step, self.rank, self.told)
 
 
 class WorkerFailed(LockstepError):

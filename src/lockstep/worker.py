@@ -32,16 +32,16 @@ from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Interrupted, Preempted, Requests
+from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.mirror.mark import mirrored
-from lockstep.record import chronicle as chronicles
 from lockstep.record import display, folder_lock, run_folder
-from lockstep.record.chronicle import Chronicle
+from lockstep.record import timeline as chronicles
 from lockstep.record.code import keep_code
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.start_files import brought_here
+from lockstep.record.timeline import Timeline
 from lockstep.record.writers import write_json
 from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
@@ -147,7 +147,7 @@ def _work_is_done() -> Iterator[None]:
 
 
 def _conclude_interrupted(run: Run, interrupted: Interrupted) -> None:
-    run.journal.close("interrupted", _LOGGERS_SECONDS)
+    run.aggregator.close("interrupted", _LOGGERS_SECONDS)
     if not run_folder.has_ended_before(run_folder.read_summary(run.folder)):
         conclude(run, {"status": "interrupted", "reason": interrupted.reason})
 
@@ -157,7 +157,7 @@ def _conclude_own(run: Run, outcome: dict[str, Any]) -> None:
     before = run_folder.read_summary(run.folder) if run.is_main else {}
     if not run_folder.has_ended_before(before) or run.progress.step > run.began_at:
         found = run.checkpointer.best() if run.is_main else None
-        conclude(run, {"metrics": run.journal.latest, "best": found, **outcome})
+        conclude(run, {"metrics": run.aggregator.latest, "best": found, **outcome})
     elif run.was_asked_for_batches:  # the last step was made before, and now the program came to its end
         conclude(run, {"metrics": before.get("metrics", {}), "best": before.get("best"), **outcome})
 
@@ -172,7 +172,7 @@ def joined(
     prepare: Prepare = lambda folder: None,
 ) -> Iterator[Run]:
     """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
-    requests = Requests()
+    requests = StopRequests()
     with (
         requests.listening(topology.launched_by_us, alone=topology.world_size == 1),
         met(settings, topology, load_source) as present,
@@ -246,17 +246,17 @@ def met(
     index = topology.place.local_rank if device_index is None else device_index
     device = runtime.create(family, index, topology.local_world_size, here)
     device.prepare()
-    activity = Activity(settings.watch.first_time)
-    store, for_beats = meet(topology, settings.launch.join_timeout)
+    activity = Activity(settings.timeouts.first_step)
+    store, for_beats = meet(topology, settings.timeouts.rendezvous)
     adapt(device)
-    heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.watch, family))
+    heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
     heart.tells_resident_memory = family == "cpu"
     with _beating(heart) as heartbeat:
         config = comparable(settings.model_dump(mode="json", by_alias=True))
         source = source_files(load_source())
         evidence = Evidence(config, source.digests)
         began = time.monotonic()
-        reports, group = hold(topology, device, store, settings.launch, evidence, activity)
+        reports, group = hold(topology, device, store, settings, evidence, activity)
         yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat, source)
 
 
@@ -265,7 +265,7 @@ def opened(
     present: Present,
     settings: RunSettings,
     make_folder: Callable[[], Path],
-    requests: Requests,
+    requests: StopRequests,
     redirect: bool,
     outlet: Outlet | None = None,
     prepare: Prepare = lambda folder: None,
@@ -292,8 +292,8 @@ def opened(
         folder = Path(present.group.agree(hold_folder, "the run's folder"))
         guard = guards[0] if guards else lambda: None
         with (
-            _chronicle(present, folder, held) as chronicle,
-            _opened(present, settings, folder, requests, redirect, outlet, guard, chronicle) as run,
+            _timeline(present, folder, held) as timeline,
+            _opened(present, settings, folder, requests, redirect, outlet, guard, timeline) as run,
         ):
             if mirrors and mirrors[0] is not None:
                 run.checkpointer.elsewhere = _waiting_for(mirrors[0], settings, present.group.activity)
@@ -304,7 +304,7 @@ def _waiting_for(mirror: Mirror, settings: RunSettings, activity: Activity) -> C
     """What makes rank 0 wait until a save is in the bucket, by a name and with a limit."""
 
     def wait(leaving: bool) -> None:
-        limit = settings.launch.grace
+        limit = settings.timeouts.stop
         with activity.within(f"the upload to {mirror.url}", limit=limit + activity.patience):
             mirror.settle(limit if leaving else None)
 
@@ -325,24 +325,24 @@ def _held(folder: Path, topology: Topology, held: bool, patience: float) -> cont
 
 
 @contextlib.contextmanager
-def _chronicle(present: Present, folder: Path, held: bool) -> Iterator[Chronicle | None]:
+def _timeline(present: Present, folder: Path, held: bool) -> Iterator[Timeline | None]:
     """On rank 0, what it leaves for whoever looks at the run. Where no launcher holds the folder, also what one would
     have noted; and where none watches, where all ranks are."""
     topology, heartbeat = present.topology, present.heartbeat
     if topology.place.rank != 0:
         yield None
         return
-    with chronicles.opened(folder, logger.warning) as chronicle:
+    with chronicles.opened(folder, logger.warning) as timeline:
         now = time.time()
         if not held:
-            chronicle.note("start", now - present.seconds, world_size=topology.world_size)
-        chronicle.note("roll call", now - present.seconds, now, world_size=topology.world_size)
+            timeline.note("start", now - present.seconds, world_size=topology.world_size)
+        timeline.note("roll call", now - present.seconds, now, world_size=topology.world_size)
         if not topology.watched:
-            heartbeat.show = chronicle.show
+            heartbeat.show = timeline.show
         status: str | None = None
         note: str | None = None
         try:
-            yield chronicle
+            yield timeline
             status = run_folder.read_summary(folder).get("status")
         except (Preempted, Interrupted) as asked:
             status, note = "preempted" if isinstance(asked, Preempted) else "interrupted", asked.reason
@@ -353,8 +353,8 @@ def _chronicle(present: Present, folder: Path, held: bool) -> Iterator[Chronicle
         finally:
             heartbeat.show = None
             if not held:
-                chronicle.note("end", status=status, note=note)
-                chronicle.close()
+                timeline.note("end", status=status, note=note)
+                timeline.close()
                 leave_report(folder, logger.warning)
 
 
@@ -363,11 +363,11 @@ def _opened(
     present: Present,
     settings: RunSettings,
     folder: Path,
-    requests: Requests,
+    requests: StopRequests,
     redirect: bool,
     outlet: Outlet | None,
     guard: Guard,
-    chronicle: Chronicle | None,
+    timeline: Timeline | None,
 ) -> Iterator[Run]:
     group, topology = present.group, present.topology
     rank, console = group.rank, display.terminal() if group.rank == 0 else None
@@ -377,9 +377,9 @@ def _opened(
         _announce(present, folder)
         if rank == 0:
             run_folder.has_begun(folder)
-        run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard, chronicle)
-        if run.summons is not None:
-            present.heartbeat.errand = run.summons.look
+        run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard, timeline)
+        if run.out_of_band is not None:
+            present.heartbeat.on_beat = run.out_of_band.look
         present.heartbeat.ask_to_save = requests.ask_to_save
         try:
             yield run

@@ -20,7 +20,7 @@ from programs import Program, Walk, build_models, build_source, computed, is_wal
 import lockstep
 from lockstep.config.schema import RunSettings
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import LockstepError, OutOfStep
 from lockstep.record.display import Display
 from lockstep.strategy import sharded
@@ -39,7 +39,7 @@ class Left(Exception):
 class Loop:
     """A program as a loop over `run`."""
 
-    def __init__(self, run: Run, program: Program, until: int | None, requests: Requests | None) -> None:
+    def __init__(self, run: Run, program: Program, until: int | None, requests: StopRequests | None) -> None:
         """`requests` is how it is asked to leave; without, it saves by itself."""
         self._run, self._program, self._until, self._requests = run, program, until, requests
         self.modules, self._optimizers = build_models(program)
@@ -52,7 +52,7 @@ class Loop:
         self._counts: dict[str, int] = {}
         self._has_quit = False
         self.seen: list[Any] = []
-        run.attach("loop", self)
+        run.register_state("loop", self)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counts": dict(self._counts), "has_quit": self._has_quit}
@@ -150,7 +150,7 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
     program, folder = Program.from_dict(job["program"]), Path(job["folder"])
     strategy = FSDP if job["strategy"] == "fsdp" else "auto"
     settings = RunSettings.model_validate({**SETTINGS, "strategy": strategy})
-    requests = Requests()
+    requests = StopRequests()
     run = Run(ranks.topology, ranks.runtime, ranks.group, settings, folder, Display(), requests)
     found: dict[str, Any] = {"left": False}
     try:
@@ -166,11 +166,11 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
     except LockstepError as error:
         _meet_again(ranks)
         return {"refused": f"{type(error).__name__}: {error}"}
-    shares = ranks.gather(loop.seen, "what was seen")
+    dp_size = ranks.gather(loop.seen, "what was seen")
     found |= {
         "step": run.progress.step,
         "seen": [[each[0][0], sorted((one for of_rank in each for one in of_rank[1]), key=lambda one: one[0])]
-                 for each in zip(*shares, strict=True)],
+                 for each in zip(*dp_size, strict=True)],
         "weights": [[_whole(each) for each in module.parameters()] for module in loop.modules],
         "averages": [[_whole(each) for each in entry.average.weights.values()] if entry.average is not None else None
                      for entry in run._models.entries.values()],
@@ -241,7 +241,7 @@ class Pool:
 
 
 if __name__ == "__main__":
-    patient = {"launch": {"timeout": "60 s"}, "watch": {"stall_after": "300 s"}}
+    patient = {"timeouts": {"collective": "60 s", "stall": "300 s"}}
     lockstep.launch(
         work, processes=int(sys.argv[1]), runtime="cpu", out=sys.argv[2], log={"every": "1000 steps"}, **patient
     )

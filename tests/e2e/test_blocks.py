@@ -1,4 +1,5 @@
-"""`train.recompute` and `train.compile: blocks` through the command line: the same run, on one process and on two."""
+"""`train.activation_checkpointing` and `train.compile: blocks` through the command line: the same run, on one
+process and on two."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def test_recomputing_changes_no_bit_of_a_run(project: Project, processes: int) -
     train: dict[str, Any] = {"epochs": 2, "batch_size": 24, "accumulate": 2, "clip_norm": 1.0, "precision": "bf16"}
     settings: dict[str, Any] = {"task": STACKED, "processes": processes}
     usual = project.train(out="usual", train=train, **settings)
-    recomputed = project.train(out="recomputed", train={**train, "recompute": "blocks"}, **settings)
+    recomputed = project.train(out="recomputed", train={**train, "activation_checkpointing": "blocks"}, **settings)
     assert losses(usual) == losses(recomputed)
     before, after = weights(usual), weights(recomputed)
     assert list(before) == list(after)
@@ -41,17 +42,22 @@ def test_a_resume_may_take_it_up(project: Project) -> None:
     }
     whole = project.train(out="whole", train={"steps": 6, "batch_size": 24}, **settings)
     run = project.train(out="run", train={"steps": 3, "batch_size": 24}, **settings)
-    finished = project.run("resume", str(run), "--set", "train.steps=6", "--set", "train.recompute=blocks")
+    finished = project.run(
+        "resume", str(run), "--set", "train.steps=6", "--set", "train.activation_checkpointing=blocks"
+    )
     assert finished.code == 0, finished.text
     assert losses(run) == losses(whole)
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(whole).items())
 
 
 def test_a_pattern_that_names_nothing_ends_the_run_before_the_first_step(project: Project) -> None:
-    config = project.config(task=STACKED, processes=2, train={"steps": 2, "recompute": "layers.*"})
+    config = project.config(task=STACKED, processes=2, train={"steps": 2, "activation_checkpointing": "layers.*"})
     finished = project.run("train", config)
     assert finished.code == 2, finished.text
-    assert "train.recompute: layers.*: no module of the model has a name like that; the nearest are " in finished.err
+    assert (
+        "train.activation_checkpointing: layers.*: no module of the model has a name like that; the nearest are "
+        in finished.err
+    )
 
 
 @needs_compiler
@@ -62,7 +68,9 @@ def test_compiled_blocks_under_ddp_recomputed(project: Project) -> None:
     settings: dict[str, Any] = {"task": task, "processes": 2, "strategy": {"type": "ddp", "bucket_mb": 1}}
     train = {"steps": 4, "batch_size": 12}
     usual = project.train(out="usual", train=train, **settings)
-    run = project.train(out="blocks", train={**train, "recompute": "blocks", "compile": "blocks"}, **settings)
+    run = project.train(
+        out="blocks", train={**train, "activation_checkpointing": "blocks", "compile": "blocks"}, **settings
+    )
     assert losses(run) == pytest.approx(losses(usual), rel=1e-4)
     assert list(weights(run)) == list(weights(usual))
 
@@ -71,4 +79,4 @@ def test_the_large_example_loads(project: Project) -> None:
     here = ["--set", "processes=2", "--set", "runtime=cpu"]
     finished = project.run("train", ROOT / "examples" / "gpt-1.3b.yaml", "--dry-run", *here)
     assert finished.code == 0, finished.text
-    assert "recompute: blocks" in finished.out and "compile: blocks" in finished.out
+    assert "activation_checkpointing: blocks" in finished.out and "compile: blocks" in finished.out

@@ -99,7 +99,7 @@ def test_a_breakpoint_in_a_task(project: Project) -> None:
     (project.folder / "mine.py").write_text(TASK)
     config = project.config(
         task={"type": "mine.py:Mine"}, processes=1, data={}, train={"epochs": 2, "batch_size": 8},
-        watch={"stall_after": 2, "first_time": 2},
+        timeouts={"stall": 2, "first_step": 2},
     )  # fmt: skip
     with at_a_terminal(project, "train", str(config)) as terminal:
         terminal.expect("(Pdb) ")

@@ -159,7 +159,9 @@ def test_the_search_knows_every_page_and_can_be_loaded_from_disk(site: Path, htm
     found = {urldefrag(each["location"])[0] for each in index["items"]}
     pages = {path.relative_to(site).as_posix() for path in html}
     assert {page for page in pages if not page.startswith("source/")} <= found
-    assert any("stall_after" in each["text"] and each["location"].startswith("config.html") for each in index["items"])
+    assert any(
+        "timeouts.stall" in each["text"] and each["location"].startswith("config.html") for each in index["items"]
+    )
 
 
 # What a reader wants to know in place of what the schema has.
@@ -225,10 +227,10 @@ def test_a_browser_finds_something_from_disk_and_asks_nobody(site: Path, tmp_pat
         browser.until(f"return {DIALOG} !== undefined")
         browser.script("document.querySelector('.md-search__button').click()")
         browser.until(f"return {DIALOG}.activeElement?.tagName === 'INPUT'")
-        keys = [{"type": kind, "value": key} for key in "stall_after" for kind in ("keyDown", "keyUp")]
+        keys = [{"type": kind, "value": key} for key in "timeouts.stall" for kind in ("keyDown", "keyUp")]
         browser.call("actions", actions=[{"type": "key", "id": "keys", "actions": keys}])
         text = browser.until(f"const text = {DIALOG}.textContent; return /[1-9]\\d* results/.test(text) && text")
-        assert "watch.stall_after" in text
+        assert "timeouts.stall" in text
         messages = [json.loads(each["message"])["message"] for each in browser.call("se/log", type="performance")]
     asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
     assert any(url.endswith("search.js") for url in asked)

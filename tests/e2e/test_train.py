@@ -71,7 +71,7 @@ def test_the_model_file_opens_with_plain_safetensors(project: Project) -> None:
 @pytest.mark.parametrize("on", ["rank0", "all"])
 def test_validation_on_rank_0_or_on_all(project: Project, on: str) -> None:
     # Batch norm has buffers: validating through the wrapper, on one rank only, would wait for ever.
-    run = project.train(validate={"on": on}, task={"type": TINY, "batch_norm": True}, launch={"timeout": 20})
+    run = project.train(validate={"on": on}, task={"type": TINY, "batch_norm": True}, timeouts={"collective": 20})
     assert [row["epoch"] for row in rows(run) if "val/loss" in row] == [1, 2]
 
 

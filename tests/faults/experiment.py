@@ -53,14 +53,16 @@ def settings(
         "train": {"epochs": 2, "batch_size": 12},
         "data": {"split": {"train": 0.8, "val": 0.2}, "workers": workers},
         "early_stop": {"patience": 50},
-        "checkpoint": {"every": f"{cells.CHECKPOINT_EVERY} steps", "timeout": f"{write_timeout} s"},
+        "checkpoint": {"every": f"{cells.CHECKPOINT_EVERY} steps"},
         "log": {"every": "3 steps"},
-        "watch": {
-            "stall_after": f"{stall_after} s",
-            "first_time": f"{cells.FIRST_TIME} s",
-            "fingerprint_every": 2,
+        "watch": {"fingerprint_every": 2},
+        "timeouts": {
+            "stall": f"{stall_after} s",
+            "first_step": f"{cells.FIRST_TIME} s",
+            "rendezvous": f"{cells.JOIN_TIMEOUT} s",
+            "checkpoint": f"{write_timeout} s",
         },
-        "launch": {"join_timeout": f"{cells.JOIN_TIMEOUT} s", "threads": 1},
+        "launch": {"threads": 1},
     }
 
 
@@ -149,11 +151,12 @@ def _start(cell: Cell, home: Path, rank: int, port: int) -> Started:
     source = _TASK.replace("version = 1", "version = 2") if odd and cell.kind == sabotage.SOURCE else _TASK
     (home / "task.py").write_text(source)
     lr = 0.2 if odd and cell.kind == sabotage.CONFIG else 0.1
+    usual = settings(cell.world_size, cell.stall_after)
     values = {
-        **settings(cell.world_size, cell.stall_after),
+        **usual,
         "task": "task.py:Faulty",
         "optimizer": {"type": "torch.optim.SGD", "lr": lr},
-        "launch": {"join_timeout": f"{cells.JOIN_BY_HAND} s", "threads": 1},
+        "timeouts": {**usual["timeouts"], "rendezvous": f"{cells.JOIN_BY_HAND} s"},
     }
     world_size = 6 - cell.world_size if odd and cell.kind == sabotage.WORLD_SIZE else cell.world_size
     environment = {

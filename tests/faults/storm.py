@@ -407,7 +407,7 @@ def _config(place: Path, setup: Setup) -> Path:
         "validation": {"every": "6 steps"},
         "checkpoint": {"every": "4 steps", "keep": {"last": 2, "best": 1}},
         "log": {"every": "1 step"},
-        "watch": {"stall_after": "20 s", "first_time": "40 s"},
+        "timeouts": {"stall": "20 s", "first_step": "40 s"},
         "launch": {"threads": 1},
     }
     if setup.stream:

@@ -73,7 +73,7 @@ def test_a_logger_that_holds_pythons_lock_is_named(project: Project) -> None:
     (project.folder / "greedy.py").write_text(GREEDY)
     finished = project.run("train", project.config(
         task={"type": TINY, "sleep": 0.05}, log={"every": "1 step", "mine": {"type": "greedy.py:Greedy"}},
-        watch={"stall_after": "3 s", "first_time": "3 s"},
+        timeouts={"stall": "3 s", "first_step": "3 s"},
     ))  # fmt: skip
     assert finished.code == 4, finished.text
     assert "rank 0: no sign of life since" in finished.err
@@ -99,8 +99,8 @@ def test_diverging_again_is_not_worth_a_restart(project: Project) -> None:
     ],
 )
 def test_a_rank_that_never_arrives_is_named_in_time(project: Project, strategy: Any, what: str) -> None:
-    """Rank 1 hangs in its task; rank 0 waits for it, and says so when launch.timeout is over."""
-    limits = {"launch": {"timeout": "4 s"}, "train": {"steps": 6, "batch_size": 12}}
+    """Rank 1 hangs in its task; rank 0 waits for it, and says so when timeouts.collective is over."""
+    limits = {"timeouts": {"collective": "4 s"}, "train": {"steps": 6, "batch_size": 12}}
     code, err, _ = failing(project, "hang", rank=1, step=3, strategy=strategy, **limits)
     assert code == 4
     assert f"{what} did not come together within 4 s: a rank did not take part" in err

@@ -125,7 +125,7 @@ def test_sigkill_of_the_launcher_leaves_no_process_and_a_checkpoint(project: Pro
 def test_restart_policy_goes_on_from_the_newest_checkpoint(project: Project, how: str, strategy: Any) -> None:
     reference = project.train(out="reference", task=task(), strategy=strategy, **HARD)
     fault = {"rank": 1, "step": 8, "how": how, "once": str(project.folder / "once")}
-    again: dict[str, Any] = {"launch": {"max_restarts": 2}, "watch": {"stall_after": "3 s"}}
+    again: dict[str, Any] = {"launch": {"max_restarts": 2}, "timeouts": {"stall": "3 s"}}
     run = project.train(out="restarted", task=task(fail_at=fault), strategy=strategy, **again, **HARD)
     assert (project.folder / "once").exists()
     assert "restored step-0000000" in (run / "logs" / "rank-0.log").read_text()

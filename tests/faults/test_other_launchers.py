@@ -19,7 +19,7 @@ import pytest
 from conftest import TASK_FILE, Project, losses, rank_pids, wait_until
 
 TINY = f"{TASK_FILE}:Tiny"
-WATCH = {"stall_after": "4 s", "first_time": "60 s"}
+TIMEOUTS = {"stall": "4 s", "first_step": "60 s"}
 
 
 @dataclass
@@ -78,7 +78,7 @@ def run_folder(project: Project) -> Path:
 
 
 def test_an_endless_loop_is_found_by_the_other_ranks(project: Project) -> None:
-    project.config(task={"type": TINY, "fail_at": {"rank": 1, "step": 3, "how": "hang"}}, watch=WATCH)
+    project.config(task={"type": TINY, "fail_at": {"rank": 1, "step": 3, "how": "hang"}}, timeouts=TIMEOUTS)
     with ranks(project, [{}, {}]) as (zero, one):
         code, err = zero.end()
         assert (code, one.end()[0]) == (4, 4)
@@ -89,7 +89,7 @@ def test_an_endless_loop_is_found_by_the_other_ranks(project: Project) -> None:
 
 
 def test_a_stopped_rank_0_takes_the_store_with_it_and_the_others_say_so(project: Project) -> None:
-    project.config(task={"type": TINY, "sleep": 0.05}, train={"epochs": 500, "batch_size": 12}, watch=WATCH)
+    project.config(task={"type": TINY, "sleep": 0.05}, train={"epochs": 500, "batch_size": 12}, timeouts=TIMEOUTS)
     with ranks(project, [{}, {}]) as (zero, one):
         run = run_folder(project)
         wait_until((run / "metrics.jsonl").exists, what="the first step")
@@ -142,7 +142,7 @@ ON_TWO_HOSTS = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.7
 
 def test_ranks_on_two_hosts_need_a_secret_and_the_same(project: Project) -> None:
     """No network is needed for the first; the second is on one host, at the address of rank 0."""
-    project.config(task={"type": TINY}, launch={"join_timeout": "5 s"})
+    project.config(task={"type": TINY}, timeouts={"rendezvous": "5 s"})
     with ranks(project, [ON_TWO_HOSTS, ON_TWO_HOSTS]) as both:
         began = time.monotonic()
         found = [each.end() for each in both]
@@ -174,7 +174,7 @@ def test_a_stranger_on_the_network_comes_to_nothing(project: Project) -> None:
 
 
 def test_a_cut_network_between_two_hosts(project: Project, two_hosts: Callable[[], None]) -> None:
-    project.config(task={"type": TINY, "sleep": 0.05}, train={"epochs": 500, "batch_size": 12}, watch=WATCH)
+    project.config(task={"type": TINY, "sleep": 0.05}, train={"epochs": 500, "batch_size": 12}, timeouts=TIMEOUTS)
     alone = {**ON_TWO_HOSTS, "LOCKSTEP_SECRET": "the same on both hosts"}
     variables: list[dict[str, Any]] = [{**alone, "GLOO_SOCKET_IFNAME": f"ls-{host}"} for host in "ab"]
     prefixes = [["ip", "netns", "exec", f"lockstep-{host}"] for host in "ab"]

@@ -209,7 +209,7 @@ class Tiny(Base):
 def test_no_process_outlives_the_run_whatever_state_it_is_in(project: Project) -> None:
     """A data worker that hangs, with a process of its own; the launcher ends the run, and then all of it is gone."""
     (project.folder / "stuck.py").write_text(STUCK)
-    values = {**WORKERS, "task": {"type": "stuck.py:Tiny"}, "watch": {"stall_after": "3 s", "first_time": "6 s"}}
+    values = {**WORKERS, "task": {"type": "stuck.py:Tiny"}, "timeouts": {"stall": "3 s", "first_step": "6 s"}}
     command = project.start("train", project.config(**values), env={"PYTHONPATH": str(TASK_FILE.parent)})
     finished = command.wait(60)  # fails where a process is left
     assert finished.code == 4, finished.text

@@ -28,7 +28,7 @@ def test_a_rank_that_hangs_is_named_with_the_block_and_what_others_wait_for(
         strategy="fsdp",
         train={"steps": 6, "batch_size": 12, "clip_norm": 1.0},
         validation={"every": "3 steps"},
-        watch={"stall_after": "3 s", "first_time": "6 s"},
+        timeouts={"stall": "3 s", "first_step": "6 s"},
         launch={"threads": 1},
     )
     finished = project.run("train", config)

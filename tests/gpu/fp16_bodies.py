@@ -37,7 +37,7 @@ def train(
     run: Run,
     steps: int = 16,
     boost: float = 1.0,
-    share: float = 1.0,
+    dp_rank: float = 1.0,
     kill_at: int = 0,
     precision: str = "fp16",
     accumulate: int = 1,
@@ -51,7 +51,7 @@ def train(
     for _ in run.epochs(None):
         for inputs, targets in run.batches(data(), 16, accumulate=accumulate):
             with run.autocast():
-                loss = share * nn.functional.mse_loss(run.model(inputs), targets)
+                loss = dp_rank * nn.functional.mse_loss(run.model(inputs), targets)
             run.backward(loss)
             run.log(loss=loss)
             if not run.step():
@@ -64,14 +64,14 @@ def train(
                 scale = run._stepper.loss_scale
                 averages = [each.state() for each in run._models.averages]
                 run.finish()
-                skipped = run.journal.state_dict()["skips"]
+                skipped = run.aggregator.state_dict()["skips"]
                 return {
                     "weights": torch.cat([each.detach().reshape(-1).cpu() for each in _local(run)]).numpy(),
                     "average": [_part(each).numpy(force=True) for one in averages for each in one["weights"].values()],
                     "scale": None if scale is None else scale.state_dict(),
                     "last_skipped": skipped["last"],
-                    "loss": run.journal.latest.get("loss"),
-                    "norm": run.journal.latest.get("gradient_norm"),
+                    "loss": run.aggregator.latest.get("loss"),
+                    "norm": run.aggregator.latest.get("gradient_norm"),
                 }
     raise AssertionError
 

@@ -160,7 +160,7 @@ def test_a_run_outlives_its_client_and_an_sshd_and_is_stopped_and_resumed(laptop
     assert watching.returncode == 75, out
     assert "saved and stopped; go on with: lockstep pod resume verbs" in out
     assert summary(run)["status"] == "preempted"
-    resumed = laptop.run("pod", "resume", "verbs", "--set", "launch.grace=50 s")
+    resumed = laptop.run("pod", "resume", "verbs", "--set", "timeouts.stop=50 s")
     assert resumed.code == 0, resumed.text
     assert f"restored step-{summary_step(out):08d}" in resumed.text
     assert not differences(run, one_machine)

@@ -42,10 +42,10 @@ class Leading:
         self.order = Order(
             pod="p", job="j", index=0, nodes=2, port=self.server.port, secret=secret, folder=str(run),
             hosts=tuple(Host(name=name, address="127.0.0.1", processes=1) for name in ("anna", "bert")),
-            config={"task": f"{TASK}:Tiny", "processes": 2, "launch": {"join_timeout": 20.0}},
+            config={"task": f"{TASK}:Tiny", "processes": 2, "timeouts": {"rendezvous": 20.0}},
         )  # fmt: skip
         self.signals = Signals(save_on_request=True)
-        limits = Limits.of(self.order.run_config().watch, "cpu")
+        limits = Limits.of(self.order.run_config().timeouts, "cpu")
         self.head = Head(self.order, self.connect(5.0), limits, self.signals)
         self.result: Result | None = None
         self.lines: list[Line] = []
@@ -177,7 +177,7 @@ def test_a_host_whose_connection_is_reset_on_the_way_comes_back(leading: Leading
         leading.come(0)
         bert = leading.come(1, lambda limit: leading.connect(limit, relay.port))
         leading.start()
-        wait_until(lambda: "shares" in bert.heard, what="the head's word")
+        wait_until(lambda: "dp_size" in bert.heard, what="the head's word")
         for number in (1, 2):
             relay.reset()
             wait_until(lambda n=number: relay.connections == n + 1, what="another connection")  # type: ignore[misc]
@@ -210,7 +210,7 @@ def test_nobody_waits_for_a_head_that_fell(leading: Leading, tmp_path: Path, cap
     job.path.mkdir()
     anna, bert = leading.come(0), leading.come(1)
     led = _Leading(leading.head, leading.order, job, None)
-    wait_until(lambda: "shares" in bert.heard, what="the head's word")
+    wait_until(lambda: "dp_size" in bert.heard, what="the head's word")
     bert.say(attempt=0, ended={"exit_codes": {"not a rank": 1}, "reports": []})
     for line in (anna, bert):
         wait_until(lambda line=line: line.heard.get("finish") == 5, what="the last word of the head")  # type: ignore[misc]

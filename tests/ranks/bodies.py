@@ -144,7 +144,7 @@ def _fails() -> int:
 
 
 def slow_on_rank_0(run: lockstep.Run) -> list[Any]:
-    """Both take longer than `launch.timeout`; rank 1 comes late to the first, which is over by then."""
+    """Both take longer than `timeouts.collective`; rank 1 comes late to the first, which is over by then."""
     run.setup(nn.Linear(4, 1))
     if run.rank == 1:
         time.sleep(1.5)
@@ -322,7 +322,7 @@ def own_data(run: lockstep.Run, kinds: list[str]) -> int:
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for kind in kinds:
         if run.progress.step:  # as in a run of its own
-            run._checks = type(run._checks)(run.group, run.runtime, run.shares)
+            run._checks = type(run._checks)(run.group, run.runtime, run.dp_size)
         for inputs, targets in _own_batches(kind):
             run.backward(F.mse_loss(model(inputs), targets))
             run.step(optimizer)
@@ -390,7 +390,7 @@ def slow_synchronous_saves(run: lockstep.Run) -> int:
 
 
 def slow_in_user_code(run: lockstep.Run) -> int:
-    """Longer than `watch.stall_after` on all ranks at once, then half as long on one of them."""
+    """Longer than `timeouts.stall` on all ranks at once, then half as long on one of them."""
     model = nn.Linear(4, 1)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
     for inputs, targets in run.batches(dataset(), batch_size=2):
@@ -496,8 +496,8 @@ def carries_state(run: lockstep.Run, per_rank: bool = False) -> tuple[list[float
     model = nn.Linear(1, 1)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     carried, common = Carried(0.0), Carried(0.0)
-    run.attach("carried", carried, per_rank=per_rank)
-    run.attach("common", common)
+    run.register_state("carried", carried, per_rank=per_rank)
+    run.register_state("common", common)
     if not run.restore():
         carried.hidden += 1.0 + run.rank
         carried.seen, common.seen = 10 + run.rank, 5
@@ -518,5 +518,5 @@ def clipped(run: lockstep.Run, until: int | None = None) -> dict[str, float]:
             if run.progress.step == until:
                 run.checkpoint()
                 break
-    run.journal.bring_together(run.progress)
-    return run.journal.since_validation.means()
+    run.aggregator.bring_together(run.progress)
+    return run.aggregator.since_validation.means()

@@ -26,11 +26,11 @@ def llama() -> Any:
     return LlamaForCausalLM(config())
 
 
-def trained(run: lockstep.Run, recompute: str | None = None) -> dict[str, list[float]]:
+def trained(run: lockstep.Run, activation_checkpointing: str | None = None) -> dict[str, list[float]]:
     data = TensorDataset(torch.randint(0, 96, (40, 16), generator=torch.Generator().manual_seed(3)))
     model = run.build(llama)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = run.setup(model, optimizer, clip_norm=1.0, recompute=recompute)
+    model, optimizer = run.setup(model, optimizer, clip_norm=1.0, activation_checkpointing=activation_checkpointing)
     for (tokens,) in run.batches(data, 8):
         run.backward(model(input_ids=tokens, labels=tokens).loss)
         run.step()

@@ -74,7 +74,7 @@ def clip(run: Run, everywhere: bool = False) -> Weights:
     for images, texts in run.batches(examples(), BATCH, shuffle=False, name=name):
         image, text, scale = model(images, texts)
         every_image, every_text = run.all_gather(image), run.all_gather(text)
-        first = int(run.all_gather(torch.tensor([len(image)]))[: run.share].sum())
+        first = int(run.all_gather(torch.tensor([len(image)]))[: run.dp_rank].sum())
         if everywhere:
             image, text, first = every_image, every_text, 0
         loss = contrast(scale, image, every_text, first) + contrast(scale, text, every_image, first)

@@ -64,7 +64,7 @@ class Measured(lockstep.Task):
         # Of texts of one token.
         metrics["perplexity"].update(outputs["preds"][:, None], outputs["target"][:, None])
 
-    def whole_set(self, outputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    def epoch_metrics(self, outputs: Mapping[str, Tensor]) -> dict[str, Any]:
         right = outputs["target"] == 0
         pairs = outputs["preds"][right, :1] - outputs["preds"][~right, 0]  # how often a right one has the higher score
         return {"auc": (pairs > 0).double().mean(), "order": outputs["preds"][:, 0]}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.tasks.user_callbacks import OwnHooks
+from lockstep.tasks.user_callbacks import UserCallbacks
 
 
 def number(sample: dict[str, Any]) -> torch.Tensor:
@@ -80,7 +80,7 @@ def exchanges(run: lockstep.Run) -> dict[str, Any]:
             run.step()
             if run.progress.step == stop:
                 break
-    steps, own = run.progress.step, OwnHooks([Enough()])
+    steps, own = run.progress.step, UserCallbacks([Enough()])
     without_state = (torch.ones(2, 1) for _ in range(60 - 3 * run.rank))
     names.clear()
     for batch in run.stream(without_state, count=len, ahead=True):

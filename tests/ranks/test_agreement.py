@@ -140,7 +140,7 @@ def test_saving_on_rank_0_with_a_barrier_elsewhere(tmp_path: Path) -> None:
 
 def test_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
-        launch(bodies.different_numbers_of_batches, processes=2, folder=tmp_path / "run", watch={"stall_after": 3})
+        launch(bodies.different_numbers_of_batches, processes=2, folder=tmp_path / "run", timeouts={"stall": 3})
     text = str(failed.value)
     assert failed.value.exit_code == 4
     assert "the ranks wait for different things" in text
@@ -155,15 +155,15 @@ def test_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
 
 
 def test_saves_that_take_long_are_not_a_stall(tmp_path: Path) -> None:
-    slow = {"checkpoint": {"async": False, "timeout": 60}, "watch": {"stall_after": 2, "first_time": 2}}
+    slow = {"checkpoint": {"async": False}, "timeouts": {"checkpoint": 60, "stall": 2, "first_step": 2}}
     assert launch(bodies.slow_synchronous_saves, processes=2, out=tmp_path, **slow) == [10, 10]
 
 
 def test_user_code_that_takes_long_is_ended_only_where_a_rank_waits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run, watch = tmp_path / "run", {"stall_after": 4, "first_time": 4}
-    assert launch(bodies.slow_in_user_code, processes=2, folder=run, watch=watch) == [25, 25]
+    run, timeouts = tmp_path / "run", {"stall": 4, "first_step": 4}
+    assert launch(bodies.slow_in_user_code, processes=2, folder=run, timeouts=timeouts) == [25, 25]
     told = capfd.readouterr().err
     assert "No rank waits for another, so the run continues" in told
     assert "rank 0: in loss of step 2, bodies.py:" in told and "rank 1: in loss of step 2, bodies.py:" in told
@@ -173,7 +173,7 @@ def test_user_code_that_takes_long_is_ended_only_where_a_rank_waits(
 
 def test_an_error_is_told_also_where_its_rank_cannot_leave(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
-        launch(bodies.fails_and_cannot_leave, processes=2, out=tmp_path, watch={"stall_after": 2, "first_time": 2})
+        launch(bodies.fails_and_cannot_leave, processes=2, out=tmp_path, timeouts={"stall": 2, "first_step": 2})
     assert "rank 1 of 2" in str(failed.value) and "ValueError: the real reason" in str(failed.value)
 
 
@@ -191,7 +191,7 @@ if __name__ == "__main__":
         if part == "talk":
             print(lockstep.launch(bodies.seventy_five, runtime="cpu", out=sys.argv[1]))
         else:
-            lockstep.launch(hang, runtime="cpu", out=sys.argv[1], watch={"stall_after": 3, "first_time": 3})
+            lockstep.launch(hang, runtime="cpu", out=sys.argv[1], timeouts={"stall": 3, "first_step": 3})
 """
 
 

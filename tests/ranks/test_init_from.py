@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import lockstep
 from lockstep.errors import LockstepError
 
-launch = partial(lockstep.launch, processes=2, runtime="cpu", launch={"timeout": 30})
+launch = partial(lockstep.launch, processes=2, runtime="cpu", timeouts={"collective": 30})
 FSDP = "fsdp"
 
 

@@ -32,7 +32,7 @@ def test_llama_is_trained_as_on_one_process(mesh: str, tmp_path: Path) -> None:
     launch = partial(lockstep.launch, runtime="cpu", out=tmp_path)
     (alone,) = launch(llama_bodies.trained, processes=1)
     processes, strategy = MESHES[mesh]
-    body = partial(llama_bodies.trained, recompute="blocks" if "fsdp" in mesh else None)
+    body = partial(llama_bodies.trained, activation_checkpointing="blocks" if "fsdp" in mesh else None)
     first, *_ = launch(body, processes=processes, strategy=strategy)
     assert first.keys() == alone.keys()
     for name, weights in first.items():

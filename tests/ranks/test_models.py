@@ -56,8 +56,8 @@ def test_sparse_gradients_are_averaged_clipped_and_checked(tmp_path: Path) -> No
 
 
 def test_a_collective_in_the_forward_pass_is_met_by_all_ranks_at_a_short_batch(tmp_path: Path) -> None:
-    limits = {"timeout": "20 s"}
-    assert launch(model_bodies.collective_in_forward, processes=2, out=tmp_path, launch=limits) == [2, 2]
+    limits = {"collective": "20 s"}
+    assert launch(model_bodies.collective_in_forward, processes=2, out=tmp_path, timeouts=limits) == [2, 2]
 
 
 def test_other_methods_of_a_model_work_through_its_wrapper(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_loops_give_the_numbers_of_plain_torch(strategy: str, tmp_path: Path) ->
     processes, settings = STRATEGIES[strategy]
     ranks = lockstep.launch(
         ordinary_bodies.all_loops, processes=processes, runtime="cpu", out=tmp_path, strategy=settings,
-        launch={"timeout": "60 s"},
+        timeouts={"collective": "60 s"},
     )  # fmt: skip
     assert not dist.is_initialized(), "the process group of one process ends with its run"
     for found in ranks:

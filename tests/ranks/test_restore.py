@@ -15,7 +15,7 @@ from lockstep.checkpoint.manifest import FILES, MODEL_FILE
 from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
 
-launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 20})
+launch = partial(lockstep.launch, runtime="cpu", timeouts={"collective": 20})
 
 
 def fill(folder: Path) -> CheckpointStorage:
@@ -78,6 +78,6 @@ def test_a_host_that_does_not_see_a_checkpoint_gets_it_from_rank_0(tmp_path: Pat
 def test_a_reader_that_does_not_get_on_is_named_by_those_who_wait_for_it(tmp_path: Path) -> None:
     fill(tmp_path / "run" / "a")
     with pytest.raises(lockstep.WorkerFailed) as failed:
-        launch(bodies.reads_for_ever, processes=2, folder=tmp_path / "run", launch={"timeout": 2})
+        launch(bodies.reads_for_ever, processes=2, folder=tmp_path / "run", timeouts={"collective": 2})
     text = str(failed.value)
     assert "waited 2 s for 'step-00000003, which rank 0 reads' (limit 2 s). Did not arrive: rank 0 (in" in text

@@ -39,7 +39,7 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
 
 def test_a_time_out_names_the_wait_and_who_did_not_arrive(tmp_path: Path) -> None:
     with pytest.raises(lockstep.WorkerFailed) as failed:
-        launch(bodies.one_rank_is_missing, processes=3, out=tmp_path, launch={"timeout": 2})
+        launch(bodies.one_rank_is_missing, processes=3, out=tmp_path, timeouts={"collective": 2})
     text = str(failed.value)
     assert failed.value.exit_code == 4
     assert "'the start of the feast'" in text and "limit 2 s" in text
@@ -47,7 +47,7 @@ def test_a_time_out_names_the_wait_and_who_did_not_arrive(tmp_path: Path) -> Non
 
 
 def test_rank_0_may_work_for_longer_than_others_wait(tmp_path: Path) -> None:
-    found = launch(bodies.slow_on_rank_0, processes=2, out=tmp_path, launch={"timeout": 3})
+    found = launch(bodies.slow_on_rank_0, processes=2, out=tmp_path, timeouts={"collective": 3})
     assert found == [[7, "x" * 2000, {"one": 1.0}]] * 2
 
 

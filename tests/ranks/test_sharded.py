@@ -12,7 +12,7 @@ import through_host_bodies
 
 import lockstep
 
-launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": "60 s"})
+launch = partial(lockstep.launch, runtime="cpu", timeouts={"collective": "60 s"})
 
 COLUMNS_AND_ROWS = {
     "layers.*.up.weight": ["model", None],
@@ -72,7 +72,7 @@ def test_bf16_is_computed_as_under_ddp(tmp_path: Path) -> None:
     by_ddp = launch(body, processes=2, out=tmp_path / "ddp", strategy="ddp")
     split = launch(body, processes=2, out=tmp_path / "fsdp", strategy="fsdp")
     assert same(split[0]["weights"], by_ddp[0]["weights"], rel=1e-3, abs=1e-4)
-    strategy = {"type": "fsdp", "gather": "bf16"}
+    strategy = {"type": "fsdp", "param_dtype": "bf16"}
     rounded = launch(body, processes=2, out=tmp_path / "gather", strategy=strategy)
     assert rounded[0]["loss"] == pytest.approx(by_ddp[0]["loss"], rel=1e-2)
     assert rounded[0]["weights"] != split[0]["weights"]
@@ -113,7 +113,7 @@ def test_a_model_that_is_never_whole_anywhere(tmp_path: Path) -> None:
         ("", {"blocks": "layer.*"}, r"strategy.blocks: layer.\*: no module .* the nearest are layers"),
         ("", {"meshes": {"wide": {"data": 1}}, "shard": {"odd": {"spec": [None, None], "mesh": "wide"}}},
          "'odd' cannot be split .* there is one, strategy.mesh"),
-        ("", {"gather": "bf16"}, r"strategy.gather: bf16 is .* its precision is float32: set train.precision: bf16"),
+        ("", {"param_dtype": "bf16"}, r"strategy.param_dtype: bf16 is .* its precision is float32: set train"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_by_name(

@@ -28,7 +28,7 @@ from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse
 from lockstep.verify.examine import batch_statistics
 
-launch = partial(lockstep.launch, runtime="cpu", launch={"timeout": 30})
+launch = partial(lockstep.launch, runtime="cpu", timeouts={"collective": 30})
 
 MESHES: dict[str, tuple[int, dict[str, int] | None]] = {
     "fsdp 2": (2, {"data": 2}),

@@ -83,12 +83,12 @@ def test_a_worker_and_then_a_node_are_lost_and_the_weights_are_the_same(
 @pytest.mark.long
 def test_a_hang_is_found_and_the_number_of_restarts_is_kept(places: Places, on_ray: OnRay, keep: Keep) -> None:
     settings = places.ray(placement="STRICT_SPREAD")
-    watch = {"stall_after": "3 s", "first_time": "60 s"}
-    config = on_ray.config(task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, watch=watch)
+    timeouts = {"stall": "3 s", "first_step": "60 s"}
+    config = on_ray.config(task=_task(on_ray), ray=settings, launch={"max_restarts": 1}, timeouts=timeouts)
     started = on_ray.start(config)
     run = on_ray.run_folder()
     wait_until(lambda: _steps(run) >= 6, 90, "the first checkpoint")
-    hang = Recovery(on_ray, run, "a worker hangs (`watch.stall_after: 3 s`)")
+    hang = Recovery(on_ray, run, "a worker hangs (`timeouts.stall: 3 s`)")
     on_ray.order("hang", 1)
     hang.fault()
     hang.wait()

@@ -31,7 +31,7 @@ def weights(folder: Path) -> bytes:
 def train(fit: Fit, folder: Path, name: str, workers: int = 2, max_failures: int = 0, **disturbance: Any) -> Any:
     """Run the loop of ray_bodies.py in a folder of its own: Ray's Result."""
     (folder / name).mkdir(exist_ok=True)
-    watch = {"watch": {"stall_after": "4s", "first_time": "60s"}}
+    timeouts = {"timeouts": {"stall": "4s", "first_step": "60s"}}
     return fit(
         bodies.own_loop,
         workers=workers,
@@ -39,7 +39,7 @@ def train(fit: Fit, folder: Path, name: str, workers: int = 2, max_failures: int
         loop_config={"notes": str(folder / name), **disturbance},
         max_failures=max_failures,
         folder=str(folder / name / "run"),
-        settings={**EVERY_STEP, **watch},
+        settings={**EVERY_STEP, **timeouts},
         report_every_s=0,
     )
 

@@ -233,8 +233,8 @@ def test_a_run_that_fails_ends_the_job_with_its_exit_code(project: Project, slur
 def test_the_time_limit_itself(project: Project, slurm: SlurmCluster) -> None:
     """SLURM counts in minutes."""
     slow = {"task": {"type": TINY, "sleep": 0.5}, "train": {"epochs": 30, "batch_size": 12}}
-    asked = {"grace": "20 s", "slurm": {"nodes": 2, "time": "2:00", "signal_before": "30 s"}}
-    job, run = submit(project, slurm, launch=asked, **slow)
+    asked = {"slurm": {"nodes": 2, "time": "2:00", "signal_before": "30 s"}}
+    job, run = submit(project, slurm, launch=asked, timeouts={"stop": "20 s"}, **slow)
     for restarts in range(1, 5):
         wait_until(lambda n=restarts: slurm.state(job)["JobState"] in ENDED or _is(slurm.state(job), "PENDING", n), 180)
         if slurm.state(job)["JobState"] in ENDED:

@@ -99,7 +99,7 @@ def test_a_server_that_is_down_for_a_while_costs_nothing(stored: Stored) -> None
 @pytest.mark.long
 def test_a_bucket_that_stays_behind_is_told_by_the_exit_code_and_caught_up_by_a_resume(stored: Stored) -> None:
     config = stored.project.config(train=EPOCHS, checkpoint=OFTEN, task={"type": TINY, "sleep": 0.1},
-                                   launch={"grace": "4 s"})  # fmt: skip
+                                   timeouts={"stop": "4 s"})  # fmt: skip
     started = stored.start("train", config, "--out", stored.out)
     run = stored.in_bucket()
     wait_until(lambda: whole_steps(run), what="a checkpoint in the bucket")

@@ -56,7 +56,10 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         (CONFIG + "seed: !!timestamp x", "bad.yaml:4: not valid YAML: this cannot be read as timestamp"),
         (CONFIG + "#" * 1_000_000, "bad.yaml: cannot be read: it has more than 1000000 bytes"),
         (CONFIG + "log: {every: " + "9" * 400 + " steps}", "log.every: an interval of more than 5e+15 steps would"),
-        (CONFIG + "launch: {timeout: 1e300}", "launch.timeout: input should be less than or equal to 1000000000"),
+        (
+            CONFIG + "timeouts: {collective: 1e300}",
+            "timeouts.collective: input should be less than or equal to 1000000000",
+        ),
         (CONFIG + "launch: {threads: 1000000000}", "launch.threads: input should be less than or equal to 65536"),
         (CONFIG + "data: {workers: 1, prefetch: 1000000000}", "data.prefetch: input should be less than or equal to"),
         (

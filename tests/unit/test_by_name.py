@@ -328,8 +328,8 @@ def test_the_norm_of_the_gradients_is_logged_as_it_was_before_clipping(new_run: 
     for clip in (None, 1e-3):
         run = new_run(log={"every": "1 step", "gradient_norm": True})
         steps(run, 1, clip_norm=clip)
-        run.journal.write_last_row(run.progress)
-        norms.append(run.journal.latest["gradient_norm"])
+        run.aggregator.write_last_row(run.progress)
+        norms.append(run.aggregator.latest["gradient_norm"])
     assert norms[0] == pytest.approx(norms[1])
     assert norms[0] > 0.1 and math.isfinite(norms[0])
 
@@ -342,7 +342,7 @@ def test_every_group_that_has_a_name_has_its_rate_logged(new_run: Callable[..., 
     run.restore()
     run.backward(model(torch.ones(1, 2)).sum())
     run.step()
-    assert run.journal.learning_rates == {"lr": 0.1, "lr/bias": 0.5}
+    assert run.aggregator.learning_rates == {"lr": 0.1, "lr/bias": 0.5}
 
 
 def test_ways_to_compile() -> None:

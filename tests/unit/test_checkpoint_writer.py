@@ -201,7 +201,7 @@ def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint
     answer = threading.Event()
     create = CheckpointStorage.create
     monkeypatch.setattr(CheckpointStorage, "create", lambda self, *how: answer.wait(30) and create(self, *how))
-    one = CheckpointWriter(CheckpointStorage(saver.folder), Checkpoint(timeout=0.2))
+    one = CheckpointWriter(CheckpointStorage(saver.folder), Checkpoint(), limit=0.2)
     save(one, 1)
     yield one
     answer.set()
@@ -211,7 +211,7 @@ def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint
 
 
 def test_a_write_that_does_not_end_is_told_at_its_limit_and_holds_up_nobody(stuck: CheckpointWriter) -> None:
-    with pytest.raises(CheckpointError, match=r"has taken more than 0\.2 s; .* checkpoint\.timeout sets the limit"):
+    with pytest.raises(CheckpointError, match=r"has taken more than 0\.2 s; .* timeouts\.checkpoint sets the limit"):
         stuck.finish()
     assert [each.daemon for each in threading.enumerate() if each.name == "lockstep-checkpoint"] == [True]
 

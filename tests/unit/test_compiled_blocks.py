@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 
 from lockstep.config.optimizing import Compile
 from lockstep.runtime.cpu import CpuRuntime
+from lockstep.strategy.activation_checkpointing import checkpoint_activations
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.compiled import compile_blocks
-from lockstep.strategy.recompute import recompute
 from tasks import Block
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
@@ -85,7 +85,7 @@ def broken_stack() -> nn.Module:
     return in_sequence(*(Broken() for _ in range(3)))
 
 
-@pytest.mark.parametrize("recompute", [None, "blocks"])
+@pytest.mark.parametrize("activation_checkpointing", [None, "blocks"])
 @pytest.mark.parametrize(
     ("stack", "kinds"),
     [
@@ -95,14 +95,16 @@ def broken_stack() -> nn.Module:
     ],
 )
 def test_blocks_that_are_alike_are_compiled_once(
-    new_run: Runs, compiled: Compiled, stack: Callable[..., nn.Module], kinds: int, recompute: str | None
+    new_run: Runs, compiled: Compiled, stack: Callable[..., nn.Module], kinds: int, activation_checkpointing: str | None
 ) -> None:
     usual = fresh(stack)
     losses = train(new_run(), usual)
     model = fresh(stack)
-    assert train(new_run(), model, compile="blocks", recompute=recompute) == pytest.approx(losses, rel=1e-4)
+    assert train(
+        new_run(), model, compile="blocks", activation_checkpointing=activation_checkpointing
+    ) == pytest.approx(losses, rel=1e-4)
     # The layer before the blocks is one more, unless it runs eagerly: beside recomputed blocks, or those with a break.
-    assert compiled() == kinds + (recompute is None and stack is not broken_stack)
+    assert compiled() == kinds + (activation_checkpointing is None and stack is not broken_stack)
     assert list(model.state_dict()) == list(usual.state_dict())
     for name, value in usual.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
@@ -128,7 +130,9 @@ def test_more_kinds_of_blocks_than_torch_compiles_of_one_function(new_run: Runs,
 def test_statistics_move_once_where_blocks_are_compiled_and_recomputed(new_run: Runs, compiled: Compiled) -> None:
     usual, model = fresh(dropout=0.0), fresh(dropout=0.0)
     losses = train(new_run(), usual)
-    assert train(new_run(), model, compile="blocks", recompute="blocks") == pytest.approx(losses, rel=1e-4)
+    assert train(new_run(), model, compile="blocks", activation_checkpointing="blocks") == pytest.approx(
+        losses, rel=1e-4
+    )
     assert compiled() > 0
     for name, value in usual.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4)
@@ -148,7 +152,7 @@ class Masked(nn.Module):
 
 def test_dropout_that_is_compiled_and_recomputed_drops_the_same(new_run: Runs, compiled: Compiled) -> None:
     run, model = new_run(), nn.ModuleList([Masked(), Masked()])
-    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), compile="blocks", recompute="blocks")
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), compile="blocks", activation_checkpointing="blocks")
     outputs = [block(torch.ones(4096)) for block in model]
     sum(each.sum() for each in outputs).backward()
     for block, output in zip(model, outputs, strict=True):
@@ -187,7 +191,7 @@ def test_torchs_own_sharding_goes_around_them(mesh_of_one: DeviceMesh, compiled:
     def losses(sharded: bool) -> list[float]:
         model = fresh(dropout=0.0, batch_norm=batch_norm, spectral=False)
         if sharded:
-            recompute(model, "blocks", None, CpuRuntime(), to_be_compiled=True)
+            checkpoint_activations(model, "blocks", None, CpuRuntime(), to_be_compiled=True)
             compile_blocks(model, None, Compile())
             for block in find_blocks(model, None).values():
                 fully_shard(block, mesh=mesh_of_one)
@@ -221,7 +225,9 @@ def test_the_whole_model_is_compiled_with_blocks_that_are_recomputed(new_run: Ru
         return Stack(dropout=0.0, batch_norm=False, spectral=False, **rest)
 
     losses = train(new_run(), fresh(make))
-    assert train(new_run(), fresh(make), compile=True, recompute="blocks") == pytest.approx(losses, rel=1e-4)
+    assert train(new_run(), fresh(make), compile=True, activation_checkpointing="blocks") == pytest.approx(
+        losses, rel=1e-4
+    )
     assert compiled() == 1
 
 

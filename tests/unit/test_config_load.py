@@ -165,8 +165,8 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ),
         ("strategy: {comm_hook: {type: bf16_compress, rank: 2}}", "strategy.comm_hook: rank is for type: powerSGD"),
         (
-            "train: {recompute: true}",
-            "train.recompute: must be blocks, or a pattern over the names of modules, or null",
+            "train: {activation_checkpointing: true}",
+            "train.activation_checkpointing: must be blocks, or a pattern over the names of modules, or null",
         ),
         ("strategy: {blocks: ''}", "strategy.blocks: string should have at least 1 character, got ''"),
         ("train: {epochs: 1, steps: 2}", "train: give epochs or steps, not both (epochs: 1, steps: 2)"),
@@ -187,7 +187,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("early_stop: {patience: 0}", "early_stop.patience: input should be greater than 0, got 0"),
         ("early_stop: {combine: some}", "early_stop.combine: must be one of any or all"),
         ("launch: {port: 65536}", "launch.port: input should be less than 65536, got 65536"),
-        ("launch: {timeout: 5 parsecs}", "launch.timeout: not a duration; write seconds as a number"),
+        ("timeouts: {collective: 5 parsecs}", "timeouts.collective: not a duration; write seconds as a number"),
         ("launch: {type: shh}", "launch.type: must be one of local, "),
         ("launch: {hosts: [a]}", "launch: hosts is for launch: ssh, but launch.type is local"),
         ("launch: {type: ssh, hosts: [a], hosts_file: b}", "launch: give hosts or hosts_file, not both"),
@@ -237,9 +237,11 @@ def test_one_mistake_is_told_in_one_line(problems: Problems, text: str) -> None:
     assert len(problems(TASKED + text)) == 1
 
 
-@pytest.mark.parametrize("text", ["launch: {timeout: .inf}", "launch: {join_timeout: .inf}", "launch: {grace: .inf}"])
+@pytest.mark.parametrize(
+    "text", ["timeouts: {collective: .inf}", "timeouts: {rendezvous: .inf}", "timeouts: {stop: .inf}"]
+)
 def test_a_wait_without_end_is_refused(problems: Problems, text: str) -> None:
-    assert "config.yaml:2: launch." in problems(TASKED + text)[0]
+    assert "config.yaml:2: timeouts." in problems(TASKED + text)[0]
 
 
 @pytest.mark.requirement("D17")
@@ -509,11 +511,11 @@ def test_uneven_shares_are_allowed_and_said(batch_size: int, world_size: int, sa
 @given(batch_size=st.integers(1, 500), world_size=st.integers(1, 64))
 def test_what_is_said_of_shares_is_what_ranks_get(batch_size: int, world_size: int) -> None:
     ends = [batch_size * rank // world_size for rank in range(world_size + 1)]
-    shares = {last - first for first, last in pairwise(ends)}
+    dp_size = {last - first for first, last in pairwise(ends)}
     said = uneven_shares(batch_size, world_size) or ""
     shown = re.search(r"ranks get (\d+) or (\d+)", said)
     none = "get no example" in said
-    assert shares == ({int(shown[1]), int(shown[2])} if shown else {0, 1} if none else {batch_size // world_size})
+    assert dp_size == ({int(shown[1]), int(shown[2])} if shown else {0, 1} if none else {batch_size // world_size})
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("auto", 4), ("single", 1), ("ddp", 2), ("ddp", 1)])

@@ -72,9 +72,9 @@ def test_the_template_names_every_key_there_is() -> None:
         {"task": TASK, "train": {"batch_size": 0}},
         {"task": TASK, "log": {"every": "soon"}},
         {"task": TASK, "train": {"compile": "block"}},
-        {"task": TASK, "train": {"recompute": True}},
+        {"task": TASK, "train": {"activation_checkpointing": True}},
         {"task": TASK, "validate": {"on": "rank1"}},
-        {"task": TASK, "launch": {"timeout": -5}},
+        {"task": TASK, "timeouts": {"collective": -5}},
         {"train": {}},
     ],
 )
@@ -93,11 +93,15 @@ def test_the_json_schema_rejects_what_the_loader_rejects(config: dict[str, Any])
         {"task": TASK, "optimizer": "torch.optim.SGD"},
         {"task": TASK, "scheduler": "pkg.schedulers:Mine"},
         {"task": TASK, "optimizer": {"type": "torch.optim.SGD", "lr": 0.1}},
-        {"task": TASK, "launch": {"timeout": "5 minutes"}},
-        {"task": TASK, "launch": {"timeout": 5}},
+        {"task": TASK, "timeouts": {"collective": "5 minutes"}},
+        {"task": TASK, "timeouts": {"collective": 5}},
         {"task": TASK, "checkpoint": {"async": False, "every": None}},
         {"task": TASK, "processes": "auto"},
-        {"task": TASK, "train": {"compile": "blocks", "recompute": "layers.*"}, "strategy": {"blocks": "layers.*"}},
+        {
+            "task": TASK,
+            "train": {"compile": "blocks", "activation_checkpointing": "layers.*"},
+            "strategy": {"blocks": "layers.*"},
+        },
     ],
 )
 def test_the_json_schema_accepts_what_the_loader_accepts(config: dict[str, Any]) -> None:
@@ -170,7 +174,8 @@ configs = st.fixed_dictionaries(
         ),
         "checkpoint": optional(every=st.none() | intervals, keep=optional(last=counts), **{"async": st.booleans()}),
         "log": optional(every=intervals, jsonl=st.booleans(), tensorboard=st.booleans()),
-        "launch": optional(port=st.integers(1, 65535), timeout=positive, grace=st.just("5 minutes")),
+        "launch": optional(port=st.integers(1, 65535)),
+        "timeouts": optional(collective=positive, stop=st.just("5 minutes")),
     },
 )  # fmt: skip
 

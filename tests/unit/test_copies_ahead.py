@@ -18,7 +18,7 @@ from lockstep.data.order import GlobalBatches
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Requests
+from lockstep.engine.stop_requests import StopRequests
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.cpu import CpuRuntime
@@ -100,7 +100,7 @@ def walk(run: Run, data: Rows, stop_at: int | None = None) -> list[tuple[list[in
 def new(runtime: Runtime, folder: Path, workers: int) -> Run:
     folder.mkdir(exist_ok=True)
     settings = RunSettings.model_validate({"data": {"workers": workers}, "log": {"every": "1000 steps"}})
-    return Run(Topology(), runtime, Group(0, 1, 10.0), settings, folder, Display(), Requests())
+    return Run(Topology(), runtime, Group(0, 1, 10.0), settings, folder, Display(), StopRequests())
 
 
 def runtimes() -> list[Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from lockstep.config.schema import Keep, Log
 from lockstep.record import display
 from lockstep.record.display import Display, LiveDisplay
-from lockstep.record.recorder import Recorder
+from lockstep.record.metric_writer import MetricWriter
 from lockstep.record.writers import read_rows
 
 ROW: dict[str, Any] = {
@@ -146,21 +146,21 @@ def test_a_validation_that_is_better_than_all_before_is_marked(tmp_path: Path) -
         def row(self, row: dict[str, Any], lags: list[float]) -> None:
             lines.append(self.line(row, lags))
 
-    def recorder() -> Recorder:
-        return Recorder(tmp_path, Log(), Shown(), keep=Keep(metric="val/accuracy", mode="max"))
+    def metric_writer() -> MetricWriter:
+        return MetricWriter(tmp_path, Log(), Shown(), keep=Keep(metric="val/accuracy", mode="max"))
 
-    def write(made: Recorder, *values: float) -> list[bool]:
+    def write(made: MetricWriter, *values: float) -> list[bool]:
         lines.clear()
         for value in values:
             made.write({"step": 1, "epoch": 0, "val/accuracy": value}, 0.0)
         return [line.endswith("  new best") for line in lines]
 
-    first = recorder()
+    first = metric_writer()
     assert write(first, 0.5, 0.5, 0.7, float("nan"), 0.6) == [True, False, True, False, False]
     first.write({"step": 1, "epoch": 0, "val/accuracy": 0.9, "examples": 5}, 1.0)  # a row of training is none of it
     assert not lines[-1].endswith("new best")
     first.close("preempted")
-    again = recorder()
+    again = metric_writer()
     again.forget_after(1, 1, rows=3)
     assert write(again, 0.6, 0.8) == [False, True]
     again.close("completed")

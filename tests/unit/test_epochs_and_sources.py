@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_split
 
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError, NonFiniteLoss, NonFiniteWeights
 from lockstep.evaluation.means import Mean
 
@@ -54,11 +54,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 # What follows an epoch
 
 
-def with_a_tail(run: Run, requests: Requests, ask: tuple[str, int] | None = None) -> tuple[float, list[int]]:
+def with_a_tail(run: Run, requests: StopRequests, ask: tuple[str, int] | None = None) -> tuple[float, list[int]]:
     """Three epochs of two steps, and what follows each of them: the learning rate at the end, and which tails ran."""
     _, optimizer = set_up(run)
     scheduler = ExponentialLR(optimizer, 0.5)
-    run.attach("scheduler", scheduler)
+    run.register_state("scheduler", scheduler)
     run.restore()
     tails = []
     for epoch in run.epochs(3):
@@ -75,10 +75,10 @@ def with_a_tail(run: Run, requests: Requests, ask: tuple[str, int] | None = None
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
 def test_what_follows_an_epoch_happens_once_wherever_the_run_was_stopped(new_run: Runs, at: int) -> None:
     """SIGTERM in the last step of an epoch: the scheduler's step, the evaluation and the save after it are due."""
-    requests = Requests()
+    requests = StopRequests()
     with pytest.raises(Preempted):
         with_a_tail(new_run(requests), requests, ("leave", at))
-    rate, tails = with_a_tail(new_run(), Requests())
+    rate, tails = with_a_tail(new_run(), StopRequests())
     assert rate == pytest.approx(0.125)
     assert tails == list(range((at - 1) // 2, 3))
 
@@ -86,7 +86,7 @@ def test_what_follows_an_epoch_happens_once_wherever_the_run_was_stopped(new_run
 def test_a_save_after_an_automatic_one_of_the_same_step_has_its_value_and_what_changed(
     new_run: Runs, tmp_path: Path
 ) -> None:
-    requests = Requests()
+    requests = StopRequests()
     with_a_tail(new_run(requests), requests, ("save", 4))
     assert manifest(tmp_path, 4)["value"] == 1.0
     state = json.loads((tmp_path / "checkpoints" / "step-00000004" / "state.json").read_text())["state"]
@@ -94,7 +94,7 @@ def test_a_save_after_an_automatic_one_of_the_same_step_has_its_value_and_what_c
 
 
 def test_an_automatic_save_does_not_take_away_what_a_checkpoint_is_judged_by(new_run: Runs, tmp_path: Path) -> None:
-    requests = Requests()
+    requests = StopRequests()
     run = new_run(requests)
     set_up(run)
     for (batch,) in run.batches(numbered(8), 4):
@@ -515,13 +515,13 @@ def test_what_is_attached_after_the_restore_is_restored(new_run: Runs) -> None:
     first, second = new_run(), new_run()
     _, optimizer = set_up(first)
     scheduler = ExponentialLR(optimizer, 0.5)
-    first.attach("mine", scheduler)
+    first.register_state("mine", scheduler)
     scheduler.step()
     first.checkpoint()
     _, other = set_up(second)
     second.restore()
     late = ExponentialLR(other, 0.5)
-    second.attach("mine", late)
+    second.register_state("mine", late)
     assert late.last_epoch == 1
 
 
@@ -558,7 +558,7 @@ def test_a_resumed_run_writes_no_row_twice(new_run: Runs, tmp_path: Path) -> Non
             step(run, batch)
             run.checkpoint()
         run.log(after=1.0)
-        run.journal.bring_together(run.progress)
+        run.aggregator.bring_together(run.progress)
     assert [row["after"] for row in rows(tmp_path) if "after" in row] == [1.0]
 
 
@@ -617,7 +617,7 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch(new_run: Runs) -> None:
             run.backward(total, count=weights.sum())
             run.step()
         assert model.weight.item() == pytest.approx(-expected.item(), rel=1e-6)
-        assert run.journal.latest.get("value", 0) == pytest.approx(expected.item(), rel=1e-6)
+        assert run.aggregator.latest.get("value", 0) == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_sums_that_cannot_be_told_apart_are_refused(new_run: Runs) -> None:

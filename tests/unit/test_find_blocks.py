@@ -153,8 +153,8 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(patter
 
 
 def test_the_setting_that_the_pattern_came_from_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"train\.recompute: x: no module .* it has no modules inside"):
-        find_blocks(nn.Linear(1, 1), "x", "train.recompute")
+    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing: x: no module .* it has no modules inside"):
+        find_blocks(nn.Linear(1, 1), "x", "train.activation_checkpointing")
 
 
 def test_a_model_on_the_meta_device_has_the_same_blocks() -> None:

@@ -21,9 +21,9 @@ from conftest import TASK_FILE, wait_until
 from lockstep.config.load import validate
 from lockstep.config.schema import Log, RunConfig, RunSettings
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
-from lockstep.record import loggers, outbox, to_mlflow
+from lockstep.record import logger_queue, loggers, to_mlflow
 from lockstep.record.to_tensorboard import Details
 from lockstep.tasks.config_checks import check_parts
 
@@ -82,7 +82,7 @@ def test_after_a_restart_it_goes_on_as_the_same_and_no_step_comes_twice(new_run:
     settings = with_loggers(mine={"type": "own_loggers:Memory"})
     killed = new_run(**settings)
     train(killed, stop_at=5)  # two steps after the checkpoint
-    killed.journal.close("as if killed")
+    killed.aggregator.close("as if killed")
     assert Memory.points("loss") == [1, 2, 3, 4]
     train(new_run(**settings), epochs=2)
     assert [call for call in Memory.calls if call[0] == "start"] == [("start", 0, "hello"), ("start", 3, "hello")]
@@ -115,7 +115,7 @@ def test_a_history_that_changes_is_told_of(new_run: Runs, caplog: pytest.LogCapt
     settings = with_loggers(mine={"type": "own_loggers:Memory"})
     killed = new_run(**settings)
     train(killed, stop_at=5)
-    killed.journal.close("as if killed")
+    killed.aggregator.close("as if killed")
     again = new_run(**settings)
     model = nn.Linear(3, 1)
     again.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -139,7 +139,7 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(new_run: Runs, tmp_pa
     settings = with_loggers(timeout=60.0, tensorboard=True)
     killed = new_run(**settings)
     train(killed, stop_at=5)
-    killed.journal.close("as if killed")
+    killed.aggregator.close("as if killed")
     train(new_run(**settings), epochs=2)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -172,7 +172,7 @@ def test_what_a_run_leaves_of_its_ranks_and_phases_comes_as_numbers(tmp_path: Pa
 
 @pytest.mark.parametrize("how", ["stop", "fail", "leave"])
 def test_it_is_told_how_the_run_ended(new_run: Runs, how: str) -> None:
-    asked = Requests()
+    asked = StopRequests()
     run = new_run(asked, **with_loggers(mine={"type": "own_loggers:Memory"}))
     train(run, stop_at=2)
     if how == "stop":
@@ -232,7 +232,7 @@ def losses_of(text: str) -> list[float]:
 def test_a_logger_that_is_too_slow_holds_nobody_back_and_what_it_misses_is_counted(
     new_run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MOST_CALLS", 2)
+    monkeypatch.setattr(logger_queue, "MOST_CALLS", 2)
     train(new_run(**with_loggers(timeout=0.3, mine={"type": "own_loggers:Faulty", "method": "log", "how": "hang"})))
     told = " ".join(warnings(caplog))
     assert "is too slow: 2 calls wait" in told
@@ -243,10 +243,10 @@ def test_one_that_hangs_is_told_of_while_the_run_goes_on(new_run: Runs, caplog: 
     faulty = {"type": "own_loggers:Faulty", "method": "start", "how": "hang"}
     run = new_run(**with_loggers(timeout=0.1, mine=faulty))
     run.log(early=1.0)
-    run.journal.write(run.progress, {"early": 1.0})
+    run.aggregator.write(run.progress, {"early": 1.0})
     time.sleep(0.2)
-    run.journal.write(run.progress, {"late": 1.0})
-    run.journal.write(run.progress, {"later": 1.0})
+    run.aggregator.write(run.progress, {"late": 1.0})
+    run.aggregator.write(run.progress, {"later": 1.0})
     assert warnings(caplog) == ["log.mine: start has not returned for 0.1 s. The run goes on; 2 calls wait"]
 
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from lockstep.distributed import door
-from lockstep.distributed.door import owner
+from lockstep.distributed import listener
+from lockstep.distributed.listener import owner
 from lockstep.errors import RollCallError
 from lockstep.profiler.demand import _proven, permitted
 
@@ -40,12 +40,12 @@ def connect_as(uid: int, port: int) -> tuple[int, int]:
 def test_a_stranger_is_known_and_a_door_is_closed_to_one() -> None:
     children = []
     try:
-        with pytest.raises(RollCallError, match=f"another user \\(uid {STRANGER}\\)"), door.closed_behind():
-            listener = socket.create_server(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        with pytest.raises(RollCallError, match=f"another user \\(uid {STRANGER}\\)"), listener.closed_behind():
+            server = socket.create_server(("127.0.0.1", 0))
+            port = server.getsockname()[1]
             child, theirs = connect_as(STRANGER, port)
             children.append(child)
-            accepted, _ = listener.accept()
+            accepted, _ = server.accept()
         assert owner(("127.0.0.1", theirs), port) == STRANGER
         assert not permitted(f"ipv4:127.0.0.1:{theirs}", {}, port)
     finally:
@@ -53,22 +53,22 @@ def test_a_stranger_is_known_and_a_door_is_closed_to_one() -> None:
             os.kill(child, 9)
             os.waitpid(child, 0)
     accepted.close()
-    listener.close()
+    server.close()
 
 
 def test_behind_the_last_one_the_door_is_closed() -> None:
-    with door.closed_behind():
-        listener = socket.create_server(("127.0.0.1", 0))
-        place = listener.getsockname()
+    with listener.closed_behind():
+        server = socket.create_server(("127.0.0.1", 0))
+        place = server.getsockname()
         friend = socket.create_connection(place, timeout=5)
-        accepted, _ = listener.accept()
+        accepted, _ = server.accept()
     with pytest.raises(TimeoutError):
         socket.create_connection(place, timeout=0.3)
     friend.sendall(b"still")
     assert accepted.recv(10) == b"still"
     assert owner(friend.getsockname(), place[1]) == os.geteuid()
     assert permitted(f"ipv4:127.0.0.1:{friend.getsockname()[1]}", {}, place[1])
-    for each in (friend, accepted, listener):
+    for each in (friend, accepted, server):
         each.close()
 
 

@@ -65,7 +65,7 @@ def test_a_first_dimension_that_is_shorter_than_the_axis_is_told() -> None:
 
 def test_offload_is_for_those_who_are_short_of_memory() -> None:
     def trace(overrides: Sequence[str]) -> Step:
-        if overrides[0].startswith("train.recompute"):
+        if overrides[0].startswith("train.activation_checkpointing"):
             raise ConfigError("it has no blocks")
         assert "offload: true" in overrides[0]
         return step(peak=6 * GIB, host_bytes=8 * GIB)
@@ -78,7 +78,9 @@ def test_offload_is_for_those_who_are_short_of_memory() -> None:
 
 def test_recompute_is_told_with_what_it_costs() -> None:
     found = told(plan(), trace=lambda overrides: step(peak=8 * GIB, flops=10 * 10**12))
-    assert one(found, "train.recompute: blocks needs 8 GiB instead of 12, for 25% more arithmetic").gib == 4
+    assert (
+        one(found, "train.activation_checkpointing: blocks needs 8 GiB instead of 12, for 25% more arithmetic").gib == 4
+    )
 
 
 def test_products_that_wait_for_memory_want_a_larger_batch() -> None:

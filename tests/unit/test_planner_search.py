@@ -39,7 +39,7 @@ class Table:
     def __call__(self, overrides: Sequence[str]) -> Plan:
         given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in overrides)}
         self.asked.append(" ".join(overrides))
-        if given["train.recompute"] and self.model == 0:
+        if given["train.activation_checkpointing"] and self.model == 0:
             raise ConfigError("it has no blocks")
         mesh = given["strategy"].get("mesh", {"data": self.target.count})
         count = self.target.count
@@ -47,12 +47,14 @@ class Table:
             given["strategy"]["type"], count
         )
         weights = self.model * copies / count
-        held = self.activations / count / given["train.accumulate"] / (4 if given["train.recompute"] else 1)
+        held = (
+            self.activations / count / given["train.accumulate"] / (4 if given["train.activation_checkpointing"] else 1)
+        )
         made: Step = step(
             world_size=count, axes=self.axes, peak=int((weights + held) * GIB),
             by_kind={"weights": int(weights * GIB), "activations": int(held * GIB)},
         )  # fmt: skip
-        time = 1.0 + given["train.accumulate"] / 10 + bool(given["train.recompute"]) / 3 + 1 / copies
+        time = 1.0 + given["train.accumulate"] / 10 + bool(given["train.activation_checkpointing"]) / 3 + 1 / copies
         return Plan(self.target, made, Estimate(time, 0, 0, 0), None, False)
 
 
@@ -74,7 +76,7 @@ def test_what_fits_as_it_is_is_not_computed_twice_nor_in_parts() -> None:
 
 def test_a_batch_goes_into_as_many_parts_as_it_takes() -> None:
     found = searched(Table(Target("card", DEVICE, 1), 1, 400))
-    assert titles(found, True) == ["whole, in 32 parts", "whole, recompute, in 8 parts"][::-1]
+    assert titles(found, True) == ["whole, in 32 parts", "whole, activation checkpointing, in 8 parts"][::-1]
     assert "whole, in 4 parts" not in titles(found), "a part that cannot fit is not traced"
 
 
@@ -89,7 +91,7 @@ def test_what_has_more_of_the_model_than_one_that_is_too_large_is_not_traced() -
     assert titles(found, True) == ["fsdp"]
     left = {each.way.title: each.why_not for each in found if each.plan is None}
     assert left == {"hsdp 4 x 2": "not traced: has no less of the model than hsdp 2 x 4"}
-    assert len(table.asked) == 3, table.asked  # ddp, fsdp, hsdp 2 x 4: neither parts nor recompute help
+    assert len(table.asked) == 3, table.asked  # ddp, fsdp, hsdp 2 x 4: neither parts nor activation checkpointing help
 
 
 def test_axes_that_a_task_has_rules_for_are_tried_within_hosts() -> None:
@@ -131,15 +133,17 @@ def test_what_is_slower_than_one_that_fits_is_not_made_slower_still() -> None:
     found = searched(table)
     assert found[0].way.title == "ddp, in 4 parts"
     left = {each.way.title: each.why_not for each in found if each.plan is None}
-    assert left["fsdp, in parts or recompute"] == "not traced: no faster than ddp, in 4 parts"
+    assert left["fsdp, in parts or activation checkpointing"] == "not traced: no faster than ddp, in 4 parts"
     assert len([each for each in table.asked if '"fsdp"' in each]) == 1
 
 
 def test_recompute_is_for_fewer_parts_than_without() -> None:
     found = searched(Table(Target("card", DEVICE, 1), 1, 28))
-    assert titles(found) == ["whole, in 2 parts", "whole, recompute", "whole"] and found[1].fits
+    assert titles(found) == ["whole, in 2 parts", "whole, activation checkpointing", "whole"] and found[1].fits
     short = searched(Table(Target("card", DEVICE, 1), 1, 100))
-    assert "whole, in 7 parts" not in titles(short) and "whole, recompute, in 2 parts" in titles(short, True)
+    assert "whole, in 7 parts" not in titles(short) and "whole, activation checkpointing, in 2 parts" in titles(
+        short, True
+    )
 
 
 def test_what_is_refused_is_told_last() -> None:

@@ -29,7 +29,7 @@ from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Place, Topology
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
 from lockstep.profiler import shares, view
 from lockstep.profiler.base import Profiler
@@ -60,7 +60,7 @@ def train(tmp_path: Path) -> Iterator[Training]:
         given = None if profile is None else {"port": None, **profile}
         settings = RunSettings.model_validate({"checkpoint": {"async": False}, "profile": given})
         group = Group(0, 1, 10.0)
-        run = Run(topology or Topology(), CpuRuntime(), group, settings, tmp_path, Display(), Requests())
+        run = Run(topology or Topology(), CpuRuntime(), group, settings, tmp_path, Display(), StopRequests())
         made.append(run)
         model = nn.Linear(3, 1)
         model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -47,9 +47,9 @@ class Model:
             if any(name in each for each in values):
                 return why
         batch, parts = int(values.get("train.batch_size", 64)), int(values.get("train.accumulate", 1))
-        kept = 0.2 if "train.recompute" in values else 1
+        kept = 0.2 if "train.activation_checkpointing" in values else 1
         fixed = 2.5 if "strategy" in values else 4
-        work = batch * 10**12 * (1.3 if "train.recompute" in values else 1) * (1.02 if parts > 1 else 1)
+        work = batch * 10**12 * (1.3 if "train.activation_checkpointing" in values else 1) * (1.02 if parts > 1 else 1)
         return step(fixed, 0.25 * batch / parts * kept, batch, int(work))
 
 
@@ -75,7 +75,7 @@ def test_the_cheapest_comes_first_and_what_computes_the_same_before_another_batc
     assert told(result) == [
         {"train.batch_size": 41},  # as long for every example as now, and parts take 2 % longer
         {"train.accumulate": 2},
-        {"train.recompute": "blocks"},
+        {"train.activation_checkpointing": "blocks"},
     ]
     text = list(lines(result, plan))
     assert text[3] == "  --set train.accumulate=2"
@@ -90,15 +90,15 @@ def test_what_is_called_enough_leaves_what_plans_are_off_by() -> None:
 
 def test_what_the_config_has_already_is_not_tried() -> None:
     model = Model()
-    found(16, model, train={"batch_size": 64, "recompute": "blocks", "accumulate": 2})
-    assert not any("recompute" in each for each in model.asked)
+    found(16, model, train={"batch_size": 64, "activation_checkpointing": "blocks", "accumulate": 2})
+    assert not any("activation_checkpointing" in each for each in model.asked)
     assert "train.accumulate=4" in model.asked
 
 
 def test_where_nothing_alone_is_enough_some_are_tried_together() -> None:
     result, plan = found(4, Model(), count=2)
     (one,) = result.remedies
-    assert set(one.values) == {"train.recompute", "strategy", "train.accumulate"}
+    assert set(one.values) == {"train.activation_checkpointing", "strategy", "train.accumulate"}
     assert one.plan.step.peak < plan.capacity
 
 
@@ -106,7 +106,11 @@ def test_where_nothing_alone_is_enough_some_are_tried_together() -> None:
     ("without", "untried", "told"),
     [
         ({"train": "it has no blocks"}, [], "nothing that was tried fits: more devices, or a smaller model"),
-        ({"train": NO_TIME}, ["train.recompute"], "there was no time to try train.recompute"),
+        (
+            {"train": NO_TIME},
+            ["train.activation_checkpointing"],
+            "there was no time to try train.activation_checkpointing",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_left_out(without: dict[str, str], untried: list[str], told: str) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.group import Group
 from lockstep.distributed.signals import Signals
-from lockstep.engine.control_sync import PULSE_SECONDS, Asked, Pulse, steps_between_pulses
-from lockstep.engine.stop_requests import Interrupted, Preempted, Requests
+from lockstep.engine.control_sync import PULSE_SECONDS, Asked, ControlSync, steps_between_pulses
+from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 
 
@@ -55,8 +55,8 @@ def test_a_steady_pace_is_reached_and_kept(step_seconds: float) -> None:
 # Signals
 
 
-def at_work() -> Requests:
-    request = Requests()
+def at_work() -> StopRequests:
+    request = StopRequests()
     request.begun = True
     return request
 
@@ -104,12 +104,12 @@ def test_under_a_launcher_the_terminal_is_left_to_it() -> None:
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.engine.stop_requests.interactive", lambda: False)  # as it is, for tests beside others
-    request = Requests()
+    request = StopRequests()
     with pytest.raises(Interrupted) as raised, request.listening(launched=True, alone=True):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert (raised.value.code, raised.value.reason) == (INTERRUPTED_EXIT_CODE, "SIGTERM")
-    several = Requests()
+    several = StopRequests()
     with several.listening(launched=True):
         os.kill(os.getpid(), signal.SIGTERM)
     assert several.leave == "SIGTERM", "the others would wait for this one: they leave together, after the first step"
@@ -151,7 +151,7 @@ def test_signals_that_ask_for_nothing_end_nobody() -> None:
 
 def test_handlers_are_put_back_after_a_failure() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(ValueError, match="inside"), Requests().listening(launched=False):
+    with pytest.raises(ValueError, match="inside"), StopRequests().listening(launched=False):
         raise ValueError("inside")
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -160,7 +160,7 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
     handlers = []
 
     def listen() -> None:
-        with Requests().listening(launched=False):
+        with StopRequests().listening(launched=False):
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
@@ -180,16 +180,16 @@ def test_preempted_is_an_orderly_exit_that_user_code_does_not_catch() -> None:
 
 
 def test_alone_a_request_is_known_at_the_next_step() -> None:
-    request = Requests()
-    pulse = Pulse(Group(0, 1, 10.0), request)
-    assert pulse.beat(1) == Asked()
+    request = StopRequests()
+    control_sync = ControlSync(Group(0, 1, 10.0), request)
+    assert control_sync.beat(1) == Asked()
     request.leave = "SIGTERM"
-    assert pulse.beat(2) == Asked(leave="SIGTERM on rank 0")
+    assert control_sync.beat(2) == Asked(leave="SIGTERM on rank 0")
 
 
 def test_the_clock_goes_on_from_where_it_was_restored() -> None:
-    pulse = Pulse(Group(0, 1, 10.0), Requests())
-    pulse.start(step=7, clock=1000.0)
-    assert pulse.clock == 1000.0
-    pulse.beat(8)
-    assert 1000.0 <= pulse.clock <= pulse.elapsed()
+    control_sync = ControlSync(Group(0, 1, 10.0), StopRequests())
+    control_sync.start(step=7, clock=1000.0)
+    assert control_sync.clock == 1000.0
+    control_sync.beat(8)
+    assert 1000.0 <= control_sync.clock <= control_sync.elapsed()

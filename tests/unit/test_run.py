@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError, NonFiniteLoss
 
 Runs = Callable[..., Run]
@@ -185,7 +185,7 @@ def test_weights_that_do_not_fit_are_told_with_the_checkpoint(new_run: Runs) -> 
 
 
 def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, tmp_path: Path) -> None:
-    request = Requests()
+    request = StopRequests()
     run = new_run(request)
     set_up(run)
     with pytest.raises(Preempted) as left:
@@ -197,7 +197,7 @@ def test_asked_to_stop_a_run_saves_and_leaves_between_two_steps(new_run: Runs, t
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000001"]
 
 
-def own_data(run: Run, steps: int, request: Requests | None = None, ask_at: int = 0) -> Tensor:
+def own_data(run: Run, steps: int, request: StopRequests | None = None, ask_at: int = 0) -> Tensor:
     """A loop without run.batches: random data, a schedule, and values that are logged after the step."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -215,7 +215,7 @@ def own_data(run: Run, steps: int, request: Requests | None = None, ask_at: int 
 
 
 def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Runs, tmp_path: Path) -> None:
-    request = Requests()
+    request = StopRequests()
     with pytest.raises(Preempted):
         own_data(new_run(request), 6, request, ask_at=2)
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000003"]
@@ -231,7 +231,7 @@ def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Ru
 
 def test_a_save_is_made_between_the_steps_of_a_loop_with_its_own_data(new_run: Runs, tmp_path: Path) -> None:
     """With several optimizers after the last of them, and every so often where one of them never steps."""
-    request = Requests()
+    request = StopRequests()
     run = new_run(request)
     one, two = nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
     one, first = run.setup(one, torch.optim.SGD(one.parameters(), lr=0.1), name="one")

@@ -221,7 +221,7 @@ def test_from_within_a_step_and_between_two_and_not_twice_after_a_resume(new_run
     Memory.forget()
     killed = new_run(**with_album())
     train(killed, stop_at=7)
-    killed.journal.close("as if killed")
+    killed.aggregator.close("as if killed")
     (tmp_path / "samples" / "step-00000007").mkdir()  # of a step that is not made any more
     train(new_run(**with_album()))
     assert kept(tmp_path / "samples") == expected

@@ -25,8 +25,8 @@ PYTHON = shlex.join([sys.executable, "-P", "-m", "lockstep"])
 
 
 def config(processes: int | str = "auto", grace: float = 60, **slurm: Any) -> RunConfig:
-    launch = {"type": "slurm", "grace": grace, "slurm": slurm}
-    raw = {"name": "digits", "task": "a.b:C", "processes": processes, "launch": launch}
+    launch = {"type": "slurm", "slurm": slurm}
+    raw = {"name": "digits", "task": "a.b:C", "processes": processes, "launch": launch, "timeouts": {"stop": grace}}
     return job.resolved(validate(RunConfig, raw, {}, "config.yaml"))
 
 
@@ -154,8 +154,8 @@ def test_what_is_refused_before_anything_is_submitted(processes: int, slurm: dic
 
 
 def test_the_warning_is_long_enough_to_save() -> None:
-    assert job.warning(config(grace=300).launch) == 300
-    assert job.warning(config(signal_before="10 minutes").launch) == 600
+    assert job.warning(config(grace=300)) == 300
+    assert job.warning(config(signal_before="10 minutes")) == 600
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.schema import Watch
+from lockstep.config.schema import Timeouts
 from lockstep.distributed.activity import LEFT, Activity, Beat
 from lockstep.distributed.topology import Place, Topology
 from lockstep.distributed.watch.clock import RunningClock
@@ -19,7 +19,7 @@ from lockstep.distributed.watch.heartbeat import Heartbeat, interval, user_line
 from lockstep.distributed.watch.stall import APART_SECONDS, Limits, Seen, find_slow, find_stall
 from lockstep.distributed.watch.watcher import Watcher
 
-LIMITS = Limits(stall_after=300.0, first_time=1800.0, apart=APART_SECONDS)
+LIMITS = Limits(stall=300.0, first_step=1800.0, apart=APART_SECONDS)
 
 
 def seen(rank: int, doing: str, still: float, *, quiet: float = 0.5, suspended: bool = False, **changes: Any) -> Seen:
@@ -65,9 +65,9 @@ def test_ranks_that_wait_for_different_things_are_told_before_the_limit() -> Non
     assert stall is not None and stall.ranks == (0, 1)
     assert "rank 0 waits in gradient reduction of step 118; rank 1 waits in 'metrics of step 117'" in stall.message
     assert "different numbers of batches" in stall.message
-    assert find_stall(everyone, Limits.of(Watch(stall_after=None), "cpu")) is None
-    assert find_stall(everyone, Limits.of(Watch(), "cuda")) is None, "a device may still be at work on its queue"
-    assert find_stall(everyone, Limits.of(Watch(), "cpu")) is not None
+    assert find_stall(everyone, Limits.of(Timeouts(stall=None), "cpu")) is None
+    assert find_stall(everyone, Limits.of(Timeouts(), "cuda")) is None, "a device may still be at work on its queue"
+    assert find_stall(everyone, Limits.of(Timeouts(), "cpu")) is not None
 
 
 def test_a_rank_that_left_while_another_waits_for_it() -> None:

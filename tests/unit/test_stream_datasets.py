@@ -44,8 +44,8 @@ def values(row: list[Any]) -> Any:
     return [float(each["x"]) for each in row]
 
 
-def walks(data: Any, shares: int, **how: Any) -> Any:
-    found = passes(data, shares, **how)
+def walks(data: Any, dp_size: int, **how: Any) -> Any:
+    found = passes(data, dp_size, **how)
     for walk in found:
         object.__setattr__(walk._cut, "collate", values)
     return found
@@ -58,16 +58,16 @@ def test_a_streaming_dataset_goes_on_where_it_was(files: list[str], how: str) ->
     for stop in (1, 2, 3):
         walk = walks(stream(files, how), 1, epoch=1)[0]
         before, place = portions_of(walk, stop)
-        saved = {"kind": walk.kind, "shares": [place]}
+        saved = {"kind": walk.kind, "dp_size": [place]}
         after, _ = portions_of(walks(stream(files, how), 1, epoch=1, start=stop, saved=saved)[0], 100)
         assert before + after == expected, (how, stop)
         mark = next(iter(place[0]["marks"].values()), None)
         assert mark is None or mark["read"] == 0 or (mark["state"] is None) == (how == "shuffled")
 
 
-@pytest.mark.parametrize("shares", [1, 2, 3])
-def test_its_files_are_divided(files: list[str], shares: int) -> None:
-    assert sorted(x for walk in walks(stream(files), shares, shuffle=True) for x in read(walk)) == EVERYTHING
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_its_files_are_divided(files: list[str], dp_size: int) -> None:
+    assert sorted(x for walk in walks(stream(files), dp_size, shuffle=True) for x in read(walk)) == EVERYTHING
 
 
 def test_workers_have_files_of_their_own(files: list[str]) -> None:

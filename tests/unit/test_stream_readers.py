@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 import lockstep
 from lockstep.config.schema import RunConfig
+from lockstep.data.chunks import BatchSlice
 from lockstep.data.loader import Loading
-from lockstep.data.portions import Cut
 from lockstep.data.sources import Source, check_stream, is_stream
 from lockstep.data.streams import Pass
 from lockstep.distributed.group import Group
@@ -96,29 +96,31 @@ class Sharded(IterableDataset[Any]):
         return sorted(100.0 * shard + index for shard, size in enumerate(self.sizes) for index in range(size))
 
 
-def passes(data: Any, shares: int, batch_size: int = 6, workers: int = 0, **how: Any) -> list[Pass]:
+def passes(data: Any, dp_size: int, batch_size: int = 6, workers: int = 0, **how: Any) -> list[Pass]:
     """The same pass as each of several ranks walks it."""
     cut = {name: how.pop(name) for name in ("accumulate", "drop_last", "fill") if name in how}
     return [
-        Pass(Source(data, type(data).__name__), Cut(share, shares, batch_size, **cut), Loading(workers), **how)
-        for share in range(shares)
+        Pass(
+            Source(data, type(data).__name__), BatchSlice(dp_rank, dp_size, batch_size, **cut), Loading(workers), **how
+        )
+        for dp_rank in range(dp_size)
     ]
 
 
 def read(walk: Pass) -> list[float]:
-    return [float(value) for portion in walk._portions() for batch in portion.batches for value in batch]
+    return [float(value) for chunk in walk._portions() for batch in chunk.batches for value in batch]
 
 
 def portions_of(walk: Pass, count: int) -> tuple[list[list[float]], Any]:
     """The first portions, and where the rank is after them, as it is saved."""
-    portions, found, place = walk._portions(), [], walk._once_done(None)
+    chunks, found, place = walk._portions(), [], walk._once_done(None)
     for _ in range(count):
-        portion = next(portions, None)
-        if portion is None:
+        chunk = next(chunks, None)
+        if chunk is None:
             break
-        place = walk._once_done(portion)
-        found.append([float(value) for batch in portion.batches for value in batch])
-    portions.close()
+        place = walk._once_done(chunk)
+        found.append([float(value) for batch in chunk.batches for value in batch])
+    chunks.close()
     return found, json.loads(json.dumps(place()))
 
 
@@ -128,18 +130,18 @@ UNEVEN = [5, 1, 9, 0, 4, 7]
 # Who reads what
 
 
-@pytest.mark.parametrize(("shares", "workers"), [(1, 0), (2, 0), (3, 0), (2, 2)])
-def test_every_example_of_every_shard_is_read_once(shares: int, workers: int) -> None:
+@pytest.mark.parametrize(("dp_size", "workers"), [(1, 0), (2, 0), (3, 0), (2, 2)])
+def test_every_example_of_every_shard_is_read_once(dp_size: int, workers: int) -> None:
     data = Sharded(UNEVEN)
-    found = [value for walk in passes(data, shares, workers=workers, shuffle=True) for value in read(walk)]
+    found = [value for walk in passes(data, dp_size, workers=workers, shuffle=True) for value in read(walk)]
     assert sorted(found) == data.everything
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_has_no_shards_has_the_same_batches_on_any_number_of_ranks_and_workers(workers: int) -> None:
     whole = [list(map(float, range(start, min(start + 6, 20)))) for start in range(0, 20, 6)]
-    for shares in (1, 2, 3) if not workers else (2,):
-        found = [list(walk._portions()) for walk in passes(Numbers(20), shares, workers=workers)]
+    for dp_size in (1, 2, 3) if not workers else (2,):
+        found = [list(walk._portions()) for walk in passes(Numbers(20), dp_size, workers=workers)]
         steps = [
             [float(v) for rank in step for v in rank.batches[0][: rank.count]] for step in zip(*found, strict=True)
         ]
@@ -199,9 +201,9 @@ class NoisyShards(Sharded):
 @pytest.mark.parametrize("buffer", [None, 3])
 @pytest.mark.parametrize("kind", ["shards", "whole"])
 def test_augmentation_of_a_stream_is_the_same_on_any_number_of_ranks_and_workers(kind: str, buffer: int | None) -> None:
-    def found(shares: int, workers: int = 0, **how: Any) -> list[float]:
+    def found(dp_size: int, workers: int = 0, **how: Any) -> list[float]:
         data = NoisyShards(UNEVEN) if kind == "shards" else Numbers(26, draws=True)
-        walks = passes(data, shares, workers=workers, buffer=buffer, **how)
+        walks = passes(data, dp_size, workers=workers, buffer=buffer, **how)
         # A part without an example computes one of another that counts for nothing.
         return sorted(
             float(value) for walk in walks for each in walk._portions() for value in each.batches[0][: each.count]
@@ -209,8 +211,8 @@ def test_augmentation_of_a_stream_is_the_same_on_any_number_of_ranks_and_workers
 
     one = found(1)
     assert len(one) == 26 and len({value % 1 for value in one}) == 26
-    for shares, workers in [(2, 0), (3, 0), (2, 2)]:
-        assert found(shares, workers) == one, (shares, workers)
+    for dp_size, workers in [(2, 0), (3, 0), (2, 2)]:
+        assert found(dp_size, workers) == one, (dp_size, workers)
     assert not set(found(1, name="other")) & set(one), "two passes have random numbers of their own"
 
 
@@ -235,7 +237,7 @@ def test_a_pass_goes_on_where_it_was(kind: str, buffer: int | None, workers: int
     for stop in range(1, len(expected) + 1) if not workers else (1,):
         walk = passes(KINDS[kind](), 1, **how)[0]
         before, place = portions_of(walk, stop)
-        saved = {"kind": walk.kind, "shares": [place]}
+        saved = {"kind": walk.kind, "dp_size": [place]}
         after, _ = portions_of(passes(KINDS[kind](), 1, start=stop, saved=saved, **how)[0], 100)
         assert before + after == expected, stop
 
@@ -244,7 +246,7 @@ def test_what_has_a_state_is_not_read_from_the_start_again() -> None:
     walk = passes(Stateful(1000), 1)[0]
     _, place = portions_of(walk, 50)
     Stateful.reads = 0
-    portions_of(passes(Stateful(1000), 1, start=50, saved={"kind": "whole", "shares": [place]})[0], 1)
+    portions_of(passes(Stateful(1000), 1, start=50, saved={"kind": "whole", "dp_size": [place]})[0], 1)
     assert Stateful.reads == 6
 
 
@@ -252,10 +254,10 @@ def test_what_has_none_is_read_from_the_start_and_says_so(caplog: pytest.LogCapt
     walk = passes(Numbers(1000), 1)[0]
     _, place = portions_of(walk, 50)
     with caplog.at_level("INFO"):
-        again = passes(Numbers(1000), 1, start=50, saved={"kind": "whole", "shares": [place]})[0]
+        again = passes(Numbers(1000), 1, start=50, saved={"kind": "whole", "dp_size": [place]})[0]
     assert "300 examples that are done already are read again and discarded" in caplog.text
     assert portions_of(again, 1)[0] == [[300.0, 301.0, 302.0, 303.0, 304.0, 305.0]]
-    shorter = passes(Numbers(200), 1, start=50, saved={"kind": "whole", "shares": [place]})[0]
+    shorter = passes(Numbers(200), 1, start=50, saved={"kind": "whole", "dp_size": [place]})[0]
     with pytest.raises(ConfigError, match=r"300 examples of shard 0 were done .* ends after 200"):
         portions_of(shorter, 1)
 
@@ -277,7 +279,7 @@ def _assert_every_example_once(before: tuple[int, int], after: tuple[int, int], 
     for stop in (1, 2, 3):
         parts = [portions_of(walk, stop) for walk in passes(data, before[0], workers=before[1], buffer=buffer)]
         done = [value for found, _ in parts for batch in found for value in batch]
-        saved = {"kind": "pieces", "shares": [place for _, place in parts]}
+        saved = {"kind": "pieces", "dp_size": [place for _, place in parts]}
         rest = passes(data, after[0], workers=after[1], buffer=buffer, start=stop, saved=saved)
         assert sorted(done + [value for walk in rest for value in read(walk)]) == data.everything
 
@@ -291,7 +293,7 @@ def _assert_a_chain_reads_every_example_once(
         walks = passes(data, ranks, batch_size, start=start, saved=saved, **how)
         parts = [portions_of(walk, batches) for walk in walks]
         seen += [value for found, _ in parts for batch in found for value in batch]
-        saved, start = {"kind": "pieces", "shares": [place for _, place in parts]}, start + batches
+        saved, start = {"kind": "pieces", "dp_size": [place for _, place in parts]}, start + batches
     assert sorted(seen) == data.everything, (sizes, batch_size, chain, how)
 
 
@@ -312,7 +314,7 @@ def test_any_chain_of_resumes_reads_every_example_once() -> None:
 def test_what_divides_itself_is_not_divided_anew() -> None:
     own = Numbers(20)
     own.is_share = True  # type: ignore[attr-defined]
-    saved = {"kind": "own", "shares": [portions_of(walk, 1)[1] for walk in passes(own, 2)]}
+    saved = {"kind": "own", "dp_size": [portions_of(walk, 1)[1] for walk in passes(own, 2)]}
     with pytest.raises(ConfigError, match=r"begun with 2 ranks x 1 readers, so that 3 x 1 cannot go on"):
         passes(own, 3, start=1, saved=saved)
 
@@ -348,9 +350,9 @@ def test_ranks_have_as_many_micro_batches_whatever_they_have_left(fill: bool, ac
     """What three ranks compute together is the mean over what is really there; all have as much to compute."""
     data = Sharded([7, 2, 4])
     walks = passes(data, 3, accumulate=accumulate, fill=fill)
-    portions = [list(walk._portions()) for walk in walks]
-    for step in range(max(map(len, portions))):
-        mine = [each[step] if step < len(each) else None for each in portions]
+    chunks = [list(walk._portions()) for walk in walks]
+    for step in range(max(map(len, chunks))):
+        mine = [each[step] if step < len(each) else None for each in chunks]
         counts = [0 if each is None else each.count for each in mine]
         micros = [
             list(walk._cut.micro_batches(step, part, counts, False, walk._spare, None))
@@ -358,12 +360,12 @@ def test_ranks_have_as_many_micro_batches_whatever_they_have_left(fill: bool, ac
         ]
         assert len({len(each) for each in micros}) == 1
         mean = sum(micro.weight * float(batch.mean()) for each in micros for micro, batch in each) / 3
-        values = [v for each in portions if step < len(each) for v in _examples(each[step])]
+        values = [v for each in chunks if step < len(each) for v in _examples(each[step])]
         assert mean == pytest.approx(sum(values) / len(values))
 
 
-def _examples(portion: Any) -> list[float]:
-    return [float(v) for batch in portion.batches for v in batch.unique()] if portion.count else []
+def _examples(chunk: Any) -> list[float]:
+    return [float(v) for batch in chunk.batches for v in batch.unique()] if chunk.count else []
 
 
 # What cannot be used

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from conftest import ROOT
-from lockstep.tasks.callbacks import Hook
+from lockstep.tasks.callbacks import Callback
 from lockstep.tasks.name_checks import WITHOUT_BASE
 from lockstep.tasks.task import Task
 from lockstep.tasks.user_callbacks import STATE
@@ -38,11 +38,11 @@ def test_every_method_of_a_task_is_listed_with_its_arguments() -> None:
 def test_every_method_of_a_hook_is_listed_with_its_arguments() -> None:
     found = listed(PAGE.split("\n## Hooks\n")[1])
     state = {name: found.pop(name) for name in STATE}
-    assert found == defined(Hook)
+    assert found == defined(Callback)
     assert state == {"state_dict": [], "load_state_dict": ["state"]}
 
 
-@pytest.mark.parametrize("cls", [Task, Hook])
+@pytest.mark.parametrize("cls", [Task, Callback])
 def test_every_method_says_what_it_is_for(cls: type) -> None:
     methods = [each for name, each in vars(cls).items() if not name.startswith("_") and inspect.isfunction(each)]
     assert not [each.__name__ for each in methods if not each.__doc__]

@@ -80,7 +80,7 @@ def test_a_config_may_be_a_file_plain_data_or_the_thing_itself(here: Path, form:
             {"strategy": {"type": "tensor", "shard": {"a.*.weight": ["data"]}}},
             {"strategy": {"shard": {"a.*.weight": {"spec": ["data"]}}}},
         ),
-        ({"launch": {"grace": 5}, "launch.port": 4000}, {"launch": {"type": "local", "grace": 5.0, "port": 4000}}),
+        ({"launch": {"nodes": None}, "launch.port": 4000}, {"launch": {"type": "local", "nodes": None, "port": 4000}}),
     ],
 )
 def test_values_are_merged_and_those_of_another_type_take_its_place(

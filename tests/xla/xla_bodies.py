@@ -107,9 +107,14 @@ def recomputed_program() -> Any:
         import torch_xla
 
         found: dict[str, Any] = {"barriers": {}, "products": {}}
-        for name, recompute in (("usual", None), ("recomputed", "blocks")):
+        for name, activation_checkpointing in (("usual", None), ("recomputed", "blocks")):
             model = Stacked(layers=3).model()
-            wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), 0.1), name=name, recompute=recompute)
+            wrapped, _ = run.setup(
+                model,
+                torch.optim.SGD(model.parameters(), 0.1),
+                name=name,
+                activation_checkpointing=activation_checkpointing,
+            )
             run.runtime.end_of_program()
             wrapped(torch.ones(4, 8, device=run.device)).sum().backward()
             text = torch_xla._XLAC._get_xla_tensors_hlo([each.grad for each in model.parameters()])

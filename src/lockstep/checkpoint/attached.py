@@ -46,7 +46,7 @@ class Attached:
         self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
         self._reported: set[str] = set()
 
-    def attach(self, name: str, part: Stateful, elsewhere: Elsewhere) -> None:
+    def register(self, name: str, part: Stateful, elsewhere: Elsewhere) -> None:
         """Restored at once where the run already is."""
         self._parts[name] = Part(part, elsewhere)
         if name in self._unclaimed:
@@ -90,9 +90,10 @@ class Attached:
                 state = ranks[self._group.rank]
             elif elsewhere == "refuse":
                 raise ConfigError(
-                    f"run.attach: the state of {name!r} differed on the {len(ranks)} ranks that saved it, and cannot "
+                    f"run.register_state: the state of {name!r} differed on the {len(ranks)} ranks that saved it, "
+                    f"and cannot "
                     f"be carried over to {self._group.world_size}. Resume on {len(ranks)} ranks, or begin it anew: "
-                    f"run.attach({name!r}, ..., per_rank=True)"
+                    f"run.register_state({name!r}, ..., per_rank=True)"
                 )
             else:
                 how = "it begins anew" if elsewhere == "begin anew" else "every rank continues with that of rank 0"

@@ -59,7 +59,7 @@ class Background:
         except concurrent.futures.TimeoutError:
             raise CheckpointError(
                 f"{self._folder}: writing a checkpoint has taken more than {self._limit:g} s; "
-                "the disk or the network file system does not answer. checkpoint.timeout sets the limit"
+                "the disk or the network file system does not answer. timeouts.checkpoint sets the limit"
             ) from None
 
     def give_up(self) -> None:

@@ -26,7 +26,7 @@ from lockstep.distributed.topology import ranks_text
 from lockstep.errors import NonFiniteWeights
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
-from lockstep.strategy.base import Strategy, share_of
+from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.fingerprint import compare, digests, fingerprint, non_finite
 from lockstep.strategy.loading import read_like
 from lockstep.strategy.slices import slice_of
@@ -69,21 +69,23 @@ class Checkpointer:
         runtime: Runtime,
         strategy: Strategy,
         settings: Checkpoint,
+        limit: float,
         folder: Path,
         weights: Weights,
         seed: int,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`guard` raises where the run's folder is not this run's any more."""
+        """Writing a checkpoint may take `limit` seconds. `guard` raises where the run's folder is not this run's any
+        more."""
         self._guard, self._next_look = guard, 0.0
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
         self.storage = CheckpointStorage(folder / "checkpoints", guard)
         self._by_owners = strategy.keeps_slices and group.world_size > 1
         self._writer: CheckpointWriter | OwnersWriter
         if self._by_owners:
-            self._writer = OwnersWriter(self.storage, settings, group)
+            self._writer = OwnersWriter(self.storage, settings, limit, group)
         else:
-            self._writer = CheckpointWriter(self.storage, settings, group.activity, self._fetch)
+            self._writer = CheckpointWriter(self.storage, settings, limit, group.activity, self._fetch)
         self._writer.go_on_from(None)  # until it is restored, a run begins anew
         self.attached = Attached(group, strategy.keeps_slices)
         self._mode, self._seed = settings.keep.mode, seed
@@ -249,7 +251,7 @@ class Checkpointer:
         if len(states) == self._group.world_size:
             set_generator_states(self._runtime, dict(states[self._group.rank]))
         else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
-            seed_generators(self._runtime, self._seed + step, share_of(self._strategy, self._group))
+            seed_generators(self._runtime, self._seed + step, dp_rank_of(self._strategy, self._group))
 
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""

@@ -34,9 +34,9 @@ from lockstep.checkpoint import layout as layouts
 from lockstep.checkpoint.background import Background, WritesInBackground
 from lockstep.checkpoint.layout import Block, File, Item, Layout
 from lockstep.checkpoint.manifest import INDEX_FILE, PARTS_FILE, TREE_FILE
+from lockstep.checkpoint.shard_reports import LONGER_SECONDS, Words
 from lockstep.checkpoint.snapshot import NewFile, now, versions
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.words import LONGER_SECONDS, Words
 from lockstep.checkpoint.writer import check_types, copier, delete_old
 from lockstep.config.plain import finite
 from lockstep.config.schema import Checkpoint
@@ -75,10 +75,10 @@ class _Save:
 class OwnersWriter(WritesInBackground):
     """One rank's part in writing the checkpoints of a run, at most one at a time."""
 
-    def __init__(self, store: CheckpointStorage, settings: Checkpoint, group: Group) -> None:
+    def __init__(self, store: CheckpointStorage, settings: Checkpoint, limit: float, group: Group) -> None:
         self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
-        self._group, self._limit = group, settings.timeout
-        self._background = Background(store.folder, settings.timeout + 2 * LONGER_SECONDS, group.activity)
+        self._group, self._limit = group, limit
+        self._background = Background(store.folder, limit + 2 * LONGER_SECONDS, group.activity)
         self._buffers: dict[str, Tensor] = {}
         self._before_the_first: Callable[[], Any] | None = None
         self._saves = 0

@@ -28,13 +28,15 @@ class CheckpointWriter(WritesInBackground):
         self,
         store: CheckpointStorage,
         settings: Checkpoint,
+        limit: float = 1800.0,
         activity: Activity | None = None,
         to_host: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list,
     ) -> None:
-        """`to_host` fetches tensors that cannot be copied from where they are, all at once; others it leaves alone."""
+        """Writing may take `limit` seconds. `to_host` fetches tensors that cannot be copied from where they are, all
+        at once; others it leaves alone."""
         self._to_host = to_host
         self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
-        self._background = Background(store.folder, settings.timeout, activity or Activity())
+        self._background = Background(store.folder, limit, activity or Activity())
         self._buffers: dict[str, torch.Tensor] = {}
         self._before_the_first: Callable[[], Any] | None = None
         self.last_step: int | None = None

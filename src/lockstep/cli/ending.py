@@ -60,7 +60,7 @@ def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:
     """
     from lockstep.distributed.signals import handled, nothing
 
-    limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
+    limit = config.timeouts.checkpoint if result.exit_code == 0 else config.timeouts.stop
     if result.exit_code == INTERRUPTED_EXIT_CODE and not result.nothing_to_save:
         limit = min(limit, _AT_ONCE_SECONDS)
     with handled(dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1), nothing)):

@@ -105,17 +105,17 @@ def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyP
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def uneven_shares(batch_size: int, shares: int, name: str = "train.batch_size") -> str | None:
+def uneven_shares(batch_size: int, dp_size: int, name: str = "train.batch_size") -> str | None:
     """What to say once where a batch does not divide into equal shares: any number of processes trains any size."""
-    few, more = divmod(batch_size, shares)
+    few, more = divmod(batch_size, dp_size)
     if not more:
         return None
     told = (
         f"ranks get {few} or {few + 1} examples of every batch"
         if few
-        else f"{shares - more} of them get no example of a batch, and compute one that counts for nothing"
+        else f"{dp_size - more} of them get no example of a batch, and compute one that counts for nothing"
     )
-    return f"{name} {batch_size} on {shares} processes: {told}; the mean is still over all {batch_size}"
+    return f"{name} {batch_size} on {dp_size} processes: {told}; the mean is still over all {batch_size}"
 
 
 def check_strategy(strategy: Strategy, runtime: str, world_size: int) -> None:

@@ -30,7 +30,7 @@ def resolve_meshes(settings: Strategy, devices: int, remedy: str = "devices") ->
     return resolved
 
 
-def shares(shape: Shape) -> int:
+def dp_size(shape: Shape) -> int:
     """Into how many shares a mesh divides a batch: one for every place along the axes that batches are spread over."""
     return math.prod(shape.get(axis, 1) for axis in BATCH_AXES)
 
@@ -44,7 +44,7 @@ def batch_shares(settings: Strategy, runtime: str, processes: int) -> int:
     """Into how many shares a batch is divided: one per process, unless a mesh has several work on one together."""
     if not spans_processes(settings, runtime):
         return processes
-    return shares(resolve_meshes(settings, processes, "processes")[MAIN])
+    return dp_size(resolve_meshes(settings, processes, "processes")[MAIN])
 
 
 def processes_of(settings: Strategy) -> int | None:

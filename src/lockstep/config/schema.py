@@ -43,7 +43,7 @@ def _processes(value: Any) -> Any:
     raise ValueError("must be a number greater than 0, or auto")
 
 
-def _recompute(value: Any) -> Any:
+def _activation_checkpointing(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     raise ValueError("must be blocks, or a pattern over the names of modules, or null")
@@ -74,7 +74,9 @@ class Train(Section):
     )
     accumulate: int = Field(1, gt=0, description="parts in which a process computes its share of a batch")
     clip_norm: float | None = Field(None, gt=0)
-    recompute: Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_recompute)] = Field(
+    activation_checkpointing: Annotated[
+        Annotated[str, Field(min_length=1)] | None, BeforeValidator(_activation_checkpointing)
+    ] = Field(
         None, description="blocks, or a pattern of module names: what is computed again in the backward pass, not kept"
     )
     compile: AnyCompile = Field(False, description="by torch.compile; blocks: each kind of block once")
@@ -126,7 +128,6 @@ class Checkpoint(Section):
     every: Interval | None = EVERY_EPOCH
     keep: Keep = Keep()
     asynchronous: bool = Field(True, alias="async")
-    timeout: Seconds = Field(1800.0, description="how long writing one may take")
     save: Literal["auto", "all", "trainable"] = Field(
         "auto", description="trainable: no weights that are frozen; auto: that for a model of peft's, else all"
     )
@@ -235,9 +236,6 @@ class Launch(Section):
     threads: int | None = Field(
         None, gt=0, le=65_536, description="CPU threads per process; cores / processes where not given"
     )
-    join_timeout: Seconds = Field(60.0, description="how long to wait for all ranks to arrive")
-    timeout: Seconds = Field(1800.0, description="the longest wait for other ranks while training")
-    grace: Seconds = Field(60.0, description="how long a run may take to save and leave once asked to stop")
     share_devices: bool = Field(False, description="let several processes use one physical device")
     ray: RayCluster = RayCluster()
     slurm: Slurm = Slurm()
@@ -252,11 +250,20 @@ class Launch(Section):
         return self
 
 
-class Watch(Section):
-    stall_after: Seconds | None = Field(
-        300.0, description="how long a rank may hold up others without progress; null: for as long as it likes"
+class Timeouts(Section):
+    """How long a run waits before it reports an error."""
+
+    rendezvous: Seconds = Field(60.0, description="for all ranks to arrive")
+    collective: Seconds = Field(1800.0, description="for other ranks while training")
+    stall: Seconds | None = Field(
+        300.0, description="for a rank that holds up others without progress; null: for as long as it likes"
     )
-    first_time: Seconds = Field(1800.0, description="the same, for what a process does for the first time (compiling)")
+    first_step: Seconds = Field(1800.0, description="the same, for what a process does for the first time (compiling)")
+    checkpoint: Seconds = Field(1800.0, description="for a checkpoint to be written")
+    stop: Seconds = Field(60.0, description="for a run to save and leave once asked to stop")
+
+
+class Watch(Section):
     fingerprint_every: Annotated[Interval | None, BeforeValidator(_in_steps)] = Field(
         Interval(1000, "step"), description="how often the replicas are compared; null: at checkpoints only"
     )
@@ -314,6 +321,7 @@ class RunSettings(Section):
     log: Log = Log()
     launch: Annotated[Launch, as_mapping(Launch)] = Launch()
     pod: Pod = Pod()
+    timeouts: Timeouts = Timeouts()
     watch: Watch = Watch()
     profile: Profile | None = None
 
@@ -329,8 +337,10 @@ class RunConfig(RunSettings):
     scheduler: Annotated[AnyScheduler, as_mapping(AnyScheduler)] | None = None
     validation: Validate = Field(Validate(), alias="validate")
     early_stop: EarlyStop | None = None
-    hooks: tuple[Annotated[Component, as_mapping(Component)], ...] = Field(
-        (), strict=False, description="what else happens between steps: classes like lockstep.Hook, made on every rank"
+    callbacks: tuple[Annotated[Component, as_mapping(Component)], ...] = Field(
+        (),
+        strict=False,
+        description="what else happens between steps: classes like lockstep.Callback, made on every rank",
     )
     init_from: Annotated[InitFrom, BeforeValidator(_as_path, json_schema_input_type=InitFrom | str)] | None = None
     plan: Literal["off", "check"] = Field(

@@ -120,7 +120,7 @@ class Slurm(Section):
     time: Annotated[str, BeforeValidator(_limit)] | None = Field(
         None, description="the limit, as SLURM writes it; that of the partition where not given"
     )
-    signal_before: Seconds = Field(120.0, le=65_535, description="ask to save so long before; launch.grace at least")
+    signal_before: Seconds = Field(120.0, le=65_535, description="ask to save so long before; timeouts.stop at least")
     requeue: bool = Field(True, description="a run that was asked to save queues again, and goes on")
     extra: dict[Annotated[str, AfterValidator(_option)], Option] = Field(
         {}, description="further options of sbatch by their long names; true for one without a value"

@@ -101,7 +101,7 @@ class Strategy(Section):
         None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
     )
     offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
-    gather: Literal["float32", "bf16"] = Field(
+    param_dtype: Literal["float32", "bf16"] = Field(
         "float32",
         description="what a block's parameters are put together in; bf16 halves what is sent and kept of them",
     )
@@ -109,7 +109,7 @@ class Strategy(Section):
     @model_validator(mode="after")
     def _some_are_for_meshes(self) -> Strategy:
         given = [name for name in ("mesh", "meshes", "shard", "offload") if getattr(self, name)]
-        given += ["gather"] if self.gather != "float32" else []
+        given += ["param_dtype"] if self.param_dtype != "float32" else []
         if given and not self.has_mesh:
             raise ValueError(f"{given[0]} is for strategy: fsdp, hsdp or tensor, but the strategy is {self.type}")
         return self

@@ -22,10 +22,13 @@ KeyPath = tuple[str | int, ...]
 
 
 def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str], source: str) -> RunConfig:
-    """Make a task's file absolute, and those of hooks, and refuse one that cannot be there, without importing it."""
+    """Make a task's file absolute, and those of callbacks, and refuse one that cannot be there, without importing
+    it."""
     task = _located(config.task, ("task",), folder, places, source)
-    hooks = [_located(each, ("hooks", index), folder, places, source) for index, each in enumerate(config.hooks)]
-    return config.model_copy(update={"task": task, "hooks": tuple(hooks)})
+    callbacks = [
+        _located(each, ("callbacks", index), folder, places, source) for index, each in enumerate(config.callbacks)
+    ]
+    return config.model_copy(update={"task": task, "callbacks": tuple(callbacks)})
 
 
 def _located(component: Component, at: KeyPath, folder: Path, places: Mapping[KeyPath, str], source: str) -> Component:

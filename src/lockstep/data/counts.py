@@ -25,7 +25,7 @@ _BATCHES = 32
 
 
 def with_counts(
-    group: Group, share: int, shares: int, name: str, read: Callable[[], tuple[Item, int]], ahead: bool = True
+    group: Group, dp_rank: int, dp_size: int, name: str, read: Callable[[], tuple[Item, int]], ahead: bool = True
 ) -> Iterator[tuple[Item, list[int]]]:
     """Yields what `read` returns, with how many examples each share has for that batch. Without end.
 
@@ -38,10 +38,10 @@ def with_counts(
         now = time.monotonic()
         more = _affordable((now - last) / before, items[0][0]) if ahead and group.world_size > 1 else 1
         last, before = now, batches
-        message: list[Any] = [share, [count for _, count in items], min(more, 2 * batches)]
+        message: list[Any] = [dp_rank, [count for _, count in items], min(more, 2 * batches)]
         told = group.gather(message, f"how many examples of {name!r} every rank has")
         for index, (item, _) in enumerate(items):
-            yield item, _of_shares([(each[0], each[1][index]) for each in told], shares, name)
+            yield item, _of_shares([(each[0], each[1][index]) for each in told], dp_size, name)
         batches = min(each[2] for each in told)
 
 
@@ -52,13 +52,13 @@ def _affordable(seconds: float, item: Any) -> int:
     return max(1, int(min(limits)))
 
 
-def _of_shares(told: Sequence[tuple[int, int]], shares: int, name: str) -> list[int]:
+def _of_shares(told: Sequence[tuple[int, int]], dp_size: int, name: str) -> list[int]:
     """How many examples each share has, of what every rank tells of its own; several may have the same share."""
     counts: dict[int, int] = {}
-    for rank, (share, count) in enumerate(told):
-        if counts.setdefault(share, count) != count:
+    for rank, (dp_rank, count) in enumerate(told):
+        if counts.setdefault(dp_rank, count) != count:
             raise ConfigError(
                 f"{name}: rank {rank} has {count} examples for a batch, and another rank that computes the same share "
-                f"of it {counts[share]}: ranks with the same share must read the same, in the same order"
+                f"of it {counts[dp_rank]}: ranks with the same share must read the same, in the same order"
             )
-    return [counts[share] for share in range(shares)]
+    return [counts[dp_rank] for dp_rank in range(dp_size)]

@@ -88,11 +88,11 @@ class Source:
         moved = self._moved or (self._reading is not None and not self._reading.ended)
         return {**self.__dict__, "_reading": None, "_moved": moved}
 
-    def kind(self, shares: int) -> str:
+    def kind(self, dp_size: int) -> str:
         """How it is divided among so many."""
         if getattr(self.data, "is_share", False) or getattr(self.data, "_distributed", None) is not None:
             return OWN  # or split by Hugging Face's split_dataset_by_node
-        if self.pieces is None or (self.pieces < shares and _is_of_datasets(self.data)):
+        if self.pieces is None or (self.pieces < dp_size and _is_of_datasets(self.data)):
             return WHOLE
         return PIECES
 

@@ -33,8 +33,8 @@ def streamed(
     batches: Iterable[Any],
     count: Count,
     name: str,
-    share: int | None = None,
-    shares: int | None = None,
+    dp_rank: int | None = None,
+    dp_size: int | None = None,
     start: int = 0,
     key: Sequence[int] | None = None,
 ) -> Generator[tuple[MicroBatch, Any], None, None]:
@@ -43,9 +43,9 @@ def streamed(
     With a `key`, batches are read ahead, with random numbers of their own, so that it changes nothing for training. A
     source that has a state has it noted with each batch.
     """
-    share, shares = group.rank if share is None else share, group.world_size if shares is None else shares
-    reading = _Ahead(batches, count, name, share, start, key)
-    coming = with_counts(group, share, shares, name, reading.next, ahead=key is not None)
+    dp_rank, dp_size = group.rank if dp_rank is None else dp_rank, group.world_size if dp_size is None else dp_size
+    reading = _Ahead(batches, count, name, dp_rank, start, key)
+    coming = with_counts(group, dp_rank, dp_size, name, reading.next, ahead=key is not None)
     spare: Any = None  # what a rank that has run out computes, to take part: it counts for nothing
     number, ((batch, place), counts) = start, next(coming)
     lacking = [each for each, examples in enumerate(counts) if examples == 0]
@@ -56,9 +56,9 @@ def streamed(
         )
     while sum(counts):
         following = next(coming)
-        mine, whole = counts[share], sum(counts)
+        mine, whole = counts[dp_rank], sum(counts)
         spare = batch if mine else spare if spare is not None else reading.again()
-        weight, none = mine * shares / whole, np.empty(0, dtype=np.int64)
+        weight, none = mine * dp_size / whole, np.empty(0, dtype=np.int64)
         yield (
             MicroBatch(number, 0, none, mine, weight, whole, True, not sum(following[1]), place),
             batch if mine else spare,
@@ -70,10 +70,10 @@ class _Ahead:
     """Reads batches, each with random numbers of its own where the source has a state."""
 
     def __init__(
-        self, batches: Iterable[Any], count: Count, name: str, share: int, number: int, key: Sequence[int] | None
+        self, batches: Iterable[Any], count: Count, name: str, dp_rank: int, number: int, key: Sequence[int] | None
     ) -> None:
         self._source, self._count, self._name = batches, count, name
-        self._share, self._key, self._number = share, key, number
+        self._dp_rank, self._key, self._number = dp_rank, key, number
         with self._random_numbers():
             self._batches: Iterator[Any] = iter(batches)
 
@@ -103,7 +103,7 @@ class _Ahead:
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         if self._key is None:
             return contextlib.nullcontext()
-        return _seeded((_BATCHES, *self._key, self._share, self._number))
+        return _seeded((_BATCHES, *self._key, self._dp_rank, self._number))
 
 
 @contextlib.contextmanager

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data import workers
+from lockstep.data.chunks import BatchSlice, Chunk, ShardAssignment
 from lockstep.data.counts import with_counts
-from lockstep.data.lanes import Lane, Reader, Reading, piece_order
 from lockstep.data.loader import Collate, Loading
 from lockstep.data.order import MicroBatch
-from lockstep.data.portions import Cut, Division, Portion
 from lockstep.data.seeding import generators_kept
 from lockstep.data.sources import OWN, PIECES, WHOLE, Source
+from lockstep.data.stream_reader import ReaderShards, Reading, StreamReader, piece_order
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import ConfigError
@@ -42,30 +42,30 @@ class Readers:
 
     kind: str
     reading: Reading
-    lanes: list[Lane]
-    cut: Cut
+    readers: list[ReaderShards]
+    cut: BatchSlice
     start: int
 
-    def read(self, number: int) -> Generator[Portion, None, None]:
-        cut, lane, batch = self.cut, self.lanes[number], self.start
-        own = (cut.share, lane.number) if self.kind == OWN else ()
+    def read(self, number: int) -> Generator[Chunk, None, None]:
+        cut, shards, batch = self.cut, self.readers[number], self.start
+        own = (cut.dp_rank, shards.number) if self.kind == OWN else ()
         size = cut.batch_size if self.kind == WHOLE else max(cut.size, 1)
-        reader, digest = Reader(replace(self.reading, own=own), lane), True
+        reader, digest = StreamReader(replace(self.reading, own=own), shards), True
         try:
             while taken := reader.take(size):
                 if len(taken) < size and cut.drop_last:
                     return
                 # All read all of what cannot be divided: workers take turns with its batches.
-                if self.kind != WHOLE or (batch - self.start) % len(self.lanes) == number:
+                if self.kind != WHOLE or (batch - self.start) % len(self.readers) == number:
                     mine = cut.mine(taken) if self.kind == WHOLE else taken
                     # The usual collate draws nothing.
                     with generators_kept() if cut.collate is not None else contextlib.nullcontext():
                         if cut.collate is not None:
-                            reader.seed_for_collating(cut.share)
+                            reader.seed_for_collating(cut.dp_rank)
                         batches, fillers = cut.batches(mine, taken[0])
                     told = _digest(taken) if digest else None
                     digest = False
-                    yield Portion(number, len(mine), batches, fillers, reader.place(), told)
+                    yield Chunk(number, len(mine), batches, fillers, reader.place(), told)
                 batch += 1
         finally:
             reader.close()
@@ -77,7 +77,7 @@ class Pass:
     def __init__(
         self,
         source: Source,
-        cut: Cut,
+        cut: BatchSlice,
         loading: Loading,
         *,
         seed: int = 0,
@@ -93,21 +93,21 @@ class Pass:
         of pieces; a `buffer` shuffles the examples of each in blocks of so many. Passes of another `name` draw other
         random numbers."""
         self._source, self._cut, self._loading, self._start, self._epoch = source, cut, loading, start, epoch
-        self.kind = saved["kind"] if saved else source.kind(cut.shares)
+        self.kind = saved["kind"] if saved else source.kind(cut.dp_size)
         pieces = (source.pieces or 1) if self.kind == PIECES else 1
         self._order = piece_order(pieces, seed, epoch, shuffle)
-        division = Division(source.name, self.kind, self._order, cut, loading.workers)
+        division = ShardAssignment(source.name, self.kind, self._order, cut, loading.workers)
         if not evaluates:
             division.check(resumes=saved is not None)
-        lanes = division.resume(saved) if saved else division.begin()
+        readers = division.resume(saved) if saved else division.begin()
         chunk = buffer or (cut.batch_size if self.kind == WHOLE else max(cut.size, 1))
         reading = Reading(source, pieces, chunk, buffer is not None, seed, epoch, set_epoch=not evaluates, walk=name)
-        self._readers = Readers(self.kind, reading, lanes, cut, start)
-        self._places = [(0, lane.marks.get(lane.pieces[0]) if lane.pieces else None) for lane in lanes]
+        self._readers = Readers(self.kind, reading, readers, cut, start)
+        self._places = [(0, reader.marks.get(reader.pieces[0]) if reader.pieces else None) for reader in readers]
         self._loader: DataLoader[Any] | None = None
         self.closed, self._evaluates = False, evaluates
         self._digest: str | None = None
-        if discarded := max(lane.to_discard for lane in lanes):
+        if discarded := max(reader.to_discard for reader in readers):
             logger.info(
                 "%s has no state to go on from (state_dict and load_state_dict): %d examples that are done already are "
                 "read again and discarded", source.name, discarded,
@@ -115,12 +115,12 @@ class Pass:
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """This rank's part of every global batch, for a rank that need not wait for others."""
-        counts = [0] * self._cut.shares
-        for number, portion in enumerate(self._portions()):
-            self._digest = self._digest or portion.digest
-            counts[self._cut.share] = portion.count
-            if portion.count:
-                yield from self._cut.micro_batches(number, portion, counts, False, self._spare, None)
+        counts = [0] * self._cut.dp_size
+        for number, chunk in enumerate(self._portions()):
+            self._digest = self._digest or chunk.digest
+            counts[self._cut.dp_rank] = chunk.count
+            if chunk.count:
+                yield from self._cut.micro_batches(number, chunk, counts, False, self._spare, None)
 
     def compare(self, group: Group) -> None:
         """After `micro_batches` on all ranks: whether those that read all of a stream read the same."""
@@ -129,24 +129,24 @@ class Pass:
 
     def in_step(self, group: Group) -> Generator[tuple[MicroBatch, Any], None, None]:
         """This rank's part of every global batch, until no rank has any examples left."""
-        portions, number, cut = self._portions(), self._start, self._cut
+        chunks, number, cut = self._portions(), self._start, self._cut
 
-        def read() -> tuple[Portion | None, int]:
-            portion = next(portions, None)
-            return portion, portion.count if portion else 0
+        def read() -> tuple[Chunk | None, int]:
+            chunk = next(chunks, None)
+            return chunk, chunk.count if chunk else 0
 
         try:
-            batches = with_counts(group, cut.share, cut.shares, self._source.name, read)
-            portion, counts = next(batches)
-            self._compare(group.gather(portion.digest if portion else None, f"what {self._source.name!r} begins with"))
+            batches = with_counts(group, cut.dp_rank, cut.dp_size, self._source.name, read)
+            chunk, counts = next(batches)
+            self._compare(group.gather(chunk.digest if chunk else None, f"what {self._source.name!r} begins with"))
             self._require_examples(counts)
             while sum(counts):
-                place = self._once_done(portion)
+                place = self._once_done(chunk)
                 following, coming = next(batches)
-                yield from self._cut.micro_batches(number, portion, counts, not sum(coming), self._spare, place)
-                number, portion, counts = number + 1, following, coming
+                yield from self._cut.micro_batches(number, chunk, counts, not sum(coming), self._spare, place)
+                number, chunk, counts = number + 1, following, coming
         finally:
-            portions.close()
+            chunks.close()
 
     def first(self) -> tuple[MicroBatch, Any]:
         length = self._cut.full if self._cut.fill else 1
@@ -161,24 +161,24 @@ class Pass:
 
     # Reading
 
-    def _portions(self) -> Generator[Portion, None, None]:
+    def _portions(self) -> Generator[Chunk, None, None]:
         return self._from_workers() if self._loading.workers else self._from_here()
 
-    def _from_here(self) -> Generator[Portion, None, None]:
+    def _from_here(self) -> Generator[Chunk, None, None]:
         pin = self._loading.pin_memory and torch.cuda.is_available()
-        portions = self._readers.read(0)
+        chunks = self._readers.read(0)
         try:
-            for portion in portions:
-                yield portion.pin_memory() if pin else portion
+            for chunk in chunks:
+                yield chunk.pin_memory() if pin else chunk
         finally:
-            portions.close()
+            chunks.close()
             self.close()
 
-    def _from_workers(self) -> Generator[Portion, None, None]:
+    def _from_workers(self) -> Generator[Chunk, None, None]:
         self._loader = DataLoader(
             _InWorker(self._readers),
             batch_size=None,
-            num_workers=len(self._readers.lanes),
+            num_workers=len(self._readers.readers),
             collate_fn=_as_it_is,
             pin_memory=self._loading.pin_memory and torch.cuda.is_available(),
             prefetch_factor=self._loading.prefetch or 2,
@@ -197,9 +197,9 @@ class Pass:
     @cached_property
     def _first_example(self) -> Any:
         """The first example of this rank's share, or of another's where it has none."""
-        share = self._cut.share % len(self._order)
-        for piece in self._order[share:] + self._order[:share]:
-            reader = Reader(self._readers.reading, Lane([piece]))
+        dp_rank = self._cut.dp_rank % len(self._order)
+        for piece in self._order[dp_rank:] + self._order[:dp_rank]:
+            reader = StreamReader(self._readers.reading, ReaderShards([piece]))
             found = reader.take(1)
             reader.close()
             if found:
@@ -229,30 +229,30 @@ class Pass:
                 "that of rank 0. If it is divided by rank already (torch.distributed, split_by_node), say so with an "
                 "attribute `is_share = True`; if it shuffles by itself, let every rank shuffle alike"
             )
-        if self.kind == OWN and len(known) < self._cut.shares and not self._start:
+        if self.kind == OWN and len(known) < self._cut.dp_size and not self._start:
             logger.warning(
                 "%s says that it divides itself by rank (is_share), but some ranks begin with the same examples: these "
                 "may be trained on several times", name,
             )  # fmt: skip
 
-    def _once_done(self, portion: Portion | None) -> Callable[[], Any]:
+    def _once_done(self, chunk: Chunk | None) -> Callable[[], Any]:
         """Where this rank is once the batch is done: as plain data, when it is asked for."""
-        lanes, following = self._readers.lanes, 0
-        if portion is not None:
+        readers, following = self._readers.readers, 0
+        if chunk is not None:
             self._places = [*self._places]
-            self._places[portion.lane] = portion.place
-            following = portion.lane + 1
+            self._places[chunk.reader] = chunk.place
+            following = chunk.reader + 1
             if self.kind == WHOLE:
-                return partial(_plain, lanes[:1], [portion.place])
-        turn = [(following + index) % len(lanes) for index in range(len(lanes))]  # who is next comes first
-        return partial(_plain, [lanes[lane] for lane in turn], [self._places[lane] for lane in turn])
+                return partial(_plain, readers[:1], [chunk.place])
+        turn = [(following + index) % len(readers) for index in range(len(readers))]  # who is next comes first
+        return partial(_plain, [readers[reader] for reader in turn], [self._places[reader] for reader in turn])
 
     def _require_examples(self, counts: list[int]) -> None:
         if self._start:
             return
         if not sum(counts):
             raise self._empty()
-        lacking = [share for share, count in enumerate(counts) if count == 0]
+        lacking = [dp_rank for dp_rank, count in enumerate(counts) if count == 0]
         if lacking and self.kind != WHOLE and not self._evaluates:
             raise ConfigError(
                 f"{ranks_text(lacking)} of {len(counts)} got no examples of {self._source.name}: all must have some. "
@@ -275,21 +275,21 @@ class _InWorker(IterableDataset[Any]):
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
 
-    def __iter__(self) -> Iterator[Portion]:
+    def __iter__(self) -> Iterator[Chunk]:
         info = torch.utils.data.get_worker_info()
         assert info is not None
-        own, lanes = self._readers.kind == OWN, self._readers.lanes
+        own, readers = self._readers.kind == OWN, self._readers.readers
         # What is divided here must not divide itself once more by the worker that it is in. What divides itself must
         # find itself in the same worker as before it was interrupted.
-        number = lanes[info.id].number
-        same = torch_worker.WorkerInfo(id=number, num_workers=len(lanes), seed=info.seed, dataset=info.dataset)
+        number = readers[info.id].number
+        same = torch_worker.WorkerInfo(id=number, num_workers=len(readers), seed=info.seed, dataset=info.dataset)
         torch_worker._worker_info = same if own else None
         return self._readers.read(info.id)
 
 
 class Streams:
-    def __init__(self, share: int, shares: int, seed: int, loading: Loading, fill: bool, multiple: int) -> None:
-        self._share, self._shares, self._seed, self._loading = share, shares, seed, loading
+    def __init__(self, dp_rank: int, dp_size: int, seed: int, loading: Loading, fill: bool, multiple: int) -> None:
+        self._dp_rank, self._dp_size, self._seed, self._loading = dp_rank, dp_size, seed, loading
         self._fill, self._multiple = fill, multiple
         self._sources: dict[int, Source] = {}
         self._passes: list[Pass] = []
@@ -301,12 +301,14 @@ class Streams:
     def training(
         self, data: Any, batch_size: int, collate: Collate | None, accumulate: int, drop_last: bool, **how: Any
     ) -> Pass:
-        cut = Cut(self._share, self._shares, batch_size, accumulate, drop_last, self._fill, self._multiple, collate)
+        cut = BatchSlice(
+            self._dp_rank, self._dp_size, batch_size, accumulate, drop_last, self._fill, self._multiple, collate
+        )
         return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, **how))
 
     def evaluating(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
-        share, shares = (0, 1) if alone else (self._share, self._shares)
-        cut = Cut(share, shares, batch_size, fill=self._fill, multiple=self._multiple, collate=collate)
+        dp_rank, dp_size = (0, 1) if alone else (self._dp_rank, self._dp_size)
+        cut = BatchSlice(dp_rank, dp_size, batch_size, fill=self._fill, multiple=self._multiple, collate=collate)
         return self._opened(Pass(self.source(data), cut, self._loading, seed=self._seed, evaluates=True))
 
     def release(self) -> None:
@@ -324,12 +326,12 @@ class Streams:
         return made
 
 
-def _as_it_is(portion: Any) -> Any:
-    return portion
+def _as_it_is(chunk: Any) -> Any:
+    return chunk
 
 
-def _plain(lanes: list[Lane], places: list[Any]) -> list[dict[str, Any]]:
-    return [lane.rest(*place).plain() for lane, place in zip(lanes, places, strict=True)]
+def _plain(readers: list[ReaderShards], places: list[Any]) -> list[dict[str, Any]]:
+    return [reader.rest(*place).plain() for reader, place in zip(readers, places, strict=True)]
 
 
 def _digest(examples: list[Any]) -> str:

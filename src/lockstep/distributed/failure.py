@@ -16,8 +16,8 @@ from lockstep.distributed import trouble
 from lockstep.errors import (
     CONSEQUENCES,
     LOST_PEER,
+    CallbackFailed,
     FolderLost,
-    HookFailed,
     LockstepError,
     NonFiniteGradients,
     NonFiniteLoss,
@@ -93,7 +93,7 @@ def report(error: BaseException, rank: int, host: str) -> Report:
     # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).
     own = None if ours else trouble.of(error)
     lost = own is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
-    of_user = error.__cause__ or error if isinstance(error, HookFailed) else error
+    of_user = error.__cause__ or error if isinstance(error, CallbackFailed) else error
     quiet = (ours and of_user is error) or lost
     return Report(
         rank=rank,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from lockstep.distributed import door, trouble
+from lockstep.distributed import listener, trouble
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import LOST_PEER, BadMessage, OutOfStep, PeerLost, RankMissing, RankZeroFailed
@@ -138,7 +138,7 @@ class Group:
 
     def closed_to_others(self) -> contextlib.AbstractContextManager[None]:
         """Around the making of further groups: what listens for them does so for the ranks alone, where it can."""
-        return door.closed_behind(self._connected_at_once)
+        return listener.closed_behind(self._connected_at_once)
 
     def join_alone(self, backend: str) -> None:
         """Give a world of one a process group as well, for torch's parts and collectives of the user's code."""
@@ -161,7 +161,7 @@ class Group:
             return RankMissing(
                 f"{name} did not come together within {self.timeout:g} s: a rank did not take part. "
                 f"Last heard of: {self._last_heard()}. Look at the logs of the other ranks; "
-                "launch.timeout sets the limit"
+                "timeouts.collective sets the limit"
             )
         if any(sign in text for sign in LOST_PEER):
             return PeerLost(f"lost the connection to another rank in {name}")
@@ -300,7 +300,7 @@ class Group:
         return (
             f"waited {waited:.0f} s for {name!r} (limit {self.timeout:g} s). "
             f"Did not arrive: {', '.join(missing) or 'unknown'}. Arrived: {', '.join(map(str, sorted(here)))}. "
-            "Look at the log of the rank that is missing; launch.timeout sets the limit"
+            "Look at the log of the rank that is missing; timeouts.collective sets the limit"
         )
 
     def _last_heard(self) -> str:

@@ -8,7 +8,7 @@ serves at the address where ranks meet, and asks for the secret of the run.
 Growth with the number of ranks: the store has two connections from every rank. Gloo connects ranks only when they
 first talk: a gathering goes round in a ring, so every rank is connected to two others, and a broadcast of a long
 message adds about log2(N) more. Nobody but the store is ever connected to all. Up to a few dozen ranks connect at once,
-so that gloo can be closed to others (door.py).
+so that gloo can be closed to others (listener.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from lockstep.distributed import door
+from lockstep.distributed import listener
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.store import private
@@ -154,7 +154,7 @@ def _saying_who_does_not_answer(topology: Topology, limit: float) -> Iterator[No
             f"rank {topology.place.rank} on {topology.place.host}: nobody answers at {topology.address}:"
             f"{topology.port} within {limit:g} s, where rank 0 or the launcher should be. Check that rank 0 was "
             f"started, the address, the port and the firewall ({str(error).strip().splitlines()[0]}); "
-            "launch.join_timeout sets the limit"
+            "timeouts.rendezvous sets the limit"
         ) from None
 
 
@@ -171,7 +171,7 @@ def join(
     limit = timedelta(seconds=timeout)
     extra: dict[str, Any] = {"device_id": runtime.device} if runtime.backend == "nccl" else {}
     at_once = _connect_at_once(topology)
-    with with_variables({_LAZY: "0" if at_once else "1"}), door.closed_behind(at_once):
+    with with_variables({_LAZY: "0" if at_once else "1"}), listener.closed_behind(at_once):
         found = store_for_groups(store, rank, limit)
         dist.init_process_group(runtime.backend, store=found, rank=rank, world_size=world_size, timeout=limit, **extra)
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -190,7 +190,7 @@ def _connect_at_once(topology: Topology) -> bool:
     """Whether gloo connects every two ranks at the beginning, and not those that talk when they do."""
     if _LAZY in os.environ:
         return os.environ[_LAZY] in ("", "0")
-    return topology.world_size <= door.MOST_RANKS
+    return topology.world_size <= listener.MOST_RANKS
 
 
 def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:

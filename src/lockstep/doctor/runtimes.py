@@ -288,8 +288,8 @@ def start_processes(stage: Stage, processes: str, family: str, folder: str, limi
 
     wait = float(limit) / 3  # ranks give up before the doctor does, and say who did not arrive
     began = time.perf_counter()
-    limits = {"join_timeout": wait, "timeout": wait, "grace": wait}
-    ranks = launch(_measure, int(processes), folder=folder, runtime=family, launch=limits)
+    limits = {"rendezvous": wait, "collective": wait, "stop": wait}
+    ranks = launch(_measure, int(processes), folder=folder, runtime=family, timeouts=limits)
     return {"ranks": ranks, "seconds": time.perf_counter() - began}
 
 

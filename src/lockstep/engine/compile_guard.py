@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.distributed.activity import Activity
 from lockstep.errors import Recompiled
-from lockstep.record.chronicle import Chronicle
+from lockstep.record.timeline import Timeline
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import tensors_of
 
@@ -134,17 +134,17 @@ def _operation(line: str) -> str:
 class Phases:
     """When training began, and how long the first step took where it had to be compiled."""
 
-    def __init__(self, chronicle: Chronicle) -> None:
-        self._chronicle = chronicle
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._began: tuple[int, float] | None = None
 
     def at(self, step: int, compiles: bool) -> bool:
         """Between two steps, where this is the number of the last one; whether there is no more to note."""
         if self._began is None:
             self._began = (step, time.time())
-            self._chronicle.note("train", self._began[1], step=step)
+            self._timeline.note("train", self._began[1], step=step)
             return not compiles
         first, began = self._began
         if step > first:
-            self._chronicle.note("compile", began, time.time(), step=step)
+            self._timeline.note("compile", began, time.time(), step=step)
         return step > first

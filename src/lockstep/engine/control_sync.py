@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
-from lockstep.engine.stop_requests import Requests
+from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import RankMissing
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
@@ -34,15 +34,15 @@ class Asked:
 NOTHING = Asked()
 
 
-class Pulse:
+class ControlSync:
     """Comes every so many steps, or out of turn where steps have become slow and somebody was asked for something.
 
     The number of steps follows from the measured step time, so that the exchange costs a fixed small share of the
     time and not something per step; it is computed from what was exchanged, so all ranks compute the same.
     """
 
-    def __init__(self, group: Group, requests: Requests, summons: Summons | None = None) -> None:
-        self._group, self._requests, self._summons = group, requests, summons
+    def __init__(self, group: Group, requests: StopRequests, out_of_band: OutOfBandSync | None = None) -> None:
+        self._group, self._requests, self._out_of_band = group, requests, out_of_band
         self._start = self._last_time = time.monotonic()
         self._last_step = 0
         self._next_step = 0
@@ -57,8 +57,8 @@ class Pulse:
         self._start, self._last_time = now - clock, now
         self.clock = self._clock_at_start = clock
         self._last_step, self._next_step, self._every = step, step + 1, 1
-        if self._summons is not None:
-            self._summons.met(step, self._next_step)
+        if self._out_of_band is not None:
+            self._out_of_band.met(step, self._next_step)
 
     def elapsed(self) -> float:
         return time.monotonic() - self._start
@@ -75,7 +75,9 @@ class Pulse:
             self.exchanged = True
             self.clock = now - self._start
             return _asked([self._take()]) if self._requests.any else NOTHING
-        self.exchanged = step >= self._next_step or (self._summons is not None and self._summons.called_at(step))
+        self.exchanged = step >= self._next_step or (
+            self._out_of_band is not None and self._out_of_band.called_at(step)
+        )
         return self.meet(step) if self.exchanged else NOTHING
 
     def meet(self, step: int) -> Asked:
@@ -91,8 +93,8 @@ class Pulse:
         slowest = max(float(each["step_seconds"]) for each in messages)
         self._every = steps_between_pulses(slowest, self._every)
         self._last_step, self._last_time, self._next_step = step, time.monotonic(), step + self._every
-        if self._summons is not None:
-            self._summons.met(step, self._next_step)
+        if self._out_of_band is not None:
+            self._out_of_band.met(step, self._next_step)
         return _asked(messages)
 
     def _take(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ _OLD_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 
 
-class Summons:
+class OutOfBandSync:
     """One rank's part. `called_at` and `met` are for the training thread, `look` is for that of the heartbeat."""
 
     def __init__(self, group: Group, asked: Callable[[], bool]) -> None:
@@ -193,7 +195,7 @@ class Summons:
                 if time.monotonic() - began > self._group.timeout:
                     raise RankMissing(
                         f"waited {self._group.timeout:g} s for a pulse out of turn: the heartbeat of a rank does not "
-                        "answer. Look at the logs of the other ranks; launch.timeout sets the limit"
+                        "answer. Look at the logs of the other ranks; timeouts.collective sets the limit"
                     )
                 time.sleep(_LOOK_SECONDS)
         return int(step)

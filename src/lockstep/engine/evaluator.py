@@ -19,7 +19,7 @@ from lockstep.data.order import MicroBatch
 from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.stream import counted
 from lockstep.distributed.group import Group
-from lockstep.engine.feed import Feed
+from lockstep.engine.batch_feed import BatchFeed
 from lockstep.engine.models import Models
 from lockstep.errors import ConfigError
 from lockstep.evaluation.epoch_metrics import Collected, WholeSet, require_other_names, whole_set_of
@@ -41,7 +41,7 @@ class Evaluator:
         runtime: Runtime,
         strategy: Strategy,
         models: Models,
-        feed: Feed,
+        feed: BatchFeed,
         checkpointer: Checkpointer,
         leaves: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -104,7 +104,7 @@ class Evaluator:
             with evaluating(self._models.modules.values()), contextlib.suppress(_GivenUp):
                 move = self._next_of(name, leaves)
                 found = measure_sums(measure, micros(), move, self._runtime.end_of_program, together, collect)
-                return found if self._strategy.speaks else ({}, 0)
+                return found if self._strategy.is_dp_leader else ({}, 0)
 
         parts = [self._group.agree(here, f"{name} on rank 0")] if alone else self._group.gather(here(), name)
         if None in parts:
@@ -140,7 +140,7 @@ class Evaluator:
         """The metrics of a whole set, computed on rank 0 from what all ranks have collected."""
         parts = [each.part() for each in collected]
         if not alone:
-            parts = at_rank_zero(self._group, parts[0], self._strategy.speaks, f"the outputs of {name}")
+            parts = at_rank_zero(self._group, parts[0], self._strategy.is_dp_leader, f"the outputs of {name}")
 
         def compute() -> dict[str, Any]:
             values = whole.computed(parts)
@@ -209,18 +209,18 @@ _PIECE_BYTES = 64 * 2**20
 _LENGTH_BYTES = 8
 
 
-def at_rank_zero(group: Group, value: Any, speaks: bool, name: str) -> list[Any]:
+def at_rank_zero(group: Group, value: Any, is_dp_leader: bool, name: str) -> list[Any]:
     """On rank 0 the values of all ranks that speak, in rank order; nothing on the others.
 
     Every rank must call it. Values are what a checkpoint could hold: no pickles travel.
     """
     if group.world_size == 1:
         return [value]
-    mine = _encoded(value) if speaks and group.rank != 0 else b""
+    mine = _encoded(value) if is_dp_leader and group.rank != 0 else b""
     sizes = group.gather(len(mine), f"how much of {name} every rank has")
     if group.rank == 0:
         received = [_decoded(_receive(group, rank, size, name)) for rank, size in enumerate(sizes) if size]
-        return [value, *received] if speaks else received
+        return [value, *received] if is_dp_leader else received
     for start in range(0, len(mine), _PIECE_BYTES):
         piece = bytearray(mine[start : start + _PIECE_BYTES])
         group.send(torch.frombuffer(piece, dtype=torch.uint8), 0, f"{name} of rank {group.rank}")

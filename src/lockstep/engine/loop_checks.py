@@ -34,7 +34,7 @@ _EXAMPLES = 16
 class LoopChecks:
     """Looks on until the loop has stepped an optimizer, and at the data of its first steps."""
 
-    def __init__(self, group: Group, runtime: Runtime, shares: int) -> None:
+    def __init__(self, group: Group, runtime: Runtime, dp_size: int) -> None:
         self._group, self._runtime = group, runtime
         self._inside = False  # of run.backward or run.step
         self._hooks: dict[int, RemovableHandle] = {}
@@ -42,7 +42,7 @@ class LoopChecks:
         self._stepped = self._told = False
         self._passes = self._own_passes = self._cleared = 0
         self._walked: set[int] = set()
-        self._compares_data = group.world_size > 1 and shares > 1
+        self._compares_data = group.world_size > 1 and dp_size > 1
         self._yielded: dict[int, int] = {}
         self._losses: list[Tensor] = []
 

@@ -15,10 +15,10 @@ from lockstep.errors import CheckpointError, ConfigError
 _LENGTH_BYTES = 8
 
 
-def gathered(group: Group, share: int, shares: int, places: Sequence[Any], names: Sequence[str]) -> list[list[Any]]:
+def gathered(group: Group, dp_rank: int, dp_size: int, places: Sequence[Any], names: Sequence[str]) -> list[list[Any]]:
     """For each of several streams, where each of its shares is: plain data, and tensors where a state has any."""
-    payload = _packed(share, places, names)
-    found: list[list[Any]] = [[None] * shares for _ in places]
+    payload = _packed(dp_rank, places, names)
+    found: list[list[Any]] = [[None] * dp_size for _ in places]
     for message in group.rendezvous("where every rank is in its streams", payload):
         theirs, told = _unpacked(message)
         for stream, place in enumerate(told):
@@ -38,10 +38,10 @@ def require_plain(place: Any, name: str) -> None:
         ) from None
 
 
-def _packed(share: int, places: Sequence[Any], names: Sequence[str]) -> bytes:
+def _packed(dp_rank: int, places: Sequence[Any], names: Sequence[str]) -> bytes:
     for place, name in zip(places, names, strict=True):
         require_plain(place, name)
-    tree, tensors = codec.pack([share, list(places)])
+    tree, tensors = codec.pack([dp_rank, list(places)])
     text = json.dumps(tree).encode()
     stored = safetensors.torch.save({name: each.contiguous() for name, each in tensors.items()}) if tensors else b""
     return len(text).to_bytes(_LENGTH_BYTES, "big") + text + stored
@@ -50,5 +50,5 @@ def _packed(share: int, places: Sequence[Any], names: Sequence[str]) -> bytes:
 def _unpacked(message: bytes) -> tuple[int, list[Any]]:
     length = int.from_bytes(message[:_LENGTH_BYTES], "big")
     text, stored = message[_LENGTH_BYTES : _LENGTH_BYTES + length], message[_LENGTH_BYTES + length :]
-    share, places = codec.unpack(json.loads(text), safetensors.torch.load(stored) if stored else {})
-    return share, places
+    dp_rank, places = codec.unpack(json.loads(text), safetensors.torch.load(stored) if stored else {})
+    return dp_rank, places

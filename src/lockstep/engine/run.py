@@ -32,32 +32,32 @@ from lockstep.data.loader import Collate
 from lockstep.data.progress import Due, Progress
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
+from lockstep.engine.batch_feed import BatchFeed
 from lockstep.engine.compile_guard import CompileGuard, Phases
 from lockstep.engine.control_sync import Asked as Requested
-from lockstep.engine.control_sync import OwnDataSteps, Pulse, Summons
+from lockstep.engine.control_sync import ControlSync, OutOfBandSync, OwnDataSteps
 from lockstep.engine.ema import PREFIX, Average, ema_settings, in_place, measured_beside
 from lockstep.engine.evaluator import Evaluator
-from lockstep.engine.feed import Feed
 from lockstep.engine.loop_checks import LoopChecks
 from lockstep.engine.loss_scale import LossScale
 from lockstep.engine.models import Entry, Models
 from lockstep.engine.pretrained import Given
 from lockstep.engine.setup import Devices, Preparation, check_model
 from lockstep.engine.stepper import Stepper
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
 from lockstep.profiler.base import in_region
 from lockstep.record import loggers, samples
-from lockstep.record.chronicle import Chronicle
+from lockstep.record.aggregator import MetricAggregator
 from lockstep.record.display import Display
-from lockstep.record.journal import Journal
 from lockstep.record.logger import Kind
-from lockstep.record.outbox import Outbox
-from lockstep.record.recorder import Recorder
+from lockstep.record.logger_queue import LoggerQueue
+from lockstep.record.metric_writer import MetricWriter
+from lockstep.record.timeline import Timeline
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import seed_generators
-from lockstep.strategy.base import Strategy, share_of
+from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.mesh import shard_rules
 
@@ -79,21 +79,21 @@ class Run:
         settings: RunSettings,
         folder: Path,
         display: Display,
-        requests: Requests,
+        requests: StopRequests,
         guard: Callable[[], None] = lambda: None,
-        chronicle: Chronicle | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`guard` raises where the folder is not this run's any more; on rank 0 alone there is anything to ask.
 
         `chronicle`, on rank 0, is where it is noted when the run did what.
         """
         self.require_folder = guard
-        self._chronicle, self._phases = chronicle, Phases(chronicle) if chronicle is not None else None
+        self._timeline, self._phases = timeline, Phases(timeline) if timeline is not None else None
         self.topology, self.runtime, self.group = topology, runtime, group
         self.settings, self.folder = settings, folder
         self._activity, self._requests = group.activity, requests
-        self.summons = Summons(group, lambda: requests.any) if group.world_size > 1 else None
-        self._pulse = Pulse(group, requests, self.summons)
+        self.out_of_band = OutOfBandSync(group, lambda: requests.any) if group.world_size > 1 else None
+        self._control_sync = ControlSync(group, requests, self.out_of_band)
         self._strategy = strategies.create(settings.strategy, runtime, group)
         hook = settings.strategy.comm_hook
         if hook is not None and hook.type not in COMM_HOOKS:
@@ -101,21 +101,26 @@ class Run:
         self.profiler = profiler.create(settings.profile, runtime.name, topology, folder, group.activity)
         self._devices = Devices(group, runtime, self._strategy)
         self._models = Models(self._strategy)
-        outboxes = self._make_loggers()
+        logger_queues = self._make_loggers()
         keep = settings.checkpoint.keep
-        recorder = Recorder(folder, settings.log, display, outboxes, chronicle, keep) if group.rank == 0 else None
-        self.journal = Journal(group, recorder, settings.log.every, runtime, self._strategy.speaks)
-        self.checkpointer = Checkpointer(
-            group, runtime, self._strategy, settings.checkpoint, folder, self._models, settings.seed, guard
+        metric_writer = (
+            MetricWriter(folder, settings.log, display, logger_queues, timeline, keep) if group.rank == 0 else None
         )
+        self.aggregator = MetricAggregator(
+            group, metric_writer, settings.log.every, runtime, self._strategy.is_dp_leader
+        )
+        self.checkpointer = Checkpointer(
+            group, runtime, self._strategy, settings.checkpoint, settings.timeouts.checkpoint, folder, self._models,
+            settings.seed, guard,
+        )  # fmt: skip
         self._preparation = Preparation(group, runtime, self._strategy, settings, self.checkpointer.storage)
         self._guard = CompileGuard(runtime, settings.xla.max_recompiles)
-        self._feed = Feed(
+        self._feed = BatchFeed(
             group, runtime, self._strategy, settings, self.profiler, self._guard,
             self._safe_point, self._models.gradients,
         )  # fmt: skip
         self._stepper = Stepper(
-            group, self._strategy, self._models, self._feed, self.journal, self._guard, self.profiler,
+            group, self._strategy, self._models, self._feed, self.aggregator, self._guard, self.profiler,
             settings.log.gradient_norm,
         )  # fmt: skip
         self._evaluator = Evaluator(
@@ -128,7 +133,7 @@ class Run:
             lambda: requests.leave is not None,
         )
         self._own_data = OwnDataSteps(runtime, self._act)
-        self._checks = LoopChecks(group, runtime, self._strategy.shares)
+        self._checks = LoopChecks(group, runtime, self._strategy.dp_size)
         self.stopped: str | None = None  # why training ended before its limit, the same on all ranks
         self._fingerprint_due = Due(settings.watch.fingerprint_every)
         self._restored = self._may_begin = False
@@ -190,7 +195,7 @@ class Run:
         self._requests.stop = self._requests.stop or reason
 
     def working(self, name: str, limit: float) -> contextlib.AbstractContextManager[None]:
-        """For something of one's own that may take longer than `watch.stall_after`: up to so many seconds."""
+        """For something of one's own that may take longer than `timeouts.stall`: up to so many seconds."""
         return self._activity.within(name, limit=limit)
 
     # The devices
@@ -206,14 +211,14 @@ class Run:
         return self._strategy.name
 
     @property
-    def share(self) -> int:
+    def dp_rank(self) -> int:
         """Which share of every batch this rank computes. Ranks that split a model between them have the same one."""
-        return share_of(self._strategy, self.group)
+        return dp_rank_of(self._strategy, self.group)
 
     @property
-    def shares(self) -> int:
+    def dp_size(self) -> int:
         """Into how many shares a batch is divided: the ranks, unless several work on one share."""
-        return self._strategy.shares
+        return self._strategy.dp_size
 
     @property
     def process_index(self) -> int:
@@ -305,7 +310,7 @@ class Run:
         precision: str = "float32",
         clip_norm: float | None = None,
         compile: bool | str | Mapping[str, Any] | Compile = False,
-        recompute: str | None = None,
+        activation_checkpointing: str | None = None,
         on_nan: str = "stop",
         ema: float | Mapping[str, Any] | Ema | None = None,
         shard: Mapping[str, Any] | None = None,
@@ -316,7 +321,8 @@ class Run:
 
         Called once for every model that is trained; with several, each has a `name`. With `on_nan="skip"`, a step whose
         gradients are not finite leaves the weights as they are, on all ranks. `shard` has sharding rules for SPMD, as
-        `strategy.shard` in the config, which comes before it. `precision`, `compile`, `recompute` and `ema` are as in
+        `strategy.shard` in the config, which comes before it. `precision`, `compile`, `activation_checkpointing` and
+        `ema` are as in
         the config's `train`. `init_weights(module)` gives values to the parameters of one module of a model that was
         made on the meta device; without it, the module's own `reset_parameters` does. `init_from` names weights to
         begin with, as in the config; a run that has a checkpoint goes on from that instead.
@@ -329,11 +335,11 @@ class Run:
         self.runtime.use_precision(precision)
         if precision == "fp16" and self._stepper.loss_scale is None:
             self._stepper.loss_scale = LossScale()
-            self.attach("loss scale", self._stepper.loss_scale)
-        self.journal.forgive_nan = self.journal.forgive_nan or on_nan == "skip"
+            self.register_state("loss scale", self._stepper.loss_scale)
+        self.aggregator.forgive_nan = self.aggregator.forgive_nan or on_nan == "skip"
         self._strategy.use_rules(shard_rules(shard or {}))
         placed = self._preparation.of(
-            model, optimizer, how_to_compile(compile), recompute, init_weights, init_from, precision
+            model, optimizer, how_to_compile(compile), activation_checkpointing, init_weights, init_from, precision
         )
         average = None if ema is None else Average(model, ema_settings(ema), self.runtime)
         skips = on_nan == "skip"
@@ -342,10 +348,10 @@ class Run:
         )
         self._checks.watch(model, optimizer)
         if scheduler is not None:
-            self.attach("scheduler" if first else f"scheduler of {chosen}", scheduler)
+            self.register_state("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
             # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
-            seed_generators(self.runtime, self.settings.seed, share_of(self._strategy, self.group))
+            seed_generators(self.runtime, self.settings.seed, dp_rank_of(self._strategy, self.group))
         given = [placed.model, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 
@@ -446,7 +452,7 @@ class Run:
         """
         step = self._feed.step
         if step is not None and step.counted and step.is_bare:  # the row of a step has what was logged after it
-            self.journal.write_due_row(self.progress, self.seconds_since_start, wait=False)
+            self.aggregator.write_due_row(self.progress, self.seconds_since_start, wait=False)
         with self._checks.computing(loss, step is None or step.is_bare, step is None or step.completes_batch):
             self._stepper.backward(loss, count)
 
@@ -488,16 +494,16 @@ class Run:
         totals = {name: value for name, value in values.items() if isinstance(value, Mean)}
         means = {name: value for name, value in values.items() if name not in totals} if totals else values
         if step is None:
-            meter = self.journal.note_apart(self.progress)
+            meter = self.aggregator.note_apart(self.progress)
             meter.add(self.progress.step, 1, means)
             for name, value in totals.items():
                 meter.add_total(self.progress.step, name, value.total, value.count)
             return
-        self.journal.note(self._stepper.number, step.examples, means)
+        self.aggregator.note(self._stepper.number, step.examples, means)
         for name, value in totals.items():
             scale = step.scale
             total, count = (value.total, value.count) if scale == 1.0 else (value.total * scale, value.count * scale)
-            self.journal.note_total(self._stepper.number, name, total, count)
+            self.aggregator.note_total(self._stepper.number, name, total, count)
 
     # Samples: something to look at, of rank 0; what other ranks give is ignored, and nobody waits for anybody. Kept in
     # the run's folder below samples/, and sent to every logger that can show it.
@@ -521,7 +527,7 @@ class Run:
     def _sample(self, name: str, kind: Kind, make: Callable[..., Any], *given: Any) -> None:
         self._activity.progress()
         step = self.progress.step if self._feed.step is None else self._stepper.number
-        self.journal.sample(step, name, kind, make, *given)
+        self.aggregator.sample(step, name, kind, make, *given)
 
     @property
     def completes_batch(self) -> bool:
@@ -623,13 +629,13 @@ class Run:
 
     # Saving and coming back: the checkpointer
 
-    def attach(self, name: str, part: Stateful, *, per_rank: bool = False) -> None:
+    def register_state(self, name: str, part: Stateful, *, per_rank: bool = False) -> None:
         """Save and restore something else along with the models, now or after a restore.
 
         Where ranks have different states, each gets its own back. On another number of ranks such a state cannot be
         carried over: with `per_rank` it begins anew there, without it the restore is refused.
         """
-        self.checkpointer.attached.attach(name, part, "begin anew" if per_rank else "refuse")
+        self.checkpointer.attached.register(name, part, "begin anew" if per_rank else "refuse")
 
     @in_region("checkpoint")
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:
@@ -651,12 +657,12 @@ class Run:
         state = self.checkpointer.restore(step, best)
         self._restored = self._activity.restores = True
         if state is None:
-            self._pulse.start(0, 0.0)
-            self.journal.start_at(0)
+            self._control_sync.start(0, 0.0)
+            self.aggregator.start_at(0)
             return False
         self._feed.load_position(state)
-        self.journal.start_at(self.progress.step, state["journal"])
-        self._pulse.start(self.progress.step, state["seconds"])
+        self.aggregator.start_at(self.progress.step, state["journal"])
+        self._control_sync.start(self.progress.step, state["seconds"])
         self.checkpointer.restored_to(self._feed.position(explicit=False))
         self.began_at = self.progress.step
         return True
@@ -669,8 +675,8 @@ class Run:
         self._models.require_any()
         self.checkpointer.load_weights(folder, step, beside or {})
         self._restored = True
-        self._pulse.start(0, 0.0)
-        self.journal.start_at(0)
+        self._control_sync.start(0, 0.0)
+        self.aggregator.start_at(0)
 
     def newest_saved(self) -> tuple[int, Path] | None:
         """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk."""
@@ -679,27 +685,27 @@ class Run:
     @property
     def seconds(self) -> float:
         """Seconds of training so far, restarts included, as all ranks know them."""
-        return self._pulse.clock
+        return self._control_sync.clock
 
     @property
     def seconds_since_start(self) -> float:
         """Seconds since the run was started or restored, as all ranks know them: what intervals are measured by."""
-        return self._pulse.since_start
+        return self._control_sync.since_start
 
     def elapsed(self) -> float:
         """Seconds of training by this rank's own clock."""
-        return self._pulse.elapsed()
+        return self._control_sync.elapsed()
 
     def finish(self, status: str = "completed") -> None:
         """Write what is still unwritten: the last row, the save under way, what loggers have yet to be sent."""
         self.require_folder()
         self._checks.finish()
-        self.journal.write_last_row(self.progress)
-        self.journal.write_rest()
+        self.aggregator.write_last_row(self.progress)
+        self.aggregator.write_rest()
         self.checkpointer.finish()
         self.profiler.close()
         self._feed.close()
-        self.journal.close(status)
+        self.aggregator.close(status)
 
     def end_workers(self) -> None:
         """However a run ends, its data workers end with it."""
@@ -709,13 +715,13 @@ class Run:
         """What a run that failed still does: the save under way may come to its end."""
         self.profiler.give_up()
         self.checkpointer.give_up()
-        self.journal.close("failed", _AFTER_FAILURE_SECONDS)
+        self.aggregator.close("failed", _AFTER_FAILURE_SECONDS)
 
     # Inside
 
-    def _make_loggers(self) -> list[Outbox]:
+    def _make_loggers(self) -> list[LoggerQueue]:
         """Of rank 0. What is known to be wrong with one ends all ranks, before anything is trained."""
-        made: list[Outbox] = []
+        made: list[LoggerQueue] = []
         if self.settings.log.has_loggers:
             self.group.agree(
                 lambda: made.extend(loggers.create(self.folder, self.settings, import_object, construct)), "the loggers"
@@ -723,9 +729,9 @@ class Run:
         return made
 
     def _noted(self, kind: str, note: str | None = None) -> contextlib.AbstractContextManager[None]:
-        if self._chronicle is None:
+        if self._timeline is None:
             return contextlib.nullcontext()
-        return self._chronicle.during(kind, step=self.progress.step, note=note)
+        return self._timeline.during(kind, step=self.progress.step, note=note)
 
     def _save(self, value: float | None, metrics: Mapping[str, float] | None, explicit: bool) -> None:
         with self._noted("save"):
@@ -735,21 +741,21 @@ class Run:
         self._models.require_any()
         self._require_restore()
         # A row that is due belongs to what was before the checkpoint, not to what is resumed.
-        self.journal.write_due_row(self.progress, self.seconds_since_start)
-        self.journal.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved
+        self.aggregator.write_due_row(self.progress, self.seconds_since_start)
+        self.aggregator.bring_together(self.progress)  # also makes sure that nothing after a NaN is ever saved
         position = self._feed.position(explicit)
-        state = {"journal": self.journal.state_dict(), "seconds": self.seconds}
+        state = {"journal": self.aggregator.state_dict(), "seconds": self.seconds}
         about = {"epoch": self.progress.epochs_done, "world_size": self.world_size}
         self.checkpointer.save(self.progress.step, position, state, about, value, metrics, automatic=not explicit)
 
     def leave(self) -> NoReturn:
         """Save and leave here and now, on all ranks: one of them was asked to."""
-        asked = self._pulse.meet(self.progress.step)
+        asked = self._control_sync.meet(self.progress.step)
         self._save_and_leave(str(asked.leave))
 
     def leave_unsaved(self) -> NoReturn:
         """Leave on all ranks, where there is nothing to save: the work is begun anew, or goes on from its parts."""
-        asked = self._pulse.meet(self.progress.step)
+        asked = self._control_sync.meet(self.progress.step)
         self._feed.close()
         raise Preempted(str(asked.leave))
 
@@ -760,8 +766,8 @@ class Run:
         self.agree(lambda: self.checkpointer.settle(leaving=True), "the last save")
         self.profiler.close()
         self._feed.close()
-        # Whoever asked waits `launch.grace` for all of it, and the save has had most of that.
-        self.journal.close("preempted", self.settings.launch.grace / 4)
+        # Whoever asked waits `timeouts.stop` for all of it, and the save has had most of that.
+        self.aggregator.close("preempted", self.settings.timeouts.stop / 4)
         raise Preempted(reason)
 
     def _require_restore(self) -> None:
@@ -807,11 +813,11 @@ class Run:
         progress = self.progress
         if self._phases is not None and self._phases.at(progress.step, self._compiles):
             self._phases = None
-        asked = self._pulse.beat(progress.step)
-        if self._pulse.exchanged:
-            self.journal.write_pending_row(wait=self.world_size > 1)
+        asked = self._control_sync.beat(progress.step)
+        if self._control_sync.exchanged:
+            self.aggregator.write_pending_row(wait=self.world_size > 1)
         if rows:
-            self.journal.write_due_row(progress, self.seconds_since_start, wait=False)
+            self.aggregator.write_due_row(progress, self.seconds_since_start, wait=False)
         self.checkpointer.check()
         if self._fingerprint_due.now(progress, self.seconds_since_start) and progress.step:
             self.checkpointer.compared({}, f"the fingerprint of step {progress.step}", progress.step)

@@ -20,13 +20,13 @@ from lockstep.engine.compile_guard import be_patient_while_compiling
 from lockstep.engine.loss_scale import refuse_half_weights
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
+from lockstep.strategy.activation_checkpointing import checkpoint_activations
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.compile_cache import keep_compiled_code
 from lockstep.strategy.compiled import compile_blocks, compile_whole
 from lockstep.strategy.float8 import use_float8
 from lockstep.strategy.fused import use_fused_step
 from lockstep.strategy.initial import has_no_memory
-from lockstep.strategy.recompute import recompute as recompute_modules
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Preparation:
         model: nn.Module,
         optimizer: Optimizer | None,
         compile: Compile | None,
-        recompute: str | None,
+        activation_checkpointing: str | None,
         init_weights: InitWeights | None,
         init_from: pretrained.Given | None,
         precision: str = "float32",
@@ -65,7 +65,7 @@ class Preparation:
         self._strategy.convert(model)
         if precision == "fp8":
             use_float8(model, self._settings.strategy.blocks, self._runtime.device)
-        self._work_on_blocks(model, compile, recompute)
+        self._work_on_blocks(model, compile, activation_checkpointing)
         activity.enter("placing the model", waits=self._group.world_size > 1)
         self._strategy.fill(model, self._settings.seed, init_weights)
         left_out = frozen.are_left_out(model, self._settings.checkpoint.save)
@@ -82,12 +82,12 @@ class Preparation:
         activity.enter("getting ready")
         return Prepared(placed, kept)
 
-    def _work_on_blocks(self, model: nn.Module, compile: Compile | None, recompute: str | None) -> None:
+    def _work_on_blocks(self, model: nn.Module, compile: Compile | None, activation_checkpointing: str | None) -> None:
         """What is done per block, before the model is placed: hooks of the strategy then stay outside of it."""
         pattern = self._settings.strategy.blocks
-        if recompute is not None:
+        if activation_checkpointing is not None:
             by_torch = compile is not None and not self._runtime.compiles_everything
-            recompute_modules(model, recompute, pattern, self._runtime, by_torch)
+            checkpoint_activations(model, activation_checkpointing, pattern, self._runtime, by_torch)
         if compile is not None and self._runtime.compiles_everything:
             logger.info("compile: everything is compiled on this device; nothing more to do")
         elif compile is not None:
@@ -97,9 +97,9 @@ class Preparation:
             # Where blocks are put together and taken apart, a program cannot go on from one to the next.
             apart = self._strategy.keeps_slices
             if compile.blocks or apart:
-                compile_blocks(model, pattern, compile, apart or recompute is not None)
+                compile_blocks(model, pattern, compile, apart or activation_checkpointing is not None)
             else:
-                compile_whole(model, recompute is not None, compile)
+                compile_whole(model, activation_checkpointing is not None, compile)
 
     def _weights_to_begin_with(
         self, init_from: pretrained.Given | None, frozen_too: bool

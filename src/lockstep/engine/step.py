@@ -16,9 +16,9 @@ class Step:
     One that has no micro-batch at all is that of a loop which brings its own data.
     """
 
-    def __init__(self, shares: int = 1) -> None:
+    def __init__(self, dp_size: int = 1) -> None:
         """`shares` is into how many parts every global batch is divided."""
-        self._shares = shares
+        self._dp_size = dp_size
         self._at_hand: dict[str, tuple[Cursor, MicroBatch]] = {}
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
@@ -77,7 +77,7 @@ class Step:
     @property
     def weight(self) -> float:
         """What a mean over the micro-batch at hand is multiplied with."""
-        return self._common({cursor.name: micro.weight for cursor, micro in self._at_hand.values()}, self._shares)
+        return self._common({cursor.name: micro.weight for cursor, micro in self._at_hand.values()}, self._dp_size)
 
     @property
     def scale(self) -> float:
@@ -89,7 +89,7 @@ class Step:
         micros = [micro for _, micro in self._at_hand.values()]
         if len(micros) == 1:
             return next(iter(factors.values()))
-        uneven = any(each.whole < self._shares or each.whole % multiple for each in micros)
+        uneven = any(each.whole < self._dp_size or each.whole % multiple for each in micros)
         if len(set(factors.values())) > 1 or (uneven and len({each.whole for each in micros}) > 1):
             shown = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
             raise ConfigError(

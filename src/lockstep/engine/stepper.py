@@ -12,16 +12,16 @@ from torch.utils.checkpoint import CheckpointError
 
 from lockstep.distributed.group import Group
 from lockstep.engine import closures
+from lockstep.engine.batch_feed import BatchFeed
 from lockstep.engine.compile_guard import CompileGuard
-from lockstep.engine.feed import Feed
 from lockstep.engine.loss_scale import LossScale
 from lockstep.engine.models import MATCH, Entry, Models
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
 from lockstep.profiler.base import Profiler
-from lockstep.record.journal import Journal
-from lockstep.strategy.base import Strategy, share_of
+from lockstep.record.aggregator import MetricAggregator
+from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.fused import divides_gradients, dividing
 
 
@@ -33,15 +33,15 @@ class Stepper:
         group: Group,
         strategy: Strategy,
         models: Models,
-        feed: Feed,
-        journal: Journal,
+        feed: BatchFeed,
+        aggregator: MetricAggregator,
         guard: CompileGuard,
         profiler: Profiler,
         logs_norm: bool | None = None,
     ) -> None:
         """With `logs_norm`, the norm of gradients is noted in every step; None: where clipping computes it anyway."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
-        self._models, self._feed, self._journal = models, feed, journal
+        self._models, self._feed, self._aggregator = models, feed, aggregator
         self._guard, self._profiler = guard, profiler
         self._logs_norm = logs_norm
         self.loss_scale: LossScale | None = None  # where a model computes in float16
@@ -56,7 +56,7 @@ class Stepper:
 
     def backward(self, loss: Any, count: Any = None) -> None:
         total, count = loss_and_count(loss, count)
-        self._journal.note_busy(time.perf_counter() - self._feed.busy_since)
+        self._aggregator.note_busy(time.perf_counter() - self._feed.busy_since)
         step = self._current()
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
@@ -66,7 +66,7 @@ class Stepper:
         self._guard.computed(total)
         evaluations = self._evaluations
         if evaluations is None or not evaluations.count:  # an optimizer that searches may try what is not finite
-            self._journal.note_loss(number, total)
+            self._aggregator.note_loss(number, total)
         self._activity.enter("gradient reduction" if exchanges else "backward", number, waits=exchanges)
         self._be_patient_while_compiling()
         self._profiler.enter("backward")
@@ -138,7 +138,7 @@ class Stepper:
         """The step under way; a loop that brings its own data has one from its first backward pass on."""
         feed = self._feed
         if feed.step is None or (feed.step.counted and feed.step.is_bare):
-            feed.step = Step(self._strategy.shares)
+            feed.step = Step(self._strategy.dp_size)
         return feed.step
 
     def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
@@ -167,7 +167,7 @@ class Stepper:
         if scale is None:
             usable = not entry.skip_nan or self._strategy.gradients_are_finite(parameters)
             if not usable:
-                self._journal.skipped(number)
+                self._aggregator.skipped(number)
             return usable
         usable = self._strategy.gradients_are_finite(parameters)
         used = scale.of(number)
@@ -175,7 +175,7 @@ class Stepper:
         if usable:
             self._strategy.multiply_gradients(parameters, torch.tensor(1.0 / used, device=parameters[0].device))
         else:
-            self._journal.skipped(number, f"overflowed float16; the loss is scaled by {scale.next:g} from here on")
+            self._aggregator.skipped(number, f"overflowed float16; the loss is scaled by {scale.next:g} from here on")
         return usable
 
     def _clip(
@@ -197,7 +197,7 @@ class Stepper:
         if self._logs_norm or (clips and self._logs_norm is None):
             name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
             # One value for all ranks: counted once, so that a resume on another number of ranks weighs it alike.
-            self._journal.note(self.number, int(share_of(self._strategy, self._group) == 0), {name: norm})
+            self._aggregator.note(self.number, int(dp_rank_of(self._strategy, self._group) == 0), {name: norm})
         return divisor
 
     def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
@@ -208,7 +208,7 @@ class Stepper:
             if rate is None or (number and match is None):  # of groups, those of the config have names
                 continue
             called = f"{name}/{match}" if number else name
-            self._journal.learning_rates[called] = rate.clone() if isinstance(rate, Tensor) else rate
+            self._aggregator.learning_rates[called] = rate.clone() if isinstance(rate, Tensor) else rate
 
     def _be_patient_while_compiling(self) -> None:
         if not self._guard.settled:
@@ -218,7 +218,8 @@ class Stepper:
 def _computed_otherwise(error: CheckpointError) -> ConfigError:
     """A block that is recomputed must find everything as it was the first time."""
     return ConfigError(
-        "train.recompute: a module computed something else when it was run again in the backward pass. Modules that "
+        "train.activation_checkpointing: a module computed something else when it was run again in the backward "
+        "pass. Modules that "
         "are recomputed must not keep anything from one call to the next: switch off a cache of keys and values "
         f"(use_cache=False), or leave such modules out by a pattern. {str(error).strip().splitlines()[0]}"
     )

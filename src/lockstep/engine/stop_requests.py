@@ -31,7 +31,7 @@ class Interrupted(SystemExit):
         self.reason = reason
 
 
-class Requests:
+class StopRequests:
     """What this process was asked for: to save and leave, to save and go on; by the user's own code, to end training.
 
     The first request to leave counts, and others repeat it, but for Ctrl-C a while later, which ends the process at

@@ -38,14 +38,14 @@ class Computes(Protocol):
 
     def torchmetrics(self) -> Mapping[str, Any]: ...
     def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None: ...
-    def whole_set(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    def epoch_metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
 
 class WholeSet:
     """Metrics of whole sets, as a task computes them."""
 
     def __init__(self, task: Computes, runtime: Runtime, *, keeps_outputs: bool, updates: bool) -> None:
-        """`keeps_outputs`: the task has a whole_set of its own; `updates`: an update_metrics."""
+        """`keeps_outputs`: the task has a epoch_metrics of its own; `updates`: an update_metrics."""
         self._task, self._runtime = task, runtime
         self._keeps_outputs, self._updates = keeps_outputs, updates
         self._name = type(task).__name__
@@ -83,7 +83,7 @@ class WholeSet:
             self._task.update_metrics(self.metrics, outputs)
 
     def kept(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What `whole_set` is going to need of them."""
+        """What `epoch_metrics` is going to need of them."""
         return on_host(outputs, self._runtime) if self._keeps_outputs else {}
 
     def computed(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -97,10 +97,10 @@ class WholeSet:
         return found
 
     def _of_outputs(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        values = self._task.whole_set(outputs)
+        values = self._task.epoch_metrics(outputs)
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"task: {self._name}.whole_set() must return a mapping by name, got a {type(values).__name__}"
+                f"task: {self._name}.epoch_metrics() must return a mapping by name, got a {type(values).__name__}"
             )
         return values
 
@@ -176,7 +176,7 @@ def in_order(parts: Sequence[Part]) -> dict[str, Any]:
 
 def whole_set_of(measure: Any) -> WholeSet | None:
     """What is computed of whole sets beside the means that a function measures; only a task's has any."""
-    found: WholeSet | None = getattr(measure, "whole_set", None)
+    found: WholeSet | None = getattr(measure, "epoch_metrics", None)
     return found
 
 
@@ -184,7 +184,7 @@ def require_other_names(values: Mapping[str, Any], means: Mapping[str, Any]) -> 
     twice = [name for name in values if name in means]
     if twice:
         raise ConfigError(
-            f"metric {twice[0]!r} is there twice, as a mean and by torchmetrics() or whole_set(): give one of them "
+            f"metric {twice[0]!r} is there twice, as a mean and by torchmetrics() or epoch_metrics(): give one of them "
             "another name"
         )
 
@@ -253,6 +253,6 @@ def _add(found: dict[str, Any], name: str, value: Any) -> None:
     for key, each in values.items():
         if key in found:
             raise ConfigError(
-                f"metric {key!r} is there twice, by torchmetrics() and whole_set(): give one of them another name"
+                f"metric {key!r} is there twice, by torchmetrics() and epoch_metrics(): give one of them another name"
             )
         found[key] = each

@@ -153,7 +153,8 @@ def _total(name: str, value: Any, length: int) -> tuple[Any, Any]:
             f"metric {name!r} is a single number for a batch of {length} examples: a mean of such numbers depends on "
             "how the data falls into batches and on ranks. Return one value per example, shape [B]; or "
             "lockstep.Mean(total, count) for a mean over something else (tokens, pixels). What is no mean at all (AUC, "
-            "F1) is computed from the whole set: by a task's torchmetrics() or whole_set(outputs), see docs/tasks.md"
+            "F1) is computed from the whole set: by a task's torchmetrics() or epoch_metrics(outputs), see "
+            "docs/tasks.md"
         )
     if value.shape != (length,):
         raise ConfigError(

@@ -92,7 +92,7 @@ def require_reducible(
                 f"task: torchmetrics()[{name!r}]: a {type(metrics[name]).__name__} cannot be combined over ranks: a "
                 f"few examples give {_brief(expected)} at once, and {_brief(found)} in two parts. "
                 f'{_unreduced(metrics[name])}Give its states a dist_reduce_fx that adds up ("sum", "cat", "min", '
-                '"max"), or compute it in whole_set(outputs), which is given all examples at once'
+                '"max"), or compute it in epoch_metrics(outputs), which is given all examples at once'
             )
 
 

@@ -98,8 +98,8 @@ def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _F
             entry=call_function,
             argument=_pickled(partial(_rank_main, main, settings, str(folder), resumes)),
             max_restarts=settings.launch.max_restarts,
-            grace=settings.launch.grace,
-            watch=Limits.of(settings.watch, settings.runtime),
+            grace=settings.timeouts.stop,
+            watch=Limits.of(settings.timeouts, settings.runtime),
             folder=folder,
         )
         leave_report(folder, _say)

@@ -132,13 +132,14 @@ def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: M
 
 
 def _with_task_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With the import path in place of a task's class, or of a hook's: what ranks, and whoever resumes the run, find it
+    """With the import path in place of a task's class, or of a callback's: what ranks, and whoever resumes the run,
+    find it
     by."""
     named = dict(values)
     if named.get("task") is not None:
         named["task"] = _component(named["task"], "task")
-    if isinstance(named.get("hooks"), (list, tuple)):
-        named["hooks"] = [_component(each, "hooks") for each in named["hooks"]]
+    if isinstance(named.get("callbacks"), (list, tuple)):
+        named["callbacks"] = [_component(each, "callbacks") for each in named["callbacks"]]
     return named
 
 

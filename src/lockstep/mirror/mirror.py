@@ -43,10 +43,10 @@ def mirrored_by(mark: Mark, folder: Path, settings: RunSettings, tell: Tell) -> 
     mirror = Mirror.begin(folder, mark, settings, tell)
     try:
         yield mirror
-        mirror.require(settings.checkpoint.timeout)
+        mirror.require(settings.timeouts.checkpoint)
     except SystemExit as leaving:
         if leaving.code in (0, None, PREEMPTED_EXIT_CODE):
-            mirror.require(settings.launch.grace)
+            mirror.require(settings.timeouts.stop)
         mirror.finish(_AFTER_FAILURE_SECONDS)
         raise
     except BucketBehind:

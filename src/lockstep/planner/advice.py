@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, shares
+from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, dp_size
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError
 from lockstep.planner.figures import Awkward, Step, Weight
@@ -32,7 +32,7 @@ def advice(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
     """At most three further traces, and none where one takes long."""
     yield from _copies(plan, config)
     yield from _barely_split(plan, config)
-    yield from _recompute(plan, config, trace)
+    yield from _activation_checkpointing(plan, config, trace)
     yield from _offload(plan, config, trace)
     yield from _optimizer(plan)
     yield from _exchange(plan)
@@ -125,15 +125,19 @@ def _again(plan: Plan, trace: Trace, overrides: Sequence[str]) -> Step | None:
         return None  # it has no blocks, or they cannot be run twice; it cannot be split
 
 
-def _recompute(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
+def _activation_checkpointing(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
     step = plan.step
-    if config.train.recompute is not None or step.by_kind.get("activations", 0) < _WORTH_SAYING * step.peak:
+    if (
+        config.train.activation_checkpointing is not None
+        or step.by_kind.get("activations", 0) < _WORTH_SAYING * step.peak
+    ):
         return
-    other = _again(plan, trace, ["train.recompute=blocks"])
+    other = _again(plan, trace, ["train.activation_checkpointing=blocks"])
     if other is not None and step.peak - other.peak > _WORTH_SAYING * step.peak:
         more = other.flops / step.flops - 1 if step.flops else 0.0
         yield Advice(
-            f"train.recompute: blocks needs {other.peak / GIB:.3g} GiB instead of {step.peak / GIB:.3g}, for "
+            f"train.activation_checkpointing: blocks needs {other.peak / GIB:.3g} GiB instead of "
+            f"{step.peak / GIB:.3g}, for "
             f"{more:.0%} more arithmetic",
             (step.peak - other.peak) / GIB,
         )
@@ -196,7 +200,7 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
 
 
 def _batch(plan: Plan, config: RunConfig) -> Iterator[Advice]:
-    batch, places = plan.step.batch, _shares(plan)
+    batch, places = plan.step.batch, _dp_size(plan)
     if batch < places:
         yield Advice(
             f"train.batch_size: {batch} is less than the {places} shares that the mesh divides it into: some devices "
@@ -211,7 +215,7 @@ def _batch(plan: Plan, config: RunConfig) -> Iterator[Advice]:
 
 def _small_products(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
     """Few examples at once make products that wait for memory; of a larger batch they need not."""
-    step, places = plan.step, _shares(plan)
+    step, places = plan.step, _dp_size(plan)
     larger = 2 * step.batch
     if plan.largest_batch is None or plan.largest_batch < larger or step.batch < places:
         return
@@ -238,8 +242,8 @@ def _small_products(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Adv
         )
 
 
-def _shares(plan: Plan) -> int:
-    return shares(plan.step.mesh) if plan.step.mesh else plan.target.count
+def _dp_size(plan: Plan) -> int:
+    return dp_size(plan.step.mesh) if plan.step.mesh else plan.target.count
 
 
 # Sizes

@@ -198,7 +198,7 @@ def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterato
     elif plan.fits:
         yield (
             "so a step fits, and memory ran out by what is no part of one: validation (validate.batch_size), what the "
-            "task or its hooks keep, data workers, other processes, or a memory in pieces "
+            "task or its callbacks keep, data workers, other processes, or a memory in pieces "
             "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
         )
     yield from remedies.lines(remedies.find(plan, config, trace), plan)

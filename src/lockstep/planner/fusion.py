@@ -21,7 +21,7 @@ from lockstep.config.optimizing import Compile
 from lockstep.engine import setup
 from lockstep.planner import gpu_rules
 from lockstep.planner.ledger import Ledger
-from lockstep.strategy import recompute as recomputing
+from lockstep.strategy import activation_checkpointing
 from lockstep.strategy.blocks import find_blocks
 from lockstep.strategy.forward import Forward, wrap_forward
 
@@ -38,24 +38,28 @@ def install(ledger: Ledger) -> None:
     """From now on, what `run.setup` is told to compile is walked in this way. Nothing here is taken back."""
     left: list[tuple[nn.Module, str, str | None, Any]] = []
 
-    def recompute(model: nn.Module, which: str, pattern: str | None, runtime: Any, compiled: bool) -> None:
+    def checkpoint_activations(model: nn.Module, which: str, pattern: str | None, runtime: Any, compiled: bool) -> None:
         if compiled:  # around what is compiled: the other way round, the two passes would be taken for one
             left.append((model, which, pattern, runtime))
         else:
-            recomputing.recompute(model, which, pattern, runtime, compiled)
+            activation_checkpointing.checkpoint_activations(model, which, pattern, runtime, compiled)
 
     def compile_blocks(model: nn.Module, pattern: str | None, how: Compile, apart: bool = True) -> None:
         blocks = find_blocks(model, pattern) if apart else {}
         wrap_forward(blocks.values() if blocks else [model], lambda forward: _walked(forward, ledger))
         while left:
-            recomputing.recompute(*left.pop(), False)
+            activation_checkpointing.checkpoint_activations(*left.pop(), False)
 
     def compile_whole(model: nn.Module, recomputed: bool, how: Compile) -> None:
         compile_blocks(model, None, how) if recomputed else wrap_forward(
             [model], lambda forward: _walked(forward, ledger)
         )
 
-    names = {"recompute_modules": recompute, "compile_blocks": compile_blocks, "compile_whole": compile_whole}
+    names = {
+        "checkpoint_activations": checkpoint_activations,
+        "compile_blocks": compile_blocks,
+        "compile_whole": compile_whole,
+    }
     for name, instead in names.items():
         setattr(setup, name, instead)
 

@@ -105,14 +105,14 @@ def make(
 
 def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | None, bool]:
     """Memory grows with the batch in a straight line: two points of it say where it meets the device's end."""
-    step, shares = plan.step, max(plan.target.count, 1)
+    step, dp_size = plan.step, max(plan.target.count, 1)
     varies = sum(step.by_kind.get(kind, 0) for kind in ("activations", "temporaries", "batch"))
     fixed = step.peak - varies
     if fixed >= plan.capacity or not varies:
         return None, False
     # With more than an epoch has, a batch would be smaller than it says.
     most = step.examples if step.examples is not None else math.inf
-    guess = _multiple(min(step.batch * (plan.capacity - fixed) / varies, most), shares)
+    guess = _multiple(min(step.batch * (plan.capacity - fixed) / varies, most), dp_size)
     if step.seconds > _PATIENT_SECONDS or not guess:
         return guess or None, False
     points = {step.batch: step.peak}
@@ -122,7 +122,7 @@ def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | Non
         points[guess] = peak_of(guess)
         (small, low), (large, high) = sorted(points.items())[0], sorted(points.items())[-1]
         slope = (high - low) / (large - small)
-        guess = _multiple(min(small + (plan.capacity - low) / slope, most), shares) if slope > 0 else guess
+        guess = _multiple(min(small + (plan.capacity - low) / slope, most), dp_size) if slope > 0 else guess
     fitting = [batch for batch, peak in points.items() if peak <= plan.capacity]
     return (max(fitting), True) if fitting else (guess or None, False)
 

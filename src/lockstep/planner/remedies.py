@@ -1,6 +1,7 @@
 """What would make a step fit that does not, the cheapest first: each is traced, and its time estimated.
 
-Some change only how the same step is computed (parts of a batch, recompute, fsdp, compile); others, which say so, what
+Some change only how the same step is computed (parts of a batch, activation checkpointing, fsdp, compile); others,
+which say so, what
 is computed (bf16, a smaller batch). Where none of them is enough, some are tried together.
 """
 
@@ -30,7 +31,7 @@ _GROWS = ("activations", "temporaries", "batch")  # with the examples that are c
 _MOST_PARTS = 64
 _LESS = 0.1  # of the peak: a remedy that brings no more is none
 _GUESSES = 2  # of a number of parts, or of a batch: the second by the trace of the first
-_RECOMPUTE = {"train.recompute": "blocks"}
+_RECOMPUTE = {"train.activation_checkpointing": "blocks"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _time(more: float) -> str:
 def _singles(plan: Plan, config: RunConfig) -> Iterator[Asked]:
     """Settings that are there or not."""
     count, train, own = plan.target.count, config.train, config.strategy
-    if train.recompute is None:
+    if train.activation_checkpointing is None:
         yield dict(_RECOMPUTE), ""
     if count > 1 and own.type in ("auto", "ddp"):
         kept = {"blocks": own.blocks} if own.blocks is not None else {}
@@ -151,8 +152,8 @@ class _Search:
 
     def more_parts(self, beside: Mapping[str, Any], note: str = "") -> Iterator[Asked]:
         """A power of two, and not more than there are examples."""
-        shares = batch_shares(self._config.strategy, "cuda", self._plan.target.count)
-        most = min(self._plan.step.batch // max(shares, 1), _MOST_PARTS)
+        dp_size = batch_shares(self._config.strategy, "cuda", self._plan.target.count)
+        most = min(self._plan.step.batch // max(dp_size, 1), _MOST_PARTS)
         before = self._with({*beside, "train.accumulate"})
         step = before[-1].plan.step if before else self._of(beside)
         parts = before[-1].values["train.accumulate"] if before else self._config.train.accumulate

@@ -2,9 +2,11 @@
 
 A trace takes seconds, so there are at most `_MOST` of them, and none of what is known without one:
 
-- A way whose weights, optimizer state and gradients alone are too much is tried neither in parts nor with recompute,
+- A way whose weights, optimizer state and gradients alone are too much is tried neither in parts nor with activation
+checkpointing,
   and one that has no less of the model on a device is not tried at all.
-- More parts, and recompute, are never faster: what fits without is not tried with, and what is slower without than
+- More parts, and activation checkpointing, are never faster: what fits without is not tried with, and what is slower
+without than
   another that fits is not either.
 """
 
@@ -19,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import to_yaml, with_values
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, shares
+from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import Step
 from lockstep.planner.plan import GIB, Plan
 
-_KEPT = ("blocks", "gather", "offload")  # of the config's own strategy, where another mesh spreads the model
+_KEPT = ("blocks", "param_dtype", "offload")  # of the config's own strategy, where another mesh spreads the model
 _STAYS = ("weights", "optimizer", "averages", "gradients")  # whatever the batch
 _MOST = 40  # traces
 _MOST_AXES = 2  # that are not the batch's, at once
@@ -38,7 +40,7 @@ class Spread:
 
     title: str
     strategy: Mapping[str, Any]
-    shares: int  # of a batch
+    dp_size: int  # of a batch
     family: str
 
 
@@ -77,7 +79,7 @@ def spreads(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[
 
     def over(title: str, type: str, mesh: dict[str, int], family: str, rules: dict[str, Any]) -> Spread:
         strategy = {"type": type, "mesh": mesh, **({"shard": rules} if rules else {}), **kept}
-        return Spread(title, strategy, shares(mesh), family)
+        return Spread(title, strategy, dp_size(mesh), family)
 
     if count == 1:
         yield Spread("whole", {"type": "auto"}, 1, "whole")
@@ -131,7 +133,8 @@ class _Search:
     too_much: dict[str, str] = field(default_factory=dict)  # by family: the first whose model alone does not fit
 
     def all_of(self, spread: Spread) -> None:
-        """As it is; where it does not fit, in as few parts of a batch as do, and with recompute in fewer than those."""
+        """As it is; where it does not fit, in as few parts of a batch as do, and with activation checkpointing in
+        fewer than those."""
         if spread.family in self.too_much:
             self._leave_out(spread.title, f"not traced: has no less of the model than {self.too_much[spread.family]}")
             return
@@ -140,16 +143,21 @@ class _Search:
             return
         fastest = min((each for each in self.found if each.fits), key=lambda each: each.rank, default=None)
         if fastest is not None and fastest.rank[1] <= first.estimate.step:
-            self._leave_out(f"{spread.title}, in parts or recompute", f"not traced: no faster than {fastest.way.title}")
+            self._leave_out(
+                f"{spread.title}, in parts or activation checkpointing",
+                f"not traced: no faster than {fastest.way.title}",
+            )
             return
         parts = self._in_parts(spread, None, first, math.inf)
         if spread.family not in self.too_much:
-            recompute = self.config.train.recompute or "blocks"
-            again = self._try(spread, recompute, 1)
+            activation_checkpointing = self.config.train.activation_checkpointing or "blocks"
+            again = self._try(spread, activation_checkpointing, 1)
             if again is not None:
-                self._in_parts(spread, recompute, again, parts or math.inf)
+                self._in_parts(spread, activation_checkpointing, again, parts or math.inf)
 
-    def _in_parts(self, spread: Spread, recompute: str | None, plan: Plan, fewer_than: float) -> int | None:
+    def _in_parts(
+        self, spread: Spread, activation_checkpointing: str | None, plan: Plan, fewer_than: float
+    ) -> int | None:
         """How many fit; `plan` is what one needs."""
         parts: int | None = 1
         while parts is not None and not plan.fits:
@@ -159,7 +167,7 @@ class _Search:
             parts = self._next(spread, plan, parts)
             if parts is None or parts >= fewer_than:
                 return None
-            tried = self._try(spread, recompute, parts)
+            tried = self._try(spread, activation_checkpointing, parts)
             if tried is None:
                 return None
             plan = tried
@@ -167,15 +175,28 @@ class _Search:
 
     def _next(self, spread: Spread, plan: Plan, done: int) -> int | None:
         """The fewest parts that may fit, of those that divide a device's share of the batch."""
-        share = self.config.train.batch_size // spread.shares
-        for parts in _divisors(share):
+        dp_rank = self.config.train.batch_size // spread.dp_size
+        for parts in _divisors(dp_rank):
             if parts >= 2 * done and _lower_bound(plan.step, parts / done) <= plan.capacity:
                 return parts
         return None
 
-    def _try(self, spread: Spread, recompute: str | None, parts: int) -> Plan | None:
-        title = ", ".join([spread.title, *["recompute"] * bool(recompute), *[f"in {parts} parts"] * (parts > 1)])
-        way = Way(title, {"strategy": spread.strategy, "train.recompute": recompute, "train.accumulate": parts})
+    def _try(self, spread: Spread, activation_checkpointing: str | None, parts: int) -> Plan | None:
+        title = ", ".join(
+            [
+                spread.title,
+                *["activation checkpointing"] * bool(activation_checkpointing),
+                *[f"in {parts} parts"] * (parts > 1),
+            ]
+        )
+        way = Way(
+            title,
+            {
+                "strategy": spread.strategy,
+                "train.activation_checkpointing": activation_checkpointing,
+                "train.accumulate": parts,
+            },
+        )
         if self.traces >= _MOST:
             self._leave_out(title, f"not traced: {_MOST} are traced at most")
             return None

@@ -21,7 +21,7 @@ from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.values import Interval
 from lockstep.distributed.topology import Topology
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Requests
+from lockstep.engine.stop_requests import StopRequests
 from lockstep.planner import figures, fusion, pretend
 from lockstep.planner.figures import Step
 from lockstep.planner.ledger import Ledger, NotTraced, replay
@@ -60,7 +60,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
     fusion.install(ledger)
     runtime = pretend.PretendRuntime(fake)
     with pretend.world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), Requests())
+        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
         try:
             with fake, ledger:
                 set_up(run, task, config, _LONG)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from lockstep.distributed.door import owner
+from lockstep.distributed.listener import owner
 from lockstep.distributed.store import secret as run_secret
 from lockstep.errors import ConfigError
 from lockstep.profiler.xplane import make_readable, varint

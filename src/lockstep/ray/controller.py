@@ -36,9 +36,9 @@ from lockstep.ray.mailbox import ANSWER_SECONDS, Mailbox
 from lockstep.ray.screen import Screen, say
 from lockstep.ray.torch_config import TorchConfig
 from lockstep.ray.worker import Order, main
-from lockstep.record import chronicle as chronicles
 from lockstep.record import folder_lock
-from lockstep.record.chronicle import DRIVER_TIMELINE_FILE, Chronicle
+from lockstep.record import timeline as chronicles
+from lockstep.record.timeline import DRIVER_TIMELINE_FILE, Timeline
 
 # How often the driver looks for signals; events come at once.
 _LOOK_SECONDS = 0.5
@@ -149,7 +149,7 @@ class _Controller:
         self._asked = 0
         self._given_up: Failure | None = None
         self._workers = 0
-        self._chronicle: Chronicle
+        self._timeline: Timeline
         self._capacity_checked_after = 0
         self.train_result: TrainResult | None = None
         # On the driver's own node: it lives and dies with it.
@@ -158,15 +158,15 @@ class _Controller:
 
     def run(self, workers: int) -> Result:
         noting = chronicles.opened(self._folder, say, DRIVER_TIMELINE_FILE)
-        with self._screen.open(self._folder), _marked(self._folder) as mark, noting as self._chronicle:
-            self._chronicle.note("start", world_size=workers)
+        with self._screen.open(self._folder), _marked(self._folder) as mark, noting as self._timeline:
+            self._timeline.note("start", world_size=workers)
             while True:
                 self._workers = workers
                 fit = BackgroundFit(self._trainer(workers, mark))
                 result = self._supervise(fit)
                 self.train_result = fit.result
                 if result is not None:
-                    self._chronicle.ended(result, workers)
+                    self._timeline.ended(result, workers)
                     return result
                 # Ray has waited long enough for the capacity that was there before.
                 workers = capacity.find(self._config, _sizes(self._config), self._resources, limit=1.0)
@@ -191,8 +191,8 @@ class _Controller:
             torch_config=TorchConfig(
                 settings=self._config.model_copy(update={"processes": workers, "task": task}),
                 folder=str(self._folder),
-                timeout_s=limits.timeout,
-                join_timeout_s=limits.join_timeout,
+                timeout_s=self._config.timeouts.collective,
+                join_timeout_s=self._config.timeouts.rendezvous,
                 share_devices=limits.share_devices,
                 backend=self._backend(),
             ),
@@ -245,7 +245,7 @@ class _Controller:
             self._given_up = failure
             ray.get(self._mailbox.close.remote(), timeout=ANSWER_SECONDS)
             return
-        self._chronicle.failed("restart", failure, self._workers, attempt=count)
+        self._timeline.failed("restart", failure, self._workers, attempt=count)
         say(failure.render(self._workers))
         say(f"restarting from the newest checkpoint (restart {count} of {limit})")
 
@@ -256,17 +256,17 @@ class _Controller:
             signals.save = False
             ray.get(self._mailbox.ask_to_save.remote(), timeout=ANSWER_SECONDS)
         if signals.count > self._asked:
-            self._asked, self._deadline = signals.count, time.monotonic() + self._config.launch.grace
+            self._asked, self._deadline = signals.count, time.monotonic() + self._config.timeouts.stop
             if self._asked > 1:
                 return Result(INTERRUPTED_EXIT_CODE)
             if not self._attempts.began:
                 return Result(PREEMPTED_EXIT_CODE)  # before it had begun: there is nothing to save
-            self._chronicle.note("preempt", note=signals.name)
+            self._timeline.note("preempt", note=signals.name)
             say(f"{signals.name}: finishing the step, saving and leaving; {signals.how_to_end} to end at once")
             ray.get(self._mailbox.ask_to_leave.remote(signals.name), timeout=ANSWER_SECONDS)
         if time.monotonic() > self._deadline:
-            grace = self._config.launch.grace
-            cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
+            grace = self._config.timeouts.stop
+            cause = f"was asked to stop and did not within {grace:g} s (timeouts.stop), so it was ended"
             return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
         return None
 

@@ -40,9 +40,9 @@ def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[An
             f"batch_size: {batch_size} rows cannot be shared by {run.world_size} workers, each of which takes its rows "
             f"from a shard of its own: set it to {run.world_size} or more"
         )
-    if run.shares != run.world_size:
+    if run.dp_size != run.world_size:
         raise ConfigError(
-            f"strategy.mesh: {run.world_size} ranks work on {run.shares} shares of a batch, but of {name!r} Ray gives "
+            f"strategy.mesh: {run.world_size} ranks work on {run.dp_size} shares of a batch, but of {name!r} Ray gives "
             "every worker a shard of its own: Ray Data needs a mesh of the axis data alone"
         )
     return run.stream(_shard(run, name, batch_size, options), row_count, name, ahead=True)
@@ -67,6 +67,6 @@ def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> 
     if shard is None:
         raise ConfigError(f"there is no dataset {name!r}: TorchTrainer(datasets={{{name!r}: ...}}) names them")
     first, last = (batch_size * rank // run.world_size for rank in (run.rank, run.rank + 1))
-    share = max(last - first, 1)
+    dp_rank = max(last - first, 1)
     # The runtime moves batches to its device itself, which Ray does not know in the case of XLA.
-    return iter(shard.iter_torch_batches(batch_size=share, device="cpu", **options))
+    return iter(shard.iter_torch_batches(batch_size=dp_rank, device="cpu", **options))

@@ -15,7 +15,7 @@ from lockstep.config.schema import Keep
 from lockstep.distributed.topology import Place
 from lockstep.mirror.sync import CHECKPOINTS, FolderSync
 from lockstep.ray.mailbox import ANSWER_SECONDS
-from lockstep.record.chronicle import LAGS_FILE, LIVE_FILE, TIMELINE_FILE
+from lockstep.record.timeline import LAGS_FILE, LIVE_FILE, TIMELINE_FILE
 
 _INTERVAL = 1.0
 _CHUNK = 8 * 1024 * 1024

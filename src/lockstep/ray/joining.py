@@ -84,9 +84,12 @@ def leave() -> None:
 
 def _settings(config: WorkerSettings, backend: str, worker: WorkerInfo, world_size: int) -> RunSettings:
     settings = checked_settings(config.settings)
-    limits = {"join_timeout": config.join_timeout_s, "timeout": float(config.timeout_s)}
-    launch = settings.launch.model_copy(update={**limits, "share_devices": config.share_devices})
-    settings = settings.model_copy(update={"runtime": "cuda" if worker.gpus else "cpu", "launch": launch})
+    limits = {"rendezvous": config.join_timeout_s, "collective": float(config.timeout_s)}
+    sections = {
+        "timeouts": settings.timeouts.model_copy(update=limits),
+        "launch": settings.launch.model_copy(update={"share_devices": config.share_devices}),
+    }
+    settings = settings.model_copy(update={"runtime": "cuda" if worker.gpus else "cpu", **sections})
     if backend not in XLA_BACKENDS:
         return settings
     memory = (config.xla_memory_fraction, config.xla_memory_preallocate)

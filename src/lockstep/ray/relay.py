@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import ray
 
 from lockstep.distributed.failure import Report
-from lockstep.engine.stop_requests import Requests
+from lockstep.engine.stop_requests import StopRequests
 from lockstep.ray.mailbox import ANSWER_SECONDS, Event
 from lockstep.record import display
 from lockstep.record.logs import screen_handler
@@ -27,7 +27,7 @@ _INTERVAL = 0.5
 class Relay:
     """A thread that carries events to the mailbox and requests back, until the rank is done."""
 
-    def __init__(self, mailbox: Any, rank: int, requests: Requests) -> None:
+    def __init__(self, mailbox: Any, rank: int, requests: StopRequests) -> None:
         self._mailbox, self._rank = mailbox, rank
         self._worker = uuid.uuid4().hex  # so that a late message is not taken for one of the worker that came after
         self.requests = requests

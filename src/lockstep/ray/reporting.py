@@ -58,7 +58,7 @@ class BlockingReporter:
     def _report(self) -> None:
         self._last = self._run.seconds_since_start
         self._run.barrier("the report to Ray")  # a rank that does not come is named here, and not waited for by Ray
-        with self._run.working("the report to Ray", limit=self._run.settings.checkpoint.timeout):
+        with self._run.working("the report to Ray", limit=self._run.settings.timeouts.checkpoint):
             ray.train.report(dict(self._metrics), checkpoint=self._checkpoint())
 
     def _checkpoint(self) -> ray.train.Checkpoint | None:

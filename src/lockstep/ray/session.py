@@ -20,7 +20,7 @@ from lockstep import worker
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.topology import ranks_text
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray.reporting import BlockingReporter, Reporter
 from lockstep.ray.worker_settings import WorkerSettings
@@ -38,7 +38,7 @@ class Session:
     ) -> None:
         """`joined` is closed when the worker leaves."""
         self.config, self.settings, self.present, self._joined = config, settings, present, joined
-        self.requests = Requests()  # to save and leave, to stop, to save: set by whoever hears of it on this worker
+        self.requests = StopRequests()  # to save and leave, to stop, to save: set by whoever hears of it on this worker
         self.outlet: worker.Outlet | None = None  # where rank 0's words go, where a driver of ours shows them
         self.make_reporter: Callable[[Run], Reporter] = lambda run: BlockingReporter(run, config.report_every_s)
         self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
@@ -62,7 +62,7 @@ class Session:
             if self.shares_folder:
                 _check_shared(run)
             self._reporter = self.make_reporter(run)
-            run.journal.listener = self._reporter.on_row
+            run.aggregator.listener = self._reporter.on_row
             self._run = run
         return self._run
 

@@ -13,7 +13,7 @@ from lockstep.config.schema import Log, RunSettings
 from lockstep.config.secrets import redacted
 from lockstep.errors import ConfigError
 from lockstep.record.logger import About, Logger, check_methods
-from lockstep.record.outbox import Outbox
+from lockstep.record.logger_queue import LoggerQueue
 
 Find = Callable[[str, str], Any]  # an import path, and the YAML path that it is at -> what it stands for
 Construct = Callable[[Any, dict[str, Any], str], Any]
@@ -45,7 +45,7 @@ def check(settings: Log, environment: Mapping[str, str] = os.environ) -> None:
         MlflowLogger.check(settings.mlflow, environment)
 
 
-def create(folder: Path, settings: RunSettings, find: Find, construct: Construct) -> list[Outbox]:
+def create(folder: Path, settings: RunSettings, find: Find, construct: Construct) -> list[LoggerQueue]:
     """An outbox for each, not started yet; everything that can be known to be wrong is raised here."""
     log = settings.log
     check(log)
@@ -72,4 +72,4 @@ def create(folder: Path, settings: RunSettings, find: Find, construct: Construct
         made[name] = construct(cls, own.arguments, f"log.{name}")
     config = redacted(settings.model_dump(mode="json", by_alias=True)) if made else {}
     about = About(folder.name, "", folder, config, 0, log.timeout)
-    return [Outbox(name, each, about) for name, each in made.items()]
+    return [LoggerQueue(name, each, about) for name, each in made.items()]

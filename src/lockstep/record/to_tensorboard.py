@@ -10,8 +10,8 @@ from typing import Any
 
 from lockstep import run_files
 from lockstep.config.load import to_yaml
-from lockstep.record.chronicle import LIVE_FILE, TIMELINE_FILE
 from lockstep.record.logger import About, Sample
+from lockstep.record.timeline import LIVE_FILE, TIMELINE_FILE
 
 
 class TensorBoardLogger:

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from lockstep import run_files
 from lockstep.errors import ConfigError
-from lockstep.record.chronicle import newest_row
 from lockstep.record.run_folder import SUMMARY_FILE
+from lockstep.record.timeline import newest_row
 from lockstep.runs.findings import kind_of
 from lockstep.runs.live import read_live
 from lockstep.runs.reader import Run, holder_is_there, is_run, read_run, status_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.record.chronicle import LIVE_FILE
+from lockstep.record.timeline import LIVE_FILE
 from lockstep.runs.records import number, read_json, text, whole
 
 

@@ -21,7 +21,7 @@ from lockstep.config.load import parse_yaml
 from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
-from lockstep.record.chronicle import newest_row
+from lockstep.record.timeline import newest_row
 from lockstep.runs.findings import duration
 from lockstep.runs.live import read_live
 from lockstep.runs.reader import LOST, holder_is_there, status_of

@@ -71,9 +71,10 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
             "strategy.offload: XLA keeps parameters on its devices, and cannot keep them on the host: take it away, or "
             "use more devices (strategy: fsdp splits parameters and optimizer state over them)"
         )
-    if settings.strategy.gather != "float32":
+    if settings.strategy.param_dtype != "float32":
         raise ConfigError(
-            f"strategy.gather: {settings.strategy.gather}: XLA's compiler decides itself in what it sends parameters: "
+            f"strategy.param_dtype: {settings.strategy.param_dtype}: XLA's compiler decides itself in what it "
+            f"sends parameters: "
             "take it away (train.precision: bf16 computes in bf16)"
         )
     if strategy == "threads" and processes > 1:

@@ -46,17 +46,17 @@ class Strategy(abc.ABC):
     # Where things are
 
     @property
-    def shares(self) -> int:
+    def dp_size(self) -> int:
         """Into how many shares a global batch is divided."""
         return self.world_size
 
     @property
-    def share(self) -> int | None:
+    def dp_rank(self) -> int | None:
         """Which of the shares this rank computes; None: each rank has one, in rank order."""
         return None
 
     @property
-    def speaks(self) -> bool:
+    def is_dp_leader(self) -> bool:
         """Whether this rank speaks for its share; others that compute the same are not counted again."""
         return True
 
@@ -271,9 +271,9 @@ def require_memory(optimizer: Optimizer, state: Tensor) -> None:
         )
 
 
-def share_of(strategy: Strategy, group: Group) -> int:
+def dp_rank_of(strategy: Strategy, group: Group) -> int:
     """The share of a batch that this rank computes. Ranks with the same share also draw the same random numbers."""
-    return group.rank if strategy.share is None else strategy.share
+    return group.rank if strategy.dp_rank is None else strategy.dp_rank
 
 
 def named_parameters(modules: Modules) -> dict[str, Tensor]:

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def all_gather(mine: Tensor, share: int, is_leader: bool, copies: int) -> Tensor:
+def all_gather(mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
     """Concatenates one tensor of each share of the batch along the first dimension, in the order of the shares.
 
     Ranks may have different lengths. `copies` ranks compute the same share, and one of them is its leader.
     """
     if mine.dim() == 0:
         mine = mine.unsqueeze(0)
-    found: Tensor = _Gathered.apply(mine, share, is_leader, copies)  # type: ignore[no-untyped-call]
+    found: Tensor = _Gathered.apply(mine, dp_rank, is_leader, copies)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -28,15 +28,15 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, share: int, is_leader: bool, copies: int) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
         device = _meeting_place(mine)
-        about = _exchanged(torch.tensor([share, len(mine), int(is_leader)], device=device)).tolist()
+        about = _exchanged(torch.tensor([dp_rank, len(mine), int(is_leader)], device=device)).tolist()
         longest = max(length for _, length, _ in about)
         padded = torch.zeros((longest, *mine.shape[1:]), dtype=mine.dtype, device=device)
         padded[: len(mine)] = mine
         parts = _exchanged(padded.view(-1).view(torch.uint8)).view(mine.dtype).view(len(about), *padded.shape)
-        leaders = sorted((share, length, rank) for rank, (share, length, leads) in enumerate(about) if leads)
-        begin = sum(length for theirs, length, _ in leaders if theirs < share)
+        leaders = sorted((dp_rank, length, rank) for rank, (dp_rank, length, leads) in enumerate(about) if leads)
+        begin = sum(length for theirs, length, _ in leaders if theirs < dp_rank)
         ctx.mine, ctx.copies = slice(begin, begin + len(mine)), copies
         return torch.cat([parts[rank, :length] for _, length, rank in leaders]).to(mine.device)
 

@@ -88,18 +88,18 @@ class ShardedStrategy(Strategy):
     # Where things are
 
     @property
-    def shares(self) -> int:
+    def dp_size(self) -> int:
         return math.prod(self._mesh[axis].size() for axis in self._batch_axes)
 
     @property
-    def share(self) -> int:
+    def dp_rank(self) -> int:
         found = 0
         for axis in self._batch_axes:
             found = found * self._mesh[axis].size() + self._mesh.get_local_rank(axis)
         return found
 
     @property
-    def speaks(self) -> bool:
+    def is_dp_leader(self) -> bool:
         return all(self._mesh.get_local_rank(axis) == 0 for axis in self._shape if axis not in BATCH_AXES)
 
     @property
@@ -118,9 +118,10 @@ class ShardedStrategy(Strategy):
         self._rules = meshing.with_rules_of_code(self._settings.shard, rules, self._shapes)
 
     def check_precision(self, precision: str) -> None:
-        if self._settings.gather == "bf16" and precision not in ("bf16", "fp8"):
+        if self._settings.param_dtype == "bf16" and precision not in ("bf16", "fp8"):
             raise ConfigError(
-                f"strategy.gather: bf16 is for a model that is computed in bf16, but its precision is {precision}: set "
+                f"strategy.param_dtype: bf16 is for a model that is computed in bf16, but its precision is "
+                f"{precision}: set "
                 'train.precision: bf16 (run.setup(precision="bf16") in a loop of one\'s own), or take it away'
             )
 
@@ -128,7 +129,7 @@ class ShardedStrategy(Strategy):
 
     def convert(self, model: nn.Module) -> None:
         if self._settings.sync_batchnorm and self.world_size > 1:
-            synchronise(model, copies=self.world_size // self.shares)
+            synchronise(model, copies=self.world_size // self.dp_size)
 
     def build(self, make: Callable[[], Any]) -> Any:
         """Rank 0 makes the model as it is; the others make it without memory, where its code allows that."""
@@ -192,7 +193,7 @@ class ShardedStrategy(Strategy):
         how: dict[str, Any] = {"ignored_params": scalars}  # there is nothing to split: every rank has them
         if self._settings.offload and self.runtime.device.type != "cpu":
             how["offload_policy"] = CPUOffloadPolicy()
-        if self._settings.gather == "bf16":
+        if self._settings.param_dtype == "bf16":
             # What flows between blocks stays what autocast makes it, as without a mesh.
             how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         fully_shard(unit, mesh=self._over, **how)
@@ -256,7 +257,7 @@ class ShardedStrategy(Strategy):
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
             return tensor
-        return gathering.all_gather(tensor, self.share, self.speaks, self.world_size // self.shares)
+        return gathering.all_gather(tensor, self.dp_rank, self.is_dp_leader, self.world_size // self.dp_size)
 
     def computed(self, last: bool) -> None:
         super().computed(last)
@@ -299,14 +300,14 @@ class ShardedStrategy(Strategy):
 
     @property
     def _replicas_averaged(self) -> int:
-        return self.shares
+        return self.dp_size
 
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         """Ranks that work on one share counted the same: it counts once."""
         total = super().total_count(counts)
         if self.world_size > 1:
             dist.all_reduce(total)
-            total /= self.world_size // self.shares
+            total /= self.world_size // self.dp_size
         return total
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.mesh import shares
+from lockstep.config.mesh import dp_size
 from lockstep.config.strategy import ShardRule
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
@@ -51,7 +51,7 @@ class SpmdStrategy(Strategy):
 
     @property
     def _data_size(self) -> int:
-        return shares(self._shapes[meshing.MAIN])
+        return dp_size(self._shapes[meshing.MAIN])
 
     @property
     def measures_together(self) -> bool:

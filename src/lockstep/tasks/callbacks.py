@@ -1,8 +1,9 @@
-"""What happens between steps: the protocol of hooks, and those of ours, which validate, schedule and save.
+"""What happens between steps: the protocol of callbacks, and those of ours, which validate, schedule and save.
 
-The order at a step's end, on every rank: hooks of one's own (`after_step`), validation, where it is due, and their
+The order at a step's end, on every rank: callbacks of one's own (`after_step`), validation, where it is due, and their
 `after_validation`, schedulers, their `after_epoch`, where an epoch ended, and last the save, so that it has all that
-happened before. What a hook returns is the reason to stop training, if there is one. Reasons are agreed: no rank stops
+happened before. What a callback returns is the reason to stop training, if there is one. Reasons are agreed: no rank
+stops
 on something that another cannot see.
 """
 
@@ -26,10 +27,11 @@ from lockstep.tasks.schedules import Schedule
 logger = logging.getLogger(__name__)
 
 
-class Hook:
+class Callback:
     """Something that happens between steps, on every rank. Derive from it, or define some of its methods.
 
-    With `state_dict` and `load_state_dict`, a hook is saved in every checkpoint and restored from it: what rank 0 has
+    With `state_dict` and `load_state_dict`, a callback is saved in every checkpoint and restored from it: what rank 0
+    has
     is what all ranks get back. A method must do the same on all ranks, as far as it talks to others (run.agree).
     """
 
@@ -56,7 +58,7 @@ class Hook:
         """Training came to its end, was measured and saved; not where a run failed or was asked to leave."""
 
 
-class Validation(Hook):
+class Validation(Callback):
     """Measures the validation data, and decides once, on rank 0, whether to stop early."""
 
     def __init__(
@@ -97,21 +99,23 @@ class Validation(Hook):
         """Train metrics, validation, one decision on rank 0, and the same answer on every rank."""
         if self._last_step == run.progress.step:
             return None
-        run.journal.write_due_row(run.progress, run.seconds_since_start)
-        run.journal.bring_together(run.progress)
-        trained = dict(run.journal.since_validation.sums)
-        metrics: dict[str, Any] = {epoch_name(key): each for key, each in run.journal.since_validation.take().items()}
+        run.aggregator.write_due_row(run.progress, run.seconds_since_start)
+        run.aggregator.bring_together(run.progress)
+        trained = dict(run.aggregator.since_validation.sums)
+        metrics: dict[str, Any] = {
+            epoch_name(key): each for key, each in run.aggregator.since_validation.take().items()
+        }
         if self._datasets:
             found = evaluated(run, self._measure, self._datasets, self._batch_size, self._settings.on, self._collate)
             if found is None:
-                run.journal.since_validation.sums = trained
+                run.aggregator.since_validation.sums = trained
                 run.leave()
             metrics.update(found)
         self._last_step = run.progress.step
         run.barrier("the end of validation")
         decision = run.agree(lambda: self._decide(run, metrics), "whether to stop early")
         self.load_state_dict(decision["state"])
-        run.journal.write(run.progress, metrics)
+        run.aggregator.write(run.progress, metrics)
         stop: str | None = decision["stop"]
         self._after_validation(run, dict(metrics))
         return stop
@@ -140,7 +144,7 @@ class Validation(Hook):
             self._early_stopping.load_state_dict(state["early_stopping"])
 
 
-class Scheduling(Hook):
+class Scheduling(Callback):
     """Steps the learning-rate schedulers; one that watches a metric is given the newest."""
 
     def __init__(self, schedules: Sequence[Schedule], validation: Validation) -> None:
@@ -167,7 +171,7 @@ def _monitored(schedule: Schedule) -> str | None:
     return schedule.monitor or ("val/loss" if isinstance(schedule.scheduler, ReduceLROnPlateau) else None)
 
 
-class Checkpointing(Hook):
+class Checkpointing(Callback):
     """Saves the run every so often."""
 
     def __init__(self, settings: Checkpoint, validation: Validation) -> None:

@@ -35,10 +35,10 @@ from lockstep.tasks.schedules import AUTO
 from lockstep.tasks.task import Task, create_task, defines, has_loss, has_training_step, task_class
 from lockstep.tasks.trained import data_named
 from lockstep.tasks.trainer import check_metrics, datasets_of, metrics_asked_for
-from lockstep.tasks.user_callbacks import hook_class
+from lockstep.tasks.user_callbacks import callback_class
 
 # Methods of a task that return metrics by name.
-_NAMING = ("loss", "evaluate_step", "metrics", "torchmetrics", "whole_set")
+_NAMING = ("loss", "evaluate_step", "metrics", "torchmetrics", "epoch_metrics")
 
 
 def check_made(config: RunConfig) -> None:
@@ -122,7 +122,7 @@ def _texts(function: Any) -> Iterator[str]:
 
 def _metric_names(task: Task, made: Any, config: RunConfig, fake: FakeTensorMode) -> set[str] | None:
     """The names of all metrics, by measuring a batch on fake tensors; None where that does not tell them all."""
-    if defines(task, "whole_set") or defines(task, "torchmetrics"):
+    if defines(task, "epoch_metrics") or defines(task, "torchmetrics"):
         return None
     datasets = datasets_of(task, config)
     validated = [name for name in datasets if name.partition("/")[0] == "val"]
@@ -162,7 +162,7 @@ def check_parts(config: RunConfig, pass_over: tuple[type[ConfigError], ...] = ()
         (_check_optimizer, config.optimizer),
         (_check_scheduler, None if isinstance(config.scheduler, Schedule) else config.scheduler),
     ]
-    checks += [(_check_hook(index), each) for index, each in enumerate(config.hooks)]
+    checks += [(_check_callback(index), each) for index, each in enumerate(config.callbacks)]
     checks += [
         (_check_logger(name), Component.model_validate(own.model_dump())) for name, own in config.log.own.items()
     ]
@@ -204,10 +204,10 @@ def _check_scheduler(component: Component) -> None:
     try_on(cls, arguments, "scheduler", SGD([Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
 
 
-def _check_hook(index: int) -> Callable[[Component], None]:
+def _check_callback(index: int) -> Callable[[Component], None]:
     def check(component: Component) -> None:
-        path = f"hooks[{index}]"
-        cls = _imported(component, path, lambda each: hook_class(each, path))
+        path = f"callbacks[{index}]"
+        cls = _imported(component, path, lambda each: callback_class(each, path))
         check_arguments(cls, component.arguments, path)
 
     return check

@@ -1,4 +1,4 @@
-"""The loop. It knows no device and no file: those are the run's and the hooks'."""
+"""The loop. It knows no device and no file: those are the run's and the callbacks'."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lockstep.data.orders import Order
 from lockstep.engine.closures import needs_closure
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.tasks.callbacks import Hook
+from lockstep.tasks.callbacks import Callback
 from lockstep.tasks.measure import loss_and_values
 from lockstep.tasks.task import Task, has_training_step
-from lockstep.tasks.user_callbacks import OwnHooks
+from lockstep.tasks.user_callbacks import UserCallbacks
 
 
 def train(
@@ -25,18 +25,19 @@ def train(
     data: Dataset[Any],
     collate: Collate | None,
     config: RunConfig,
-    hooks: Sequence[Hook],
-    own: OwnHooks,
+    callbacks: Sequence[Callback],
+    own: UserCallbacks,
     unfinished: bool = False,
     order: Order | None = None,
 ) -> str | None:
     """Train until a limit is reached; returns why it stopped before that, if it did.
 
-    `hooks` validate, schedule and, last, save. `unfinished` is a run that was left before they were done with the last
+    `callbacks` validate, schedule and, last, save. `unfinished` is a run that was left before they were done with the
+    last
     step, in the midst of its validation: they begin with that.
     """
     limits = config.train
-    if unfinished and (stop := _after_hooks_of_ones_own(run, hooks, own)):
+    if unfinished and (stop := _after_user_callbacks(run, callbacks, own)):
         return stop
     if own.reason is not None:  # which the run was ended over before it could stop by itself
         return own.reason
@@ -56,7 +57,7 @@ def train(
                 return None
             if not training_step(run, task, batch):
                 continue
-            stop = _after_step(run, hooks, own)
+            stop = _after_step(run, callbacks, own)
             if stop or run.progress.step == limits.steps:
                 return stop
     return run.stopped
@@ -67,15 +68,15 @@ def step_of(task: Task) -> Callable[[Run, Task, Any], bool]:
     return _own_step if has_training_step(task) else _usual_step
 
 
-def _after_step(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> str | None:
+def _after_step(run: Run, callbacks: Sequence[Callback], own: UserCallbacks) -> str | None:
     own.after_step(run)
-    return _after_hooks_of_ones_own(run, hooks, own)
+    return _after_user_callbacks(run, callbacks, own)
 
 
-def _after_hooks_of_ones_own(run: Run, hooks: Sequence[Hook], own: OwnHooks) -> str | None:
+def _after_user_callbacks(run: Run, callbacks: Sequence[Callback], own: UserCallbacks) -> str | None:
     """What follows, so that a save at the end has everything that was done for the step."""
-    *before, saving = hooks
-    reasons = [hook.after_step(run) for hook in before]
+    *before, saving = callbacks
+    reasons = [callback.after_step(run) for callback in before]
     own.after_epoch(run)
     saving.after_step(run)
     return own.reason or next((reason for reason in reasons if reason), None)

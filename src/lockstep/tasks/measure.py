@@ -22,7 +22,7 @@ class TaskMeasure:
 
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, task
-        self.whole_set: WholeSet | None = whole_set_of_task(task, run.runtime)
+        self.epoch_metrics: WholeSet | None = whole_set_of_task(task, run.runtime)
         self.one_pass = defines(task, "evaluate_step")
         self._outputs: Any = None  # that evaluate_step returned for the current batch
         self.beside_loss: set[str] = set()  # names of values that the loss came with so far
@@ -31,7 +31,7 @@ class TaskMeasure:
         if self.one_pass:
             with self._run.autocast():
                 returned = self._task.evaluate_step(self._model, batch)
-            found, self._outputs = metrics_and_outputs(returned, self._task, self.whole_set is not None)
+            found, self._outputs = metrics_and_outputs(returned, self._task, self.epoch_metrics is not None)
             return found
         found = self.of_loss(batch)
         with self._run.autocast():
@@ -75,7 +75,7 @@ def metrics_and_outputs(returned: Any, task: Task, needs_outputs: bool) -> tuple
         )
     if needs_outputs and outputs is None:
         raise ConfigError(
-            f"{name} returned no outputs, which torchmetrics() and whole_set() are computed from: return `metrics, "
+            f"{name} returned no outputs, which torchmetrics() and epoch_metrics() are computed from: return `metrics, "
             'outputs`, with outputs such as {"preds": ..., "target": ...}'
         )
     if has_loss(task) and "loss" not in metrics:
@@ -131,7 +131,7 @@ def _described(value: Any) -> str:
 
 def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
     """The metrics of whole sets that a task defines, if any."""
-    wants = [name for name in ("torchmetrics", "whole_set") if defines(task, name)]
+    wants = [name for name in ("torchmetrics", "epoch_metrics") if defines(task, name)]
     if not wants:
         return None
     if not (defines(task, "outputs") or defines(task, "evaluate_step")):
@@ -140,4 +140,6 @@ def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
             'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
             "have evaluate_step(self, model, batch) return `metrics, outputs`"
         )
-    return WholeSet(task, runtime, keeps_outputs=defines(task, "whole_set"), updates=defines(task, "update_metrics"))
+    return WholeSet(
+        task, runtime, keeps_outputs=defines(task, "epoch_metrics"), updates=defines(task, "update_metrics")
+    )

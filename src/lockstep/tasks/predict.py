@@ -27,7 +27,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import evaluating
 from lockstep.record.writers import write_json
-from lockstep.strategy.base import share_of
+from lockstep.strategy.base import dp_rank_of
 from lockstep.tasks.prediction_files import PredictionFiles, columns_of, joined
 from lockstep.tasks.task import Task, create_task, defines
 from lockstep.tasks.trained import RESULT_FILE, bring_back, data_named, weights_asked_for
@@ -96,10 +96,10 @@ class _Work:
     def all_of(self, parts: Sequence[int]) -> bool:
         """Compute the parts that are this rank's; whether it was asked to leave before the last."""
         strategy, group = self._run.spread, self._run.group
-        share = share_of(strategy, group)
+        dp_rank = dp_rank_of(strategy, group)
         together = strategy.measures_together
-        mine = [parts[at] if at < len(parts) else None for at in range(share, _rounded(len(parts), strategy.shares),
-                                                                       strategy.shares)]  # fmt: skip
+        mine = [parts[at] if at < len(parts) else None for at in range(dp_rank, _rounded(len(parts), strategy.dp_size),
+                                                                       strategy.dp_size)]  # fmt: skip
         batches = [indices for part in mine for indices in self._batches_of(part, together)]
         fetched = self._fetched(batches)
         next_word = time.monotonic() + _TELL_SECONDS
@@ -108,7 +108,7 @@ class _Work:
                 if self._asked_to_leave(together):
                     return True
                 found = [self._computed(indices, next(fetched)) for indices in self._batches_of(part, together)]
-                if part is not None and strategy.speaks:
+                if part is not None and strategy.is_dp_leader:
                     real = [each for each in found if each is not None]
                     self._files.write(part, joined(real))
                 if self._run.is_main and time.monotonic() > next_word:
@@ -171,8 +171,8 @@ def _nothing() -> np.ndarray[Any, Any]:
     return np.empty(0, dtype=np.int64)
 
 
-def _rounded(count: int, shares: int) -> int:
-    return math.ceil(count / shares) * shares
+def _rounded(count: int, dp_size: int) -> int:
+    return math.ceil(count / dp_size) * dp_size
 
 
 def require_predict(task: Task, after: After) -> None:

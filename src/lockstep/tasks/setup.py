@@ -46,7 +46,7 @@ def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[s
             precision=limits.precision,
             clip_norm=limits.clip_norm,
             compile=limits.compile,
-            recompute=limits.recompute,
+            activation_checkpointing=limits.activation_checkpointing,
             on_nan=limits.on_nan,
             ema=limits.ema,
             shard=task.shard_rules(),

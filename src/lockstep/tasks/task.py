@@ -18,7 +18,7 @@ from lockstep.tasks.name_checks import check_names, instead_of
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
-    from lockstep.tasks.callbacks import Hook
+    from lockstep.tasks.callbacks import Callback
 
 
 class Task(abc.ABC):
@@ -52,7 +52,7 @@ class Task(abc.ABC):
         self, model: nn.Module, batch: Any
     ) -> Mapping[str, Tensor | Mean] | tuple[Mapping[str, Tensor | Mean], Mapping[str, Any]]:
         """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as `loss`, or one
-        value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `whole_set`, return
+        value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `epoch_metrics`, return
         `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost a forward pass of their own."""
         raise NotImplementedError
 
@@ -62,7 +62,8 @@ class Task(abc.ABC):
         return {}
 
     def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """What `torchmetrics` and `whole_set` are computed from, by name: tensors or lists with a row for every example
+        """What `torchmetrics` and `epoch_metrics` are computed from, by name: tensors or lists with a row for every
+        example
         of the batch, such as {"preds": model(inputs), "target": labels}."""
         raise NotImplementedError
 
@@ -76,7 +77,7 @@ class Task(abc.ABC):
         for each in metrics.values():
             each.update(**each._filter_kwargs(**outputs))
 
-    def whole_set(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def epoch_metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Metrics of a whole set, such as {"auc": roc_auc_score(...)}: given the outputs of all its examples, each
         exactly once and in the order of the dataset, in host memory. Called on rank 0."""
         return {}
@@ -130,8 +131,8 @@ class Task(abc.ABC):
         validation."""
         return None
 
-    def hooks(self) -> Sequence[Hook]:
-        """What else is to happen between steps; see lockstep.Hook. Those of the config come after them."""
+    def callbacks(self) -> Sequence[Callback]:
+        """What else is to happen between steps; see lockstep.Callback. Those of the config come after them."""
         return ()
 
     def predict(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.split import split_dataset
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.tasks.callbacks import Checkpointing, Hook, Scheduling, Validation, evaluated
+from lockstep.tasks.callbacks import Callback, Checkpointing, Scheduling, Validation, evaluated
 from lockstep.tasks.changed import Lengths, OptimizerArguments
 from lockstep.tasks.early_stop import EarlyStopping, epoch_name, known_as, metric_value, unknown_metric
 from lockstep.tasks.loop import train
@@ -23,7 +23,7 @@ from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import run_length
 from lockstep.tasks.setup import order_of, set_up
 from lockstep.tasks.task import Task, create_task, has_training_step
-from lockstep.tasks.user_callbacks import OwnHooks, own_hooks
+from lockstep.tasks.user_callbacks import UserCallbacks, own_callbacks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Datasets = dict[str, Dataset[Any]]
 def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
     task = create_task(config.task)
-    own = OwnHooks(own_hooks(task, config))
+    own = UserCallbacks(own_callbacks(task, config))
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
     collate: Collate | None = getattr(task, "collate", None)
@@ -48,13 +48,13 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     )  # fmt: skip
     scheduling = Scheduling(list(schedules.values()), validation)
     checkpointing = Checkpointing(config.checkpoint, validation)
-    run.attach("validation", validation)
-    own.attach(run)
+    run.register_state("validation", validation)
+    own.register_state(run)
 
     arguments = OptimizerArguments.of(config.optimizer)
-    run.attach("optimizer arguments", arguments)
-    run.attach("lengths", _lengths(datasets, config))
-    run.attach("run length", length)
+    run.register_state("optimizer arguments", arguments)
+    run.register_state("lengths", _lengths(datasets, config))
+    run.register_state("run length", length)
     run.restore()
     for name, optimizer in run.optimizers.items():
         scheduler = schedules[name].scheduler if name in schedules else None
@@ -64,11 +64,11 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
     open_ended = {"train": has_training_step(task), "val": not complete}
     check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
-    run.journal.begin(run.progress, length.steps)
+    run.aggregator.begin(run.progress, length.steps)
     own.before_training(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
-    hooks: list[Hook] = [validation, scheduling, checkpointing]
-    stopped = train(run, task, datasets["train"], collate, config, hooks, own, unfinished, order)
+    callbacks: list[Callback] = [validation, scheduling, checkpointing]
+    stopped = train(run, task, datasets["train"], collate, config, callbacks, own, unfinished, order)
     if stopped:
         logger.info("stopped early at step %d: %s", run.progress.step, stopped)
     validation.validate(run)
@@ -78,7 +78,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
         tested = evaluated(run, measure, test_data, batch_size, config.validation.on, collate)
         if tested is None:
             run.leave()
-        run.journal.write(run.progress, tested)
+        run.aggregator.write(run.progress, tested)
         metrics.update(tested)
     own.have_stopped(run)
     own.after_training(run, dict(metrics))
@@ -111,7 +111,7 @@ def _metric_names(
     all. Found on one batch: of data that is measured, or of that which is trained on, where somebody asks."""
     there: dict[str, Any] = {epoch_name("train/loss"): 0.0}
     validated, tested = _of_kind("val", datasets), _of_kind("test", datasets)
-    tried = validated or (tested if measure.whole_set is not None else {})
+    tried = validated or (tested if measure.epoch_metrics is not None else {})
     if not tried and any(known_as(name, there) is None for _, name in asked):
         tried = _of_kind("train", datasets)
     if not tried:

@@ -13,38 +13,38 @@ from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component, RunConfig
 from lockstep.distributed import trouble
 from lockstep.engine.run import Run
-from lockstep.errors import LOST_PEER, ConfigError, HookFailed, LockstepError
-from lockstep.tasks.callbacks import Hook
+from lockstep.errors import LOST_PEER, CallbackFailed, ConfigError, LockstepError
+from lockstep.tasks.callbacks import Callback
 from lockstep.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-class OwnHooks:
+class UserCallbacks:
     """All of them, asked one after the other at every moment that they have a method for."""
 
-    def __init__(self, hooks: Sequence[Any]) -> None:
-        self._named = dict(zip(_names(hooks), hooks, strict=True))
-        # Where no hook can give a reason, ranks need not tell each other whether one has.
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._named = dict(zip(_names(callbacks), callbacks, strict=True))
+        # Where no callback can give a reason, ranks need not tell each other whether one has.
         self._may_stop = {
-            moment: any(defines(each, moment) and not returns_nothing(each, moment) for each in hooks)
+            moment: any(defines(each, moment) and not returns_nothing(each, moment) for each in callbacks)
             for moment in ("after_step", "after_validation", "after_epoch")
         }
         # Where one says that it may stop a run after a step (`-> str | None`), ranks ask each other after every step.
         # Of any other, they learn at the next control sync.
         self._asks_after_step = any(
-            defines(each, "after_step") and may_return_reason(each, "after_step") for each in hooks
+            defines(each, "after_step") and may_return_reason(each, "after_step") for each in callbacks
         )
         # The reason to stop that one of them gave: saved, so that a run that is ended before it has stopped still does.
         self.reason: str | None = None
 
-    def attach(self, run: Run) -> None:
+    def register_state(self, run: Run) -> None:
         """Have the states saved with every checkpoint, and restored."""
-        for name, hook in self._named.items():
-            if defines(hook, STATE[0]):
-                run.checkpointer.attached.attach(f"hook {name}", _State(name, hook, run), elsewhere="rank 0")
+        for name, callback in self._named.items():
+            if defines(callback, STATE[0]):
+                run.checkpointer.attached.register(f"callback {name}", _State(name, callback, run), elsewhere="rank 0")
         if self._named:
-            run.attach("hooks", self)
+            run.register_state("callbacks", self)
 
     def before_training(self, run: Run) -> None:
         self._call("before_training", run)
@@ -82,99 +82,105 @@ class OwnHooks:
         """Call them, and keep the first reason to stop that one has on any rank: the same on all of them."""
         reason = self._call(moment, run, *arguments)
         if self._may_stop[moment]:
-            told = run.gather(reason, f"whether a hook stops the run {moment.replace('_', ' ')} {run.progress.step}")
+            told = run.gather(
+                reason, f"whether a callback stops the run {moment.replace('_', ' ')} {run.progress.step}"
+            )
             self.reason = self.reason or next((each for each in told if each), None)
 
     def _call(self, moment: str, run: Run, *arguments: Any) -> str | None:
         reasons = []
-        for name, hook in self._named.items():
-            if not defines(hook, moment):
+        for name, callback in self._named.items():
+            if not defines(callback, moment):
                 continue
-            returned = _guarded(name, hook, moment, run, *arguments)
+            returned = _guarded(name, callback, moment, run, *arguments)
             if returned is not None and not (isinstance(returned, str) and self._may_stop.get(moment)):
                 allowed = "a reason to stop, as text, or None" if self._may_stop.get(moment) else "nothing"
-                raise ConfigError(f"hook {name}.{moment} returned {returned!r}: it may return {allowed}")
-            reasons += [f"{returned} (hook {name})"] if returned else []
+                raise ConfigError(f"callback {name}.{moment} returned {returned!r}: it may return {allowed}")
+            reasons += [f"{returned} (callback {name})"] if returned else []
         return reasons[0] if reasons else None
 
 
-def own_hooks(task: Task, config: RunConfig) -> list[Any]:
+def own_callbacks(task: Task, config: RunConfig) -> list[Any]:
     """Those of the task, then those of the config, each checked before anything is trained."""
-    given = task.hooks()
+    given = task.callbacks()
     if isinstance(given, (str, dict)) or not hasattr(given, "__iter__"):
-        raise ConfigError(f"task: {type(task).__name__}.hooks() must return a list, got a {type(given).__name__}")
-    hooks = list(given)
-    for index, hook in enumerate(hooks):
-        if isinstance(hook, type):
-            raise ConfigError(f"task: hooks()[{index}] is the class {hook.__name__}: return {hook.__name__}(...)")
-        check_hook(hook, f"task: hooks()[{index}]")
-    for index, component in enumerate(config.hooks):
-        cls = hook_class(component, f"hooks[{index}]", config.task.type)
-        hook = construct(cls, component.arguments, f"hooks[{index}]")
-        check_hook(hook, f"hooks[{index}]")
-        hooks.append(hook)
-    return hooks
+        raise ConfigError(f"task: {type(task).__name__}.callbacks() must return a list, got a {type(given).__name__}")
+    callbacks = list(given)
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, type):
+            raise ConfigError(
+                f"task: callbacks()[{index}] is the class {callback.__name__}: return {callback.__name__}(...)"
+            )
+        check_callback(callback, f"task: callbacks()[{index}]")
+    for index, component in enumerate(config.callbacks):
+        cls = callback_class(component, f"callbacks[{index}]", config.task.type)
+        callback = construct(cls, component.arguments, f"callbacks[{index}]")
+        check_callback(callback, f"callbacks[{index}]")
+        callbacks.append(callback)
+    return callbacks
 
 
-def hook_class(component: Component, path: str, task: str = "") -> Any:
-    """What a config names as a hook, with everything that can be known of it without making one.
+def callback_class(component: Component, path: str, task: str = "") -> Any:
+    """What a config names as a callback, with everything that can be known of it without making one.
 
-    A file of hooks next to the task's travels with it: on another host it is next to the task's there.
+    A file of callbacks next to the task's travels with it: on another host it is next to the task's there.
     """
     file, _, name = component.type.rpartition(":")
     beside = Path(task.rpartition(":")[0]).parent / Path(file).name
     there = file.endswith(".py") and not Path(file).exists() and beside.exists()
     cls = import_object(f"{beside}:{name}" if there else component.type, path)
     if isinstance(cls, type):
-        check_hook(cls, path)
+        check_callback(cls, path)
     elif not callable(cls):
-        raise ConfigError(f"{path}: {component.type} is a {type(cls).__name__}, not a class of hooks (lockstep.Hook)")
+        raise ConfigError(
+            f"{path}: {component.type} is a {type(cls).__name__}, not a class of callbacks (lockstep.Callback)"
+        )
     return cls
 
 
 class _State:
-    """A hook's state, with the hook named where it cannot be had."""
+    """A callback's state, with the callback named where it cannot be had."""
 
-    def __init__(self, name: str, hook: Any, run: Run) -> None:
-        self._name, self._hook, self._run = name, hook, run
+    def __init__(self, name: str, callback: Any, run: Run) -> None:
+        self._name, self._callback, self._run = name, callback, run
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = _guarded(self._name, self._hook, "state_dict", self._run, without_run=True)
+        state: dict[str, Any] = _guarded(self._name, self._callback, "state_dict", self._run, without_run=True)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _guarded(self._name, self._hook, "load_state_dict", self._run, state, without_run=True)
+        _guarded(self._name, self._callback, "load_state_dict", self._run, state, without_run=True)
 
 
-def _guarded(name: str, hook: Any, method: str, run: Run, *arguments: Any, without_run: bool = False) -> Any:
-    """What a hook's method returns; what it raises is said to be its own."""
+def _guarded(name: str, callback: Any, method: str, run: Run, *arguments: Any, without_run: bool = False) -> Any:
+    """What a callback's method returns; what it raises is said to be its own."""
     given = arguments if without_run else (run, *arguments)
     activity = run.group.activity
     limit = 0.0 if method == "after_step" else activity.patience  # after an epoch it may well draw samples
     try:
-        with activity.within(f"hook {name}.{method}", limit=limit):
-            return getattr(hook, method)(*given)
+        with activity.within(f"callback {name}.{method}", limit=limit):
+            return getattr(callback, method)(*given)
     except Exception as error:
         if isinstance(error, LockstepError) or trouble.of(error) is not None or _lost_peer(error):
             raise  # which says by itself what it is: that another rank is gone, that memory is
-        raise HookFailed(name, method, run.progress.step, run.rank, error) from error
+        raise CallbackFailed(name, method, run.progress.step, run.rank, error) from error
 
 
 def _lost_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in LOST_PEER)
 
 
-def _names(hooks: Sequence[Any]) -> list[str]:
+def _names(callbacks: Sequence[Any]) -> list[str]:
     """Class names; of several of one class, the second is `Name 2`."""
     found: list[str] = []
-    for hook in hooks:
-        kind = type(hook).__name__
-        number = 1 + sum(type(each).__name__ == kind for each in hooks[: len(found)])
+    for callback in callbacks:
+        kind = type(callback).__name__
+        number = 1 + sum(type(each).__name__ == kind for each in callbacks[: len(found)])
         found.append(kind if number == 1 else f"{kind} {number}")
     return found
 
 
-MOMENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
+MOMENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))
 STATE = ("state_dict", "load_state_dict")
 # What other frameworks call them.
 ALIASES = {
@@ -198,20 +204,22 @@ ALIASES = {
 _SIMILAR = 0.75
 
 
-def check_hook(hook: Any, path: str) -> None:
-    """Refuse what is no hook, by the place where it was named; `hook` is an object or its class."""
-    cls = hook if inspect.isclass(hook) else type(hook)
+def check_callback(callback: Any, path: str) -> None:
+    """Refuse what is no callback, by the place where it was named; `callback` is an object or its class."""
+    cls = callback if inspect.isclass(callback) else type(callback)
     own = _methods(cls)
     if not own & {*MOMENTS, *STATE}:
         has = f"it has {', '.join(sorted(own))}" if own else "it has no method"
         hints = [right for name in sorted(own) if (right := _meant(name, set(MOMENTS)))]
         hint = f", did you mean {hints[0]}?" if hints else ""
-        raise ConfigError(f"{path}: {cls.__name__} is no hook: {has}, and a hook has one of {', '.join(MOMENTS)}{hint}")
+        raise ConfigError(
+            f"{path}: {cls.__name__} is no callback: {has}, and a callback has one of {', '.join(MOMENTS)}{hint}"
+        )
     absent = {*MOMENTS, *STATE} - own
     for name in sorted(own - {*MOMENTS, *STATE}):
         right = _meant(name, absent)
         if right or name.startswith(("before_", "after_")):
-            told = f"did you mean {right}?" if right else f"a hook has {', '.join(MOMENTS)}"
+            told = f"did you mean {right}?" if right else f"a callback has {', '.join(MOMENTS)}"
             raise ConfigError(f"{path}: {cls.__name__} defines {name}, which Lockstep does not call; {told}")
     missing = [name for name in STATE if name in absent]
     if len(missing) == 1:
@@ -221,23 +229,23 @@ def check_hook(hook: Any, path: str) -> None:
         _check_signature(cls, name, path)
 
 
-def defines(hook: Any, name: str) -> bool:
-    return name in _methods(type(hook))
+def defines(callback: Any, name: str) -> bool:
+    return name in _methods(type(callback))
 
 
-def returns_nothing(hook: Any, name: str) -> bool:
+def returns_nothing(callback: Any, name: str) -> bool:
     """Whether a method says of itself, by `-> None`, that it gives no reason to stop."""
-    return getattr(hook, name).__annotations__.get("return", "") in (None, "None")
+    return getattr(callback, name).__annotations__.get("return", "") in (None, "None")
 
 
-def may_return_reason(hook: Any, name: str) -> bool:
+def may_return_reason(callback: Any, name: str) -> bool:
     """Whether a method says of itself, by `-> str | None`, that it may give one."""
-    return "return" in getattr(hook, name).__annotations__ and not returns_nothing(hook, name)
+    return "return" in getattr(callback, name).__annotations__ and not returns_nothing(callback, name)
 
 
 def _methods(cls: type) -> set[str]:
     """The public methods of a class, and of those that it derives from, up to ours."""
-    known = [each for each in cls.__mro__ if each not in (Hook, object)]
+    known = [each for each in cls.__mro__ if each not in (Callback, object)]
     return {
         name
         for each in known
@@ -255,7 +263,7 @@ def _meant(name: str, absent: set[str]) -> str | None:
 
 def _check_signature(cls: type, name: str, path: str) -> None:
     """A method that cannot take what it is called with would fail hours later."""
-    expected = inspect.signature(getattr(Hook, name))
+    expected = inspect.signature(getattr(Callback, name))
     itself, *given = expected.parameters
     bound = not inspect.isfunction(inspect.getattr_static(cls, name))  # a class method, or a static one
     try:

@@ -47,7 +47,7 @@ _UNSHARDED = (
     "strategy.meshes={}",
     "strategy.shard={}",
     "strategy.offload=false",
-    "strategy.gather=float32",
+    "strategy.param_dtype=float32",
 )
 _ANY_DEVICES = ("devices=auto", "xla.chips=null")
 _PLAIN = (*_HERE, *_ANY_DEVICES, *_UNSHARDED)
@@ -139,7 +139,7 @@ def needed(steps: int) -> tuple[str, ...]:
         "checkpoint.keep.best=0",
         "launch.max_restarts=0",
         "launch.port=null",
-        "launch.grace=10 s",
+        "timeouts.stop=10 s",
     )
 
 

@@ -34,8 +34,8 @@ from lockstep.verify.findings import (
     metrics_apart,
     tolerance,
 )
-from lockstep.verify.lanes import Lanes
 from lockstep.verify.trial import Trial
+from lockstep.verify.workers import Lanes
 
 
 def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:

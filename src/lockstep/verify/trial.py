@@ -18,7 +18,7 @@ from lockstep.distributed.failure import describe_exit
 from lockstep.doctor.ask import environment
 from lockstep.record.run_folder import read_summary
 from lockstep.verify.combinations import Combination
-from lockstep.verify.lanes import Lanes, end
+from lockstep.verify.workers import Lanes, end
 
 LOSS = "train/loss"  # what training rows call it
 _LOOK_SECONDS = 0.5
@@ -147,7 +147,7 @@ def execute(
 
 
 def _losses(folder: Path | None) -> dict[int, float]:
-    from lockstep.record.recorder import METRICS_FILE
+    from lockstep.record.metric_writer import METRICS_FILE
     from lockstep.record.writers import SPEED, read_rows
 
     if folder is None or not (folder / METRICS_FILE).is_file():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lockstep import version
-from lockstep.config.schema import Launch
+from lockstep.config.schema import RunSettings
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import join
@@ -145,18 +145,18 @@ def hold(
     topology: Topology,
     runtime: Runtime,
     store: Any,
-    limits: Launch,
+    settings: RunSettings,
     evidence: Evidence,
     activity: Activity,
 ) -> tuple[list[Report], Group]:
     """Everybody's reports (on rank 0; on the others, their own) and the group, of which all members are known."""
     mine = report(topology, runtime, evidence)
     # Longer than both of its own waits, so that it is the roll call that says who is missing, and not the watch.
-    limit = 2 * (limits.join_timeout + VERDICT_SECONDS)
+    limit = 2 * (settings.timeouts.rendezvous + VERDICT_SECONDS)
     with activity.within("the roll call", waits=True, limit=limit):
-        reports = call(store, mine, evidence, limits.join_timeout, limits.share_devices)
-        group = join(topology, runtime, store, limits.timeout, activity)
-        prove(group, runtime, limits.join_timeout)
+        reports = call(store, mine, evidence, settings.timeouts.rendezvous, settings.launch.share_devices)
+        group = join(topology, runtime, store, settings.timeouts.collective, activity)
+        prove(group, runtime, settings.timeouts.rendezvous)
     return reports, group
 
 

@@ -36,7 +36,7 @@ _WORKER_SECONDS = 5.0
 
 def interval(limits: Limits) -> float:
     """Seconds between two beats: a second, or less where a stall is to be noticed within a few."""
-    return min(_INTERVAL, limits.stall_after / 8)
+    return min(_INTERVAL, limits.stall / 8)
 
 
 class Heartbeat:
@@ -61,7 +61,7 @@ class Heartbeat:
         self._asking = 1  # the number of the beat that waits for the store's answers; 0 between two beats
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
-        self.errand: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
+        self.on_beat: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
         self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
         self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: whoever shows where all ranks are
         self.ask_to_save: Callable[[], None] = lambda: None  # on rank 0, before ranks that others wait for are ended
@@ -96,8 +96,8 @@ class Heartbeat:
             while not self._stopping.wait(interval(self._limits)):
                 self._asking = self._count + 1
                 self._send()
-                if self.errand is not None:
-                    self.errand(self._store)
+                if self.on_beat is not None:
+                    self.on_beat(self._store)
                 if watcher is not None and (stall := watcher.look()) is not None:
                     self._store.set(VERDICT, stall.message)
                 elif watcher is not None and self._rank == 0:
@@ -181,7 +181,7 @@ class Heartbeat:
                 asking, since = self._asking, now
             quiet = now - since
             # Between two beats nothing is asked: that thread may be late on a host with too few cores.
-            if asking and self._threads[0].is_alive() and quiet > self._limits.stall_after:
+            if asking and self._threads[0].is_alive() and quiet > self._limits.stall:
                 doing = self._activity.now.doing
                 self._end(
                     f"rank {self._rank} has had no answer from the store for {quiet:.0f} s, while it was in "

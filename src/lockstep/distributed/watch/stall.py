@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.config.schema import Watch
+from lockstep.config.schema import Timeouts
 from lockstep.distributed.activity import Beat
 from lockstep.distributed.topology import ranks_text
 
-# Ranks that wait for different things wait for ever: no need to give them all of `stall_after`. On the CPU, that is:
+# Ranks that wait for different things wait for ever: no need to give them all of `timeouts.stall`. On the CPU, that is:
 # where a device works through a queue of its own, the host of one rank may wait for it while another has gone on.
 APART_SECONDS = 30.0
 
@@ -19,25 +19,25 @@ APART_SECONDS = 30.0
 class Limits:
     """How long a rank may go without progress: while it does something for the first time, and later."""
 
-    stall_after: float
-    first_time: float
+    stall: float
+    first_step: float
     apart: float = math.inf  # while they wait for different things, where that is shorter
 
     @classmethod
-    def of(cls, settings: Watch, runtime: str) -> Limits:
+    def of(cls, settings: Timeouts, runtime: str) -> Limits:
         """The limits for ranks on a device family; null is no limit."""
-        if settings.stall_after is None:
+        if settings.stall is None:
             return cls(math.inf, math.inf)
-        return cls(settings.stall_after, settings.first_time, APART_SECONDS if runtime == "cpu" else math.inf)
+        return cls(settings.stall, settings.first_step, APART_SECONDS if runtime == "cpu" else math.inf)
 
     def without_progress(self, beat: Beat | None) -> float:
         first = beat is None or beat.first
-        return max(self.stall_after, self.first_time if first else 0.0, beat.limit if beat else 0.0)
+        return max(self.stall, self.first_step if first else 0.0, beat.limit if beat else 0.0)
 
     def without_a_beat(self, beat: Beat | None) -> float:
         """Beats come from a thread of their own; only native code that holds Python's lock can keep them back."""
         limit = self.without_progress(beat)
-        return limit if limit < math.inf else max(self.stall_after, self.first_time)
+        return limit if limit < math.inf else max(self.stall, self.first_step)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def find_slow(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
         if each.rank in found
     ]
     waited = f"{ranks_text([each.rank for each in waiting])} waited {max(each.still for each in waiting):.0f} s for"
-    ends = "The run ends at the limit, which run.working(name, limit) or watch.stall_after sets; a save is requested"
+    ends = "The run ends at the limit, which run.working(name, limit) or timeouts.stall sets; a save is requested"
     return Stall(tuple(found), f"{waited} {', '.join(held_up)}. {ends}") if found else None
 
 
@@ -108,12 +108,12 @@ def _overdue(
     """
     there, waited = _there(everyone), max((each.still for each in waiting), default=math.inf)
     silent = {each.rank for each in there if each.quiet > part * _longest_silence(each, limits)}
-    if waited <= part * limits.stall_after:
+    if waited <= part * limits.stall:
         silent = set()
     # A device with a queue of its own holds up its host at any line while another rank takes the time that it may.
     allowed = max((limits.without_progress(each.beat) for each in everyone if _works(each)), default=0.0)
     if allowed == math.inf and any(each.beat and each.beat.waits for each in there):
-        allowed = max(limits.stall_after, limits.first_time)  # somebody waits for a rank of which nothing is known
+        allowed = max(limits.stall, limits.first_step)  # somebody waits for a rank of which nothing is known
     stuck = {each.rank for each in everyone if _works(each) and min(each.still, waited) > part * allowed}
     stuck -= {each.rank for each in waiting}
     return sorted(silent | stuck), silent

@@ -9,7 +9,7 @@ from lockstep.distributed.activity import Beat, beat_key
 from lockstep.distributed.watch.clock import RunningClock
 from lockstep.distributed.watch.stall import Limits, Seen, Stall, find_slow, find_stall
 
-# Early warnings, each with a request to save, are this many times `stall_after` apart.
+# Early warnings, each with a request to save, are this many times `timeouts.stall` apart.
 _EARLY_WARNINGS = 10
 
 
@@ -47,7 +47,7 @@ class Watcher:
         if slow.waited_for:
             if now < self._next_early_warning:
                 return None
-            self._next_early_warning = now + _EARLY_WARNINGS * self._limits.stall_after
+            self._next_early_warning = now + _EARLY_WARNINGS * self._limits.stall
         elif still < 2 * self._warned:
             return None
         else:

@@ -72,8 +72,8 @@ def train(folder: Path, config: RunConfig, tell: Tell) -> Result:
     return supervisor.launch(
         planned,
         max_restarts=config.launch.max_restarts,
-        grace=config.launch.grace,
-        watch=Limits.of(config.watch, config.runtime),
+        grace=config.timeouts.stop,
+        watch=Limits.of(config.timeouts, config.runtime),
         folder=folder,
     )
 

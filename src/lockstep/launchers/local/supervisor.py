@@ -33,8 +33,8 @@ from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, LaunchError, LockstepError, RankStalled
 from lockstep.launchers.local import fork_server, limits
 from lockstep.launchers.plan import LaunchPlan
-from lockstep.record import chronicle as chronicles
-from lockstep.record.chronicle import Chronicle
+from lockstep.record import timeline as chronicles
+from lockstep.record.timeline import Timeline
 from lockstep.runs.report import leave_report
 from lockstep.terminal import tell
 
@@ -73,17 +73,17 @@ def launch(
     is that of their run, where it is noted when what happened.
     """
     fork_server.warm_up(plan.threads)
-    with chronicles.opened(folder, _warn) as chronicle:
-        chronicle.note("start", world_size=len(plan.processes))
+    with chronicles.opened(folder, _warn) as timeline:
+        timeline.note("start", world_size=len(plan.processes))
         try:
-            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, chronicle, folder)
+            result = _launch(plan, entry, argument, max_restarts, grace, fresh, watch, timeline, folder)
         except LockstepError as error:  # no process could be started
-            chronicle.note("end", status="failed", note=str(error))
-            chronicle.close()
+            timeline.note("end", status="failed", note=str(error))
+            timeline.close()
             if folder is not None:
                 leave_report(folder, _warn)
             raise
-        chronicle.ended(result, len(plan.processes))
+        timeline.ended(result, len(plan.processes))
         return result
 
 
@@ -95,7 +95,7 @@ def _launch(
     grace: float,
     fresh: bool,
     watch: Limits | None,
-    chronicle: Chronicle,
+    timeline: Timeline,
     folder: Path | None,
 ) -> Result:
     signals = Signals(save_on_request=not fresh)  # a rank from the fork server ignores it until it listens
@@ -105,7 +105,7 @@ def _launch(
         for attempt in range(max_restarts + 1):
             heartbeats, kills = store.under(store_prefix(attempt)), limits.kills_for_memory()
             planned = plan.at(port, attempt, str(store.unix_path))
-            result = _attempt(planned, entry, argument, grace, fresh, signals, heartbeats, watch, chronicle)
+            result = _attempt(planned, entry, argument, grace, fresh, signals, heartbeats, watch, timeline)
             if result.failure is not None and limits.kills_for_memory() > kills:
                 result = replace(result, failure=ended_by_the_kernel(result.failure))
             failure = result.failure
@@ -118,7 +118,7 @@ def _launch(
                     f"{saved}. Call run.restore() after run.setup, and start the run again"
                 )
                 return result
-            chronicle.failed("restart", failure, len(plan.processes), attempt=attempt + 1)
+            timeline.failed("restart", failure, len(plan.processes), attempt=attempt + 1)
             tell(
                 f"lockstep: {failure.render(len(plan.processes))}\n"
                 f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {max_restarts})"
@@ -152,7 +152,7 @@ def _attempt(
     signals: Signals,
     heartbeats: Any,
     watch: Limits | None,
-    chronicle: Chronicle,
+    timeline: Timeline,
 ) -> Result:
     from lockstep.distributed.watch.watcher import Watcher
     from lockstep.launchers.local.ranks import start_functions
@@ -172,7 +172,7 @@ def _attempt(
             watcher = None
             if watch is not None:
                 watcher = Watcher(heartbeats, range(len(plan.processes)), watch, ranks.suspended)
-            return _supervise(ranks, error_files, grace, signals, watcher, chronicle)
+            return _supervise(ranks, error_files, grace, signals, watcher, timeline)
         finally:
             ranks.close(signal.SIGKILL)
             _tell_who_was_late(error_files)
@@ -196,7 +196,7 @@ def _supervise(
     grace: float,
     signals: Signals,
     watcher: Watcher | None,
-    chronicle: Chronicle,
+    timeline: Timeline,
 ) -> Result:
     asked, began = 0, math.inf
     deadline = float("inf")
@@ -218,7 +218,7 @@ def _supervise(
                 return Result(INTERRUPTED_EXIT_CODE) if done is None else _returned(done)
             doing = "finishing the step, saving and leaving" if ranks.done() is None else "done, and leaving"
             tell(f"lockstep: {signals.name}: {doing}; {signals.how_to_end} to end at once")
-            chronicle.note("preempt", note=signals.name)
+            timeline.note("preempt", note=signals.name)
             ranks.ask_to_stop()
             stop_file(error_files[0]).touch()  # for a rank that is only now being made and did not hear it
         if signals.save:
@@ -234,17 +234,17 @@ def _supervise(
                     tell(f"lockstep: {slow.message}")
                 if slow.waited_for and watcher.begun:
                     ranks.ask_to_save()
-            chronicle.show(watcher.everyone)
+            timeline.show(watcher.everyone)
             if stall is not None:
-                chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
-                return _end_stalled(ranks, stall, error_files, chronicle.folder)
+                timeline.note("stall", rank=stall.ranks[0], note=stall.message)
+                return _end_stalled(ranks, stall, error_files, timeline.folder)
             if asked and not watcher.begun and time.monotonic() > began + _EARLY_SECONDS and ranks.done() is None:
                 # Still compiling, connecting or fetching, in code that no signal reaches; no step has been made.
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
         if time.monotonic() > deadline:
             if (done := ranks.done()) is not None:
                 return _returned(done)
-            cause = f"was asked to stop and did not within {grace:g} s (launch.grace), so it was ended"
+            cause = f"was asked to stop and did not within {grace:g} s (timeouts.stop), so it was ended"
             return Result(5, failure=Failure(0, socket.gethostname(), cause, 5))
         time.sleep(_POLL_SECONDS)
 
@@ -273,9 +273,7 @@ def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path], folder: Pa
     if any(not report.consequence for report in _reports(error_files)):
         return _failed(error_files, {}, stopping=False)  # a rank failed, and then could not leave
     logger = suspect(folder, stall.message) if folder is not None else ""
-    cause = (
-        f"{stall.message}{logger}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
-    )
+    cause = f"{stall.message}{logger}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
     stuck = stall.ranks[0]
     kind, code = RankStalled.__name__, RankStalled.exit_code
     failure = Failure(stuck, socket.gethostname(), cause, code, kind, concerns_all_ranks=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config.load import check_profile_ranks, check_strategy
-from lockstep.config.schema import Launch, RunConfig
+from lockstep.config.schema import RunConfig
 from lockstep.config.slurm import limit_in_seconds
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
 
@@ -41,10 +41,10 @@ def resolved(config: RunConfig) -> RunConfig:
     check_strategy(config.strategy, config.runtime, tasks)
     check_profile_ranks(config.profile, tasks)
     limit = config.launch.slurm.time and limit_in_seconds(config.launch.slurm.time)
-    if limit and limit <= warning(config.launch):
+    if limit and limit <= warning(config):
         raise ConfigError(
-            f"launch.slurm: the time limit {config.launch.slurm.time} is {limit:g} s, and {warning(config.launch)} s "
-            "before it the run is asked to save (signal_before, or launch.grace where that is longer): as soon as it "
+            f"launch.slurm: the time limit {config.launch.slurm.time} is {limit:g} s, and {warning(config)} s "
+            "before it the run is asked to save (signal_before, or timeouts.stop where that is longer): as soon as it "
             "starts. Ask for more time, or set them lower"
         )
     return config.model_copy(update={"processes": tasks})
@@ -107,7 +107,7 @@ def _refuse_odd(folder: Path) -> None:
 
 
 def _options(config: RunConfig) -> list[str]:
-    asked, launch = config.launch.slurm, config.launch
+    asked = config.launch.slurm
     named = {
         "job-name": config.name,
         "partition": asked.partition,
@@ -119,7 +119,7 @@ def _options(config: RunConfig) -> list[str]:
         "cpus-per-task": asked.cpus_per_task,
         "gpus-per-node": asked.gpus_per_node,
         "time": asked.time,
-        "signal": f"TERM@{warning(launch)}",
+        "signal": f"TERM@{warning(config)}",
         "chdir": Path.cwd(),
         "export": "ALL",
         "open-mode": "append",
@@ -131,15 +131,15 @@ def _options(config: RunConfig) -> list[str]:
     return options
 
 
-def warning(launch: Launch) -> int:
+def warning(config: RunConfig) -> int:
     """Seconds before the limit at which the ranks are asked to save: what saving may take, at least."""
-    return math.ceil(max(launch.slurm.signal_before, launch.grace))
+    return math.ceil(max(config.launch.slurm.signal_before, config.timeouts.stop))
 
 
 def srun(config: RunConfig) -> list[str]:
     """Ranks find out by themselves that one of them failed; SLURM ends those that do not, after a while."""
     cpus = config.launch.slurm.cpus_per_task
-    grace = math.ceil(config.launch.grace)
+    grace = math.ceil(config.timeouts.stop)
     more = [f"--cpus-per-task={cpus}"] if cpus is not None else []  # srun does not take it over from sbatch
     return ["srun", "--kill-on-bad-exit=0", f"--wait={grace}", *more]
 

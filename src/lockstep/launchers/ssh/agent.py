@@ -59,7 +59,7 @@ class Agent:
     def run(self) -> int:
         warm_up(self._threads)
         with self._signals.listening(), self._led() as head:
-            line = Line(self._connect, self._config.launch.join_timeout, self._order.index)
+            line = Line(self._connect, self._config.timeouts.rendezvous, self._order.index)
             line.say(attempt=-1)
             line.open()
             try:
@@ -91,7 +91,7 @@ class Agent:
 
     @property
     def _patience(self) -> float:
-        return GONE_SECONDS if self._attempt >= 0 else self._config.launch.join_timeout
+        return GONE_SECONDS if self._attempt >= 0 else self._config.timeouts.rendezvous
 
     def _begin(self, word: dict[str, Any], line: Line) -> None:
         """Take part in a new attempt, where this host has a share of it."""
@@ -161,9 +161,9 @@ class Agent:
         _make_run_folder(self._order)
         with folder_lock.locked(folder), _marked(self._order), mirrored(folder, self._config, tell, url) as mirror:
             run_folder.has_begun(folder)
-            limits = Limits.of(self._config.watch, str(self._config.runtime))
+            limits = Limits.of(self._config.timeouts, str(self._config.runtime))
             self._job.has_begun(port)
-            store = self._connect(self._config.launch.join_timeout)
+            store = self._connect(self._config.timeouts.rendezvous)
             yield _Leading(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
         server.close()
 

@@ -87,7 +87,7 @@ class PodCommands:
             return self.asking("stop", worker, job=job, at_once=at_once)
         from lockstep.launchers.ssh import container
 
-        grace = 1.0 if at_once else self.config.launch.grace
+        grace = 1.0 if at_once else self.config.timeouts.stop
         return self.transport.run(container.stop(self.config.pod, grace), worker)
 
     def archive(self, worker: int) -> Path:

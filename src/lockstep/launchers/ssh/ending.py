@@ -30,7 +30,7 @@ def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | Non
         say(f"lockstep: {error}")
     leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
     config = order.run_config()
-    limit = config.checkpoint.timeout if result.exit_code == 0 else config.launch.grace
+    limit = config.timeouts.checkpoint if result.exit_code == 0 else config.timeouts.stop
     behind = mirror.finish(limit) if mirror is not None else None
     code, status = _tell(order, result, world_size, say)
     if behind is not None:

@@ -23,9 +23,9 @@ from lockstep.distributed.watch.watcher import Watcher
 from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
 from lockstep.launchers.ssh.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
 from lockstep.launchers.ssh.order import Order, Share, shares
-from lockstep.record import chronicle as chronicles
-from lockstep.record.chronicle import Chronicle
+from lockstep.record import timeline as chronicles
 from lockstep.record.logger_calls import suspect
+from lockstep.record.timeline import Timeline
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
@@ -48,8 +48,12 @@ class Head:
 
     def __init__(self, order: Order, store: Client, limits: Limits, signals: Signals) -> None:
         self._order, self._store, self._limits, self._signals = order, store, limits, signals
-        launch = order.run_config().launch
-        self._grace, self._restarts, self._join = launch.grace, launch.max_restarts, launch.join_timeout
+        config = order.run_config()
+        self._grace, self._restarts, self._join = (
+            config.timeouts.stop,
+            config.launch.max_restarts,
+            config.timeouts.rendezvous,
+        )
         self._clock = RunningClock()
         self._count = 0
         self._word: dict[str, Any] = {"attempt": -1}
@@ -59,14 +63,14 @@ class Head:
         self._closed_at: dict[int, float] = {}  # of those that have not come back
         self.lost: dict[int, str] = {}
         self._shares: list[Share] = []
-        self._chronicle: Chronicle
+        self._timeline: Timeline
         self._blind: set[int] = set()  # hosts that do not see the run's folder, and were told of
 
     def run(self) -> Result:
-        with chronicles.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._chronicle:
-            self._chronicle.note("start", note=", ".join(each.name for each in self._order.hosts))
+        with chronicles.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._timeline:
+            self._timeline.note("start", note=", ".join(each.name for each in self._order.hosts))
             result = self._run()
-            self._chronicle.ended(result, self.world_size)
+            self._timeline.ended(result, self.world_size)
             return result
 
     def _run(self) -> Result:
@@ -84,7 +88,7 @@ class Head:
                 gone = ", ".join(self._name(host) for host in self.lost)
                 tell(f"lockstep: no other attempt: {gone} is gone, and launch.hosts has no spare that is left")
                 break
-            self._chronicle.failed("restart", failure, self.world_size, attempt=attempt + 1)
+            self._timeline.failed("restart", failure, self.world_size, attempt=attempt + 1)
             self._tell_restart(failure, attempt)
         return self._finish(result)
 
@@ -115,7 +119,7 @@ class Head:
         cause = (
             f"{names} did not come within {self._join:g} s: the agent was started there, but does not reach "
             f"{self._order.head.address} port {self._order.port} on {self._name(0)}. Check the firewall between them; "
-            "launch.join_timeout sets the limit"
+            "timeouts.rendezvous sets the limit"
         )
         return Failure(0, self._name(0), cause, 3, HostLost.__name__, concerns_all_ranks=True)
 
@@ -153,7 +157,7 @@ class Head:
             if stopped is None and (asked := self._asked()):
                 stopped = now
                 self._say(stop=True)
-                self._chronicle.note("preempt", note=asked)
+                self._timeline.note("preempt", note=asked)
                 tell(f"lockstep: {asked}: finishing the step, saving and leaving")
             if self._signals.count > 1:
                 return Result(INTERRUPTED_EXIT_CODE)
@@ -163,9 +167,9 @@ class Head:
             if now > watched_at + _WATCH_SECONDS:
                 watched_at = now
                 stall = watcher.look()
-                self._chronicle.show(watcher.everyone)
+                self._timeline.show(watcher.everyone)
                 if stall is not None and failed_at is None:
-                    self._chronicle.note("stall", rank=stall.ranks[0], note=stall.message)
+                    self._timeline.note("stall", rank=stall.ranks[0], note=stall.message)
                     return self._stalled(stall.ranks[0], stall.message)
                 if (slow := watcher.warning()) is not None:
                     tell(f"lockstep: {slow.message}")
@@ -174,7 +178,7 @@ class Head:
             if stopped is not None and not watcher.begun and now > stopped + _EARLY_SECONDS:
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
             if stopped is not None and now > stopped + self._grace:
-                cause = f"was asked to stop and did not within {self._grace:g} s (launch.grace), so it was ended"
+                cause = f"was asked to stop and did not within {self._grace:g} s (timeouts.stop), so it was ended"
                 return Result(5, failure=Failure(0, self._name(0), cause, 5))
             time.sleep(_LOOK_SECONDS)
 
@@ -188,7 +192,7 @@ class Head:
         self._say(stacks=True)
         time.sleep(_DUMP_SECONDS)
         message += suspect(Path(self._order.folder), message)
-        cause = f"{message}. The stacks of all threads are in the ranks' logs; watch.stall_after sets the limit"
+        cause = f"{message}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
         code = RankStalled.exit_code
         failure = Failure(rank, self._host_of(rank), cause, code, RankStalled.__name__, concerns_all_ranks=True)
         return Result(code, failure=failure)

@@ -329,7 +329,7 @@ class Pod(PodCommands):
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Ask the head to save and leave; where it is out of reach, every host."""
         head = self.head(record)
-        limit = _ANSWER_SECONDS + self.config.launch.grace  # a container is waited for
+        limit = _ANSWER_SECONDS + self.config.timeouts.stop  # a container is waited for
         (done,) = execute(self.stopping(head, record.job, at_once), limit)
         if done.code:
             why = self.transport.explain(done.command, done.code, done.errors)

@@ -50,7 +50,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
 
     from lockstep.distributed.topology import Topology
     from lockstep.engine.run import Run
-    from lockstep.engine.stop_requests import Requests
+    from lockstep.engine.stop_requests import StopRequests
     from lockstep.planner.tpu import noted
     from lockstep.record.display import Display
     from lockstep.tasks.schedules import RunLength
@@ -78,7 +78,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     register = noted.Register()
     runtime = noted.NotedRuntime(settings, target.devices, register)
     with noted.world(ranks, register) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), Requests())
+        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
         set_up(run, task, settings, RunLength(10**9, 10**6))
         state = noted.State(run, register)
         runtime.at_end_of_program = state.renew_gradients

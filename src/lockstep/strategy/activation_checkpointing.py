@@ -19,17 +19,22 @@ from lockstep.strategy.forward import Forward, wrap_forward
 logger = logging.getLogger(__name__)
 
 
-def recompute(model: nn.Module, which: str, blocks: str | None, runtime: Runtime, to_be_compiled: bool = False) -> None:
+def checkpoint_activations(
+    model: nn.Module, which: str, blocks: str | None, runtime: Runtime, to_be_compiled: bool = False
+) -> None:
     """Let the blocks of a model (or the modules of a pattern) keep no more than their inputs for the backward pass.
 
     Every number stays the same, bit for bit: dropout draws what it drew, and running statistics move once. `blocks` is
     the pattern of strategy.blocks. With `to_be_compiled`, torch.compile is to be put around it.
     """
-    found = find_blocks(model, blocks) if which == BLOCKS else find_blocks(model, which, "train.recompute")
+    found = (
+        find_blocks(model, blocks) if which == BLOCKS else find_blocks(model, which, "train.activation_checkpointing")
+    )
     if not found:
         logger.warning(
-            "train.recompute: blocks: %s has no stack of blocks that are alike, so that nothing is recomputed; name "
-            "modules by a pattern (strategy.blocks, or train.recompute itself)",
+            "train.activation_checkpointing: blocks: %s has no stack of blocks that are alike, so that nothing "
+            "is recomputed; name "
+            "modules by a pattern (strategy.blocks, or train.activation_checkpointing itself)",
             type(model).__name__,
         )
         return

@@ -14,7 +14,7 @@ from lockstep.distributed.group import Group
 from lockstep.errors import NonFiniteGradients, NonFiniteLoss
 from lockstep.record.logger import Kind
 from lockstep.record.meters import Meter, Reading, Totals
-from lockstep.record.recorder import Recorder
+from lockstep.record.metric_writer import MetricWriter
 from lockstep.record.samples import check_name
 from lockstep.runtime.base import Runtime
 
@@ -46,20 +46,20 @@ class Apart:
     meter: Meter
 
 
-class Journal:
+class MetricAggregator:
     """One rank's notes. Bringing them together is a gathering, so all ranks do it at the same steps."""
 
     def __init__(
         self,
         group: Group,
-        recorder: Recorder | None,
+        metric_writer: MetricWriter | None,
         every: Interval,
         runtime: Runtime | None = None,
-        speaks: bool = True,
+        is_dp_leader: bool = True,
     ) -> None:
         """A rank that works on the same share of a batch as another, which `speaks` for both, adds nothing to sums."""
-        self._speaks = speaks
-        self._group, self._recorder, self._runtime = group, recorder, runtime  # only rank 0 has a recorder
+        self._speaks = is_dp_leader
+        self._group, self._metric_writer, self._runtime = group, metric_writer, runtime  # only rank 0 has a recorder
         self._due = Due(every)
         self._meter = Meter(runtime)
         self._apart: list[Apart] = []
@@ -119,8 +119,8 @@ class Journal:
 
     def begin(self, progress: Progress, total_steps: int | None) -> None:
         self._group.activity.total_steps = total_steps
-        if self._recorder is not None:
-            self._recorder.begin(progress, total_steps)
+        if self._metric_writer is not None:
+            self._metric_writer.begin(progress, total_steps)
 
     def bring_together(self, progress: Progress) -> None:
         """Add up what all ranks noted since the last time; refuses to go on with a loss that is not a number."""
@@ -185,9 +185,9 @@ class Journal:
         self._last_gathered_step = self._last_row_step = step
         if state is not None:
             self._load_state_dict(state)
-        if self._recorder is not None:
+        if self._metric_writer is not None:
             rows = 0 if state is None else state.get("rows")
-            self._recorder.forget_after(step, self._last_row_step, rows)
+            self._metric_writer.forget_after(step, self._last_row_step, rows)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -197,7 +197,7 @@ class Journal:
             "skips": self._skips,
             "learning_rates": {name: float(rate) for name, rate in self.learning_rates.items()},
             "last_row_step": self._last_row_step,
-            "rows": self._recorder.rows if self._recorder is not None else None,
+            "rows": self._metric_writer.rows if self._metric_writer is not None else None,
         }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,18 +211,18 @@ class Journal:
         """Something to look at, of rank 0; what others give is ignored. `make` checks it, and brings it to the host."""
         path = f"run.log_{make.__name__}({name!r}) at step {step}"
         # Under XLA a value that one rank alone asked for would have it run a program that the others do not.
-        if self._recorder is None and not (self._runtime is not None and self._runtime.compiles_everything):
+        if self._metric_writer is None and not (self._runtime is not None and self._runtime.compiles_everything):
             return
         check_name(name, path)
         value = make(*given, path)
-        if self._recorder is not None:
-            self._recorder.sample(step, name, kind, value)
+        if self._metric_writer is not None:
+            self._metric_writer.sample(step, name, kind, value)
 
     def close(self, status: str = "completed", limit: float | None = None) -> None:
         """The end of all loggers, within `log.timeout` or a limit below that."""
-        if self._recorder is not None:
+        if self._metric_writer is not None:
             with self._group.activity.within("the end of the loggers", limit=self._group.activity.patience):
-                self._recorder.close(status, limit)
+                self._metric_writer.close(status, limit)
 
     def _take_busy(self, step: int) -> float:
         busy = self._busy_seconds / max(step - self._last_gathered_step, 1)
@@ -244,8 +244,8 @@ class Journal:
             self.since_validation.add(each["sums"])
         self._group.activity.busy = busy
         self._note_memory()
-        if self._recorder is not None:
-            self._recorder.note_lags(step, [each["busy"] for each in messages])
+        if self._metric_writer is not None:
+            self._metric_writer.note_lags(step, [each["busy"] for each in messages])
         self._write_apart([each["apart"] for each in messages])
 
     def _note_memory(self) -> None:
@@ -267,7 +267,7 @@ class Journal:
     def _write(self, row: dict[str, Any], at: float) -> None:
         single = {name: value for name, value in row.items() if not isinstance(value, list)}  # what rows alone have
         self.latest.update({name: value for name, value in single.items() if name.partition("/")[0] not in _NO_METRICS})
-        if self._recorder is not None:
-            self._recorder.write(dict(row), at)
+        if self._metric_writer is not None:
+            self._metric_writer.write(dict(row), at)
         if self.listener is not None:
             self.listener(row)

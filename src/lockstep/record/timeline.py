@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import run_files
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.record.aside import Aside
+from lockstep.record.live_files import Aside
 
 if TYPE_CHECKING:
     from lockstep.distributed.failure import Failure, Result
@@ -39,7 +39,7 @@ _LONGEST_TEXT, _LONGEST_ROW = 4000, 1_000_000
 _LAG_SECONDS, _LAG_LINES = 1.0, 100
 
 
-class Chronicle:
+class Timeline:
     """One process's part of it. Every method returns at once, whatever the disk does."""
 
     def __init__(
@@ -102,16 +102,16 @@ class Chronicle:
 
 
 @contextlib.contextmanager
-def opened(folder: Path | None, warn: Callable[[str], object], timeline: str = TIMELINE_FILE) -> Iterator[Chronicle]:
+def opened(folder: Path | None, warn: Callable[[str], object], file: str = TIMELINE_FILE) -> Iterator[Timeline]:
     """For a launcher; without a folder nothing is written."""
-    chronicle = Chronicle(folder, warn, timeline) if folder is not None else _Nowhere()
+    timeline = Timeline(folder, warn, file) if folder is not None else _Nowhere()
     try:
-        yield chronicle
+        yield timeline
     finally:
-        chronicle.close()
+        timeline.close()
 
 
-class _Nowhere(Chronicle):
+class _Nowhere(Timeline):
     def __init__(self) -> None:
         self.folder = None
 

@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 _MOST = 4
 _LOOK_SECONDS = 0.2
-# Once asked to stop, a run has `launch.grace` to leave, and this is longer.
+# Once asked to stop, a run has `timeouts.stop` to leave, and this is longer.
 _LEAVE_SECONDS = 20.0
 
 

@@ -30,12 +30,12 @@ from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.runtime.base import Runtime
 from lockstep.strategy import graphs
-from lockstep.strategy.base import Strategy, share_of
+from lockstep.strategy.base import Strategy, dp_rank_of
 
 logger = logging.getLogger(__name__)
 
 
-class Feed:
+class BatchFeed:
     """What one rank is given to train on, and where that leaves it: the progress, a cursor per source, the step."""
 
     def __init__(
@@ -54,12 +54,12 @@ class Feed:
         self._profiler, self._guard, self._safe_point, self._gradients = profiler, guard, safe_point, gradients
         self._runtime, self._fixed_shapes = runtime, runtime.fixed_shapes
         self._seed = settings.seed
-        self._share, self._shuffle_buffer = share_of(strategy, group), settings.data.shuffle_buffer
+        self._dp_rank, self._shuffle_buffer = dp_rank_of(strategy, group), settings.data.shuffle_buffer
         self._loaders = Loaders(
-            self._share, strategy.shares, settings.seed, settings.data, runtime, strategy.batch_multiple
+            self._dp_rank, strategy.dp_size, settings.seed, settings.data, runtime, strategy.batch_multiple
         )
         self._streams = Streams(
-            self._share, strategy.shares, settings.seed, self._loaders.loading, runtime.fixed_shapes,
+            self._dp_rank, strategy.dp_size, settings.seed, self._loaders.loading, runtime.fixed_shapes,
             strategy.batch_multiple,
         )  # fmt: skip
         self.progress = Progress()
@@ -214,7 +214,7 @@ class Feed:
             cursor.batch, cursor.stream = 0, None
         cursor.kind = "batches"
         micros = streamed(
-            self._group, batches, count, name, self._share, self._strategy.shares, cursor.batch,
+            self._group, batches, count, name, self._dp_rank, self._strategy.dp_size, cursor.batch,
             [self._seed, cursor.epoch] if stateful or ahead else None,
         )  # fmt: skip
         with contextlib.closing(micros):
@@ -223,14 +223,14 @@ class Feed:
     def _load_place(self, cursor: Cursor, batches: Any, name: str) -> None:
         """Give a source of batches with a state the one that this rank's share of it had."""
         assert cursor.stream is not None
-        saved = cursor.stream["shares"]
-        if len(saved) != self._strategy.shares:
+        saved = cursor.stream["dp_size"]
+        if len(saved) != self._strategy.dp_size:
             raise ConfigError(
                 f"run.stream: {cursor.batch} batches of this pass over {name!r} were done by {len(saved)} ranks, each "
-                f"of which had a share of it, and now there are {self._strategy.shares}: go on with {len(saved)}, or "
+                f"of which had a share of it, and now there are {self._strategy.dp_size}: go on with {len(saved)}, or "
                 "from a checkpoint at the end of an epoch"
             )
-        batches.load_state_dict(saved[self._share])
+        batches.load_state_dict(saved[self._dp_rank])
 
     def _exchange_places(self) -> None:
         """Where streams are that have moved on: known by all ranks of all shares, as it is saved."""
@@ -238,9 +238,9 @@ class Feed:
         if not moved:
             return
         mine = [each.place() for each in moved if each.place is not None]
-        found = places.gathered(self._group, self._share, self._strategy.shares, mine, [each.name for each in moved])
-        for cursor, shares in zip(moved, found, strict=True):
-            cursor.stream, cursor.place = {"kind": cursor.kind, "shares": shares}, None
+        found = places.gathered(self._group, self._dp_rank, self._strategy.dp_size, mine, [each.name for each in moved])
+        for cursor, dp_size in zip(moved, found, strict=True):
+            cursor.stream, cursor.place = {"kind": cursor.kind, "dp_size": dp_size}, None
 
     def for_evaluation(self, *args: Any, **how: Any) -> Any:
         """The loader of a dataset that is evaluated."""
@@ -307,7 +307,7 @@ class Feed:
                     break
                 micro, batch = following
                 continues = self.step is not None and self.step.has_taken(cursor)
-                self.step = self.step or Step(self._strategy.shares)
+                self.step = self.step or Step(self._strategy.dp_size)
                 self.step.take(cursor, micro)
                 self._strategy.sync_gradients(self.step.completes_batch)
                 batch = self._strategy.move(batch, micro.number)
@@ -391,7 +391,7 @@ class Feed:
                 )
 
     def _tell_uneven_shares(self, batch_size: int) -> None:
-        uneven = uneven_shares(batch_size, self._strategy.shares, "batch_size")
+        uneven = uneven_shares(batch_size, self._strategy.dp_size, "batch_size")
         if uneven and batch_size not in self._told_uneven:
             self._told_uneven.add(batch_size)
             logger.info(uneven)

@@ -27,7 +27,7 @@ def test_losses_weights_and_buffers_are_those_of_a_run_without_it(
     settings = {"precision": precision, "accumulate": accumulate}
     usual, recomputed = fresh(), fresh()
     losses = train(new_run(), usual, **settings)
-    assert train(new_run(), recomputed, recompute=which, **settings) == losses
+    assert train(new_run(), recomputed, activation_checkpointing=which, **settings) == losses
     before, after = usual.state_dict(), recomputed.state_dict()
     assert list(before) == list(after)
     assert any("running_mean" in name for name in before) and any("_u" in name for name in before)
@@ -55,20 +55,20 @@ class CountingStack(Stack):
         self.blocks = nn.ModuleList(Counting() for _ in range(3))
 
 
-@pytest.mark.parametrize("recompute", [None, "blocks"])
-def test_activations_are_dropped_and_computed_again(new_run: Runs, recompute: str | None) -> None:
+@pytest.mark.parametrize("activation_checkpointing", [None, "blocks"])
+def test_activations_are_dropped_and_computed_again(new_run: Runs, activation_checkpointing: str | None) -> None:
     run, model = new_run(), fresh(CountingStack)
-    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), recompute=recompute)
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), activation_checkpointing=activation_checkpointing)
     loss = run.model(DATA.tensors[0]).sum()
-    assert [block.kept() is None for block in model.blocks] == [recompute is not None] * 3
+    assert [block.kept() is None for block in model.blocks] == [activation_checkpointing is not None] * 3
     run.backward(loss)
     run.step()
-    assert [block.passes for block in model.blocks] == [2 if recompute else 1] * 3
+    assert [block.passes for block in model.blocks] == [2 if activation_checkpointing else 1] * 3
 
 
 def test_without_gradients_nothing_is_done_twice(new_run: Runs) -> None:
     run, model = new_run(), fresh(CountingStack)
-    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), recompute="blocks")
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), activation_checkpointing="blocks")
     with torch.no_grad():
         run.module(DATA.tensors[0])
     assert [block.passes for block in model.blocks] == [1] * 3
@@ -77,7 +77,7 @@ def test_without_gradients_nothing_is_done_twice(new_run: Runs) -> None:
 def test_a_deep_copy_computes_with_its_own_weights(new_run: Runs) -> None:
     """As one makes it for averaged weights; with what is done around a block's forward pass in place."""
     run, model = new_run(), fresh(dropout=0.0)
-    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), recompute="blocks")
+    run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), activation_checkpointing="blocks")
     inputs = DATA.tensors[0]
     before = run.module(inputs)
     twin = copy.deepcopy(run.module)
@@ -104,27 +104,30 @@ def test_a_layer_that_is_used_again_and_again(new_run: Runs) -> None:
             return x
 
     usual, recomputed = fresh(Shared), fresh(Shared)
-    assert train(new_run(), recomputed, recompute="blocks") == train(new_run(), usual)
+    assert train(new_run(), recomputed, activation_checkpointing="blocks") == train(new_run(), usual)
     assert all(torch.equal(value, recomputed.state_dict()[name]) for name, value in usual.state_dict().items())
 
 
 def test_a_model_without_blocks_is_told_of(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     with caplog.at_level(logging.WARNING):
-        train(new_run(), model, recompute="blocks")
+        train(new_run(), model, activation_checkpointing="blocks")
     assert "Sequential has no stack of blocks that are alike, so that nothing is recomputed" in caplog.text
 
 
 def test_the_blocks_of_the_config_count(new_run: Runs) -> None:
     run, model = new_run(strategy={"blocks": "blocks.1"}), fresh(CountingStack)
-    train(run, model, steps=1, recompute="blocks")
+    train(run, model, steps=1, activation_checkpointing="blocks")
     assert [block.passes for block in model.blocks] == [1, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recompute": "layers.*"}, r"train\.recompute: layers\.\*: no module .* nearest are blocks\."),
+        (
+            {"activation_checkpointing": "layers.*"},
+            r"train\.activation_checkpointing: layers\.\*: no module .* nearest are blocks\.",
+        ),
         ({"compile": "bloks"}, "compile must be True, False, 'blocks', or a mapping"),
     ],
 )
@@ -144,4 +147,4 @@ class Caching(Block):
 def test_a_block_that_keeps_something_is_told_what_to_do(new_run: Runs) -> None:
     model = nn.Sequential(*(Caching(8, 0.0, False) for _ in range(2)))
     with pytest.raises(ConfigError, match=r"recomputed must not keep anything .*use_cache=False"):
-        train(new_run(), model, recompute="blocks")
+        train(new_run(), model, activation_checkpointing="blocks")

@@ -17,8 +17,8 @@ from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat
 from lockstep.distributed.watch.stall import Limits, Seen
 from lockstep.engine.compile_guard import Phases
-from lockstep.record import chronicle as chronicles
-from lockstep.record.chronicle import Chronicle, newest_row
+from lockstep.record import timeline as chronicles
+from lockstep.record.timeline import Timeline, newest_row
 from lockstep.runs.lags import read_lags, typical
 from lockstep.runs.live import read_live
 from lockstep.runs.timeline import read_timeline
@@ -30,13 +30,13 @@ def beat(step: int, busy: float | None = None, **more: Any) -> Beat:
 
 
 def test_entries_are_lines_in_their_order_and_phases_have_an_end(tmp_path: Path) -> None:
-    with chronicles.opened(tmp_path, pytest.fail) as chronicle:
-        chronicle.note("start", world_size=2)
-        with chronicle.during("save", step=7):
+    with chronicles.opened(tmp_path, pytest.fail) as timeline:
+        timeline.note("start", world_size=2)
+        with timeline.during("save", step=7):
             pass
         failure = Failure(1, "anna", "ValueError: no", 5, traceback="x" * 10_000)
-        chronicle.failed("restart", failure, 2, attempt=1)
-        chronicle.ended(Result(75), 2)
+        timeline.failed("restart", failure, 2, attempt=1)
+        timeline.ended(Result(75), 2)
     start, save, restart, end = read_timeline(tmp_path)
     assert (start.kind, start.until, start.world_size) == ("start", None, 2)
     assert save.step == 7 and save.until is not None and save.until >= save.at
@@ -46,10 +46,10 @@ def test_entries_are_lines_in_their_order_and_phases_have_an_end(tmp_path: Path)
 
 def test_where_ranks_are_is_replaced_at_most_once_a_second(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 9, "loss": 0.5}\n{"step": 10, "lo', encoding="utf-8")
-    chronicle = Chronicle(tmp_path)
+    timeline = Timeline(tmp_path)
     for step in range(5, 50):
-        chronicle.show([Seen(0, beat(step, 0.02), 1.0), Seen(1, beat(4, 0.05), 0.0), Seen(2, None, 3.0)])
-    chronicle.close()
+        timeline.show([Seen(0, beat(step, 0.02), 1.0), Seen(1, beat(4, 0.05), 0.0), Seen(2, None, 3.0)])
+    timeline.close()
     live = read_live(tmp_path)
     assert live is not None and (live.step, live.total_steps, live.world_size) == (5, 100, 3)
     assert live.latest == {"step": 9, "loss": 0.5} and live.age() < 60
@@ -68,10 +68,10 @@ def test_lags_of_a_month_are_a_thousand_lines(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_rest_of_the_lags_is_written_at_the_end(tmp_path: Path) -> None:
-    chronicle = Chronicle(tmp_path)
+    timeline = Timeline(tmp_path)
     for step in range(3):
-        chronicle.lags(step, [0.1, 0.3])
-    chronicle.close()
+        timeline.lags(step, [0.1, 0.3])
+    timeline.close()
     assert typical(read_lags(tmp_path)) == pytest.approx([0.0, 0.2])
 
 
@@ -79,12 +79,12 @@ def test_the_rest_of_the_lags_is_written_at_the_end(tmp_path: Path) -> None:
 def test_a_folder_that_goes_away_costs_a_warning_at_most(gone: str, tmp_path: Path) -> None:
     folder, told = tmp_path / "run", list[str]()
     folder.mkdir()
-    chronicle = Chronicle(folder, told.append)
+    timeline = Timeline(folder, told.append)
     folder.rmdir() if gone == "deleted" else folder.rename(tmp_path / "elsewhere")
     folder.mkdir()  # by somebody else
-    chronicle.note("start")
-    chronicle.note("end")
-    chronicle.close()
+    timeline.note("start")
+    timeline.note("end")
+    timeline.close()
     assert not list(folder.iterdir()), "nothing is written to what has its name now"
     if gone == "moved":
         assert len(read_timeline(tmp_path / "elsewhere")) == 2 and not told
@@ -95,11 +95,11 @@ def test_a_folder_that_goes_away_costs_a_warning_at_most(gone: str, tmp_path: Pa
 def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "timeline.jsonl")  # whoever opens it to write waits for a reader
     began = time.monotonic()
-    chronicle = Chronicle(tmp_path, [].append)
+    timeline = Timeline(tmp_path, [].append)
     for _ in range(5000):
-        chronicle.note("save", step=1)
+        timeline.note("save", step=1)
     assert time.monotonic() - began < 2.0
-    chronicle.close()
+    timeline.close()
     assert time.monotonic() - began < 10.0
     reader = os.open(tmp_path / "timeline.jsonl", os.O_RDONLY | os.O_NONBLOCK)  # lets the thread go
     for thread in threading.enumerate():
@@ -133,11 +133,11 @@ def test_a_process_on_its_own_shows_where_it_is_too() -> None:
 
 
 def test_a_first_step_that_is_compiled_is_a_phase_of_its_own(tmp_path: Path) -> None:
-    chronicle = Chronicle(tmp_path)
-    phases = Phases(chronicle)
+    timeline = Timeline(tmp_path)
+    phases = Phases(timeline)
     assert not phases.at(5, compiles=True) and not phases.at(5, compiles=True) and phases.at(6, compiles=True)
-    assert Phases(chronicle).at(0, compiles=False)
-    chronicle.close()
+    assert Phases(timeline).at(0, compiles=False)
+    timeline.close()
     assert [(each.kind, each.step) for each in read_timeline(tmp_path)] == [("train", 5), ("compile", 6), ("train", 0)]
 
 

@@ -44,7 +44,7 @@ class Call(NamedTuple):
     size: int
 
 
-class Outbox:
+class LoggerQueue:
     """One logger of rank 0's, from its start to its end. All methods return at once, but for `wait`."""
 
     def __init__(self, name: str, to: Logger, about: About) -> None:

@@ -54,7 +54,7 @@ def test_metrics_of_whole_sets_are_those_of_one_process(
     """The last of the ranks stops the run, and a metric of a whole set is what the best are kept by."""
     run = project.train(**{
         "task": str(FILE) + ":Measured", "processes": processes, "data": {}, "validate": {"batch_size": 7},
-        "hooks": [{"type": f"{FILE}:StopOnLast", "step": 8}], "train": {"epochs": 9, "batch_size": 12},
+        "callbacks": [{"type": f"{FILE}:StopOnLast", "step": 8}], "train": {"epochs": 9, "batch_size": 12},
         "checkpoint": {"keep": {"metric": "val/many/f1", "mode": "max"}},
         "early_stop": {"criteria": [{"metric": "val/few/auc", "mode": "max"}], "patience": 50}, **settings,
     })  # fmt: skip
@@ -74,7 +74,7 @@ def test_metrics_of_whole_sets_are_those_of_one_process(
 
 
 def test_a_hook_of_one_rank_that_raises_is_named(project: Project) -> None:
-    config = project.config(hooks=[{"type": f"{FILE}:FailOnOne", "rank": 1}])
+    config = project.config(callbacks=[{"type": f"{FILE}:FailOnOne", "rank": 1}])
     finished = project.run("train", config)
     assert finished.code == 5
     assert "hook FailOnOne.after_epoch failed after step 7 on rank 1: ZeroDivisionError: nothing to divide by" in (
@@ -90,7 +90,7 @@ def test_the_state_of_a_hook_survives_a_kill_bit_for_bit(project: Project) -> No
         file = project.folder / f"{name}.json"
         project.train(
             out=name, task={"type": f"{TASK_FILE}:Tiny", "dropout": 0.2, **task}, launch={"max_restarts": 1},
-            checkpoint={"every": "3 steps"}, hooks=[{"type": f"{FILE}:Average", "file": str(file)}],
+            checkpoint={"every": "3 steps"}, callbacks=[{"type": f"{FILE}:Average", "file": str(file)}],
         )  # fmt: skip
         return json.loads(file.read_text())
 

@@ -50,7 +50,7 @@ class Reading:
 
 
 @dataclass
-class Lane:
+class ReaderShards:
     """What one reader has to read: pieces, and where those are gone on with that were begun before."""
 
     pieces: list[int]
@@ -62,25 +62,25 @@ class Lane:
         """Examples that have to be read from the beginning to come back to where it was, since there is no state."""
         return sum(mark["read"] + mark["offset"] for mark in self.marks.values() if mark["state"] is None)
 
-    def rest(self, at: int, mark: Mark | None) -> Lane:
+    def rest(self, at: int, mark: Mark | None) -> ReaderShards:
         """What is left, once the reader is in piece number `at`."""
         pieces = self.pieces[at:]
         marks = {piece: self.marks[piece] for piece in pieces[1:] if piece in self.marks}
-        return Lane(pieces, {**({pieces[0]: mark} if mark and pieces else {}), **marks}, self.number)
+        return ReaderShards(pieces, {**({pieces[0]: mark} if mark and pieces else {}), **marks}, self.number)
 
     def plain(self) -> dict[str, Any]:
         marks = {str(piece): mark for piece, mark in self.marks.items()}
         return {"pieces": self.pieces, "marks": marks, "number": self.number}
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Lane:
+    def of(cls, plain: dict[str, Any]) -> ReaderShards:
         marks = {int(piece): mark for piece, mark in plain["marks"].items()}
         return cls(list(plain["pieces"]), marks, plain["number"])
 
 
-class Reader:
-    def __init__(self, reading: Reading, lane: Lane) -> None:
-        self._reading, self._lane = reading, lane
+class StreamReader:
+    def __init__(self, reading: Reading, shards: ReaderShards) -> None:
+        self._reading, self._shards = reading, shards
         self._at = 0
         self._opened: Opened | None = None
         self._chunk: list[Any] = []
@@ -104,8 +104,8 @@ class Reader:
         used_up = self._offset == len(self._chunk)
         if self._opened is None or (used_up and self._ended):
             # Nothing of the next piece is read here, but another reader may have begun it before the run was resumed.
-            at, pieces = self._at + (self._opened is not None), self._lane.pieces
-            return at, self._lane.marks.get(pieces[at]) if at < len(pieces) else None
+            at, pieces = self._at + (self._opened is not None), self._shards.pieces
+            return at, self._shards.marks.get(pieces[at]) if at < len(pieces) else None
         if used_up:
             self._begin_chunk()
         mark = {"read": self._read, "size": self._size, "offset": self._offset, "state": self._state}
@@ -117,7 +117,7 @@ class Reader:
 
     @property
     def piece(self) -> int:
-        pieces = self._lane.pieces
+        pieces = self._shards.pieces
         return pieces[min(self._at, len(pieces) - 1)] if pieces else 0
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Reader:
 
     def _read_on(self) -> bool:
         """Read the next chunk that has an example; False where there is none left."""
-        while self._at < len(self._lane.pieces):
+        while self._at < len(self._shards.pieces):
             if self._opened is None:
                 self._open()
             elif self._ended:
@@ -149,8 +149,8 @@ class Reader:
 
     def _open(self) -> None:
         """Open the piece at hand, and come to where it was left."""
-        how, piece = self._reading, self._lane.pieces[self._at]
-        mark = self._lane.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None, "random": None})
+        how, piece = self._reading, self._shards.pieces[self._at]
+        mark = self._shards.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None, "random": None})
         self._chunk, self._offset, self._drawn = [], 0, mark["random"]
         self._read, self._size, self._state, self._random = mark["read"], mark["size"], mark["state"], mark["random"]
         with generators_kept():
@@ -206,12 +206,12 @@ class Reader:
         how = self._reading
         return [how.seed, how.epoch, self.piece, position, *how.own]
 
-    def _seed(self, purpose: int, position: int, *share: int) -> None:
-        seed_by((purpose, self._reading.walk, *self._key(position), *share))
+    def _seed(self, purpose: int, position: int, *dp_rank: int) -> None:
+        seed_by((purpose, self._reading.walk, *self._key(position), *dp_rank))
 
-    def seed_for_collating(self, share: int) -> None:
+    def seed_for_collating(self, dp_rank: int) -> None:
         """A batch is put together with random numbers of its own: those of its last example's place."""
-        self._seed(COLLATING, self.position, share)
+        self._seed(COLLATING, self.position, dp_rank)
 
 
 def piece_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:

@@ -40,7 +40,7 @@ def test_a_run_is_the_same_with_it_and_without(project: Project, way: str, preci
     train = {"epochs": 2, "batch_size": 16, "precision": precision}
     settings: dict[str, Any] = {"task": STACKED, **WAYS[way]}
     usual = project.train(out="usual", train=train, **settings)
-    run = project.train(out="recomputed", train={**train, "recompute": "blocks"}, **settings)
+    run = project.train(out="recomputed", train={**train, "activation_checkpointing": "blocks"}, **settings)
     # XLA may fuse a program with barriers in it otherwise, and round otherwise.
     tolerance = 1e-5 if precision == "float32" else 1e-2
     assert losses(run) == pytest.approx(losses(usual), rel=tolerance)
@@ -66,5 +66,7 @@ def test_the_program_computes_it_twice() -> None:
 
 
 def test_the_step_is_compiled_in_its_first_steps_only(project: Project) -> None:
-    run = project.train(task=STACKED, train={"epochs": 4, "batch_size": 16, "recompute": "blocks"}, **WAYS["single"])
+    run = project.train(
+        task=STACKED, train={"epochs": 4, "batch_size": 16, "activation_checkpointing": "blocks"}, **WAYS["single"]
+    )
     assert "compiled anew" not in (run / "logs" / "rank-0.log").read_text()

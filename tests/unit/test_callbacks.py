@@ -17,14 +17,14 @@ from lockstep.checkpoint.manifest import read
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, Requests
-from lockstep.errors import ConfigError, HookFailed
+from lockstep.engine.stop_requests import Preempted, StopRequests
+from lockstep.errors import CallbackFailed, ConfigError
 from lockstep.tasks.config_checks import check_parts
 from lockstep.tasks.trainer import fit
-from lockstep.tasks.user_callbacks import OwnHooks, check_hook
+from lockstep.tasks.user_callbacks import UserCallbacks, check_callback
 
 calls: list[Any] = []
-chosen: list[Any] = []  # the hooks of the task below
+chosen: list[Any] = []  # the callbacks of the task below
 
 
 class Line(lockstep.Task):
@@ -43,11 +43,11 @@ class Line(lockstep.Task):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return (model(batch[0]) - batch[1]).square().mean()
 
-    def hooks(self) -> list[Any]:
+    def callbacks(self) -> list[Any]:
         return list(chosen)
 
 
-class Noting(lockstep.Hook):
+class Noting(lockstep.Callback):
     def __init__(self, name: str = "", stop: tuple[str, int] = ("", 0)) -> None:
         self.name, self.stop, self.seen = name, stop, 0
 
@@ -102,7 +102,7 @@ def without_saves() -> list[Any]:
 
 def test_the_order_is_step_validation_epoch_save(new_run: Callable[..., Run]) -> None:
     chosen.append(Noting("t:"))
-    fit(new_run(), config(hooks=[{"type": f"{__name__}:Noting", "name": "y:"}]))
+    fit(new_run(), config(callbacks=[{"type": f"{__name__}:Noting", "name": "y:"}]))
     both = [f"{name}{what}" for what in ("before 0", "step 1") for name in ("t:", "y:")]
     assert without_saves()[:4] == both
     last = [f"{name}{what} 5" for what in ("step", "validation", "epoch") for name in ("t:", "y:")]
@@ -115,7 +115,11 @@ def test_a_reason_to_stop_ends_the_run_at_once(moment: tuple[str, int], new_run:
     chosen.append(Noting(stop=moment))
     run = new_run()
     found = fit(run, config(train={"epochs": 9, "batch_size": 2}))
-    assert (found["status"], found["reason"], run.progress.step) == ("stopped early", "enough (hook Noting)", moment[1])
+    assert (found["status"], found["reason"], run.progress.step) == (
+        "stopped early",
+        "enough (callback Noting)",
+        moment[1],
+    )
 
 
 def test_a_run_that_is_killed_at_its_stop_stops_there_still(
@@ -125,12 +129,12 @@ def test_a_run_that_is_killed_at_its_stop_stops_there_still(
     chosen[:] = [Noting(stop=("step", 5))]
     long = config(train={"epochs": 9, "batch_size": 2})
     with monkeypatch.context() as patched:
-        patched.setattr(OwnHooks, "have_stopped", lambda self, run: pytest.fail("killed"))
+        patched.setattr(UserCallbacks, "have_stopped", lambda self, run: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception, match="killed"):
             fit(new_run(), long)
     chosen[:] = [Noting()]
     run = new_run()
-    assert (fit(run, long)["reason"], run.progress.step) == ("enough (hook Noting)", 5)
+    assert (fit(run, long)["reason"], run.progress.step) == ("enough (callback Noting)", 5)
     chosen[:] = [Noting()]
     run = new_run()
     assert (fit(run, long)["status"], run.progress.step, chosen[0].seen) == ("completed", 45, 45)
@@ -145,11 +149,11 @@ def test_the_state_of_each_hook_is_saved_and_restored_by_its_name(new_run: Calla
     assert [each.seen for each in chosen] == [10, 10]
     assert "a:before 5" in calls
     attached = run.checkpointer.attached._parts
-    assert {"hook Noting", "hook Noting 2"} <= attached.keys()
+    assert {"callback Noting", "callback Noting 2"} <= attached.keys()
 
 
 def test_a_reason_is_not_lost_where_the_validation_is_given_up(new_run: Callable[..., Run]) -> None:
-    """The hooks of the step were called before the run left, and are not called again."""
+    """The callbacks of the step were called before the run left, and are not called again."""
 
     class Leaving(Noting):
         asks = True
@@ -159,7 +163,7 @@ def test_a_reason_is_not_lost_where_the_validation_is_given_up(new_run: Callable
                 requests.leave = "SIGTERM"
             return super().after_step(run)
 
-    requests = Requests()
+    requests = StopRequests()
     chosen[:] = [Leaving(stop=("step", 5))]
     with pytest.raises(Preempted):
         fit(new_run(requests), config(train={"epochs": 9, "batch_size": 2}))
@@ -167,7 +171,7 @@ def test_a_reason_is_not_lost_where_the_validation_is_given_up(new_run: Callable
     chosen[:] = [Leaving()]
     run = new_run()
     found = fit(run, config(train={"epochs": 9, "batch_size": 2}))
-    assert (found["reason"], run.progress.step, chosen[0].seen) == ("enough (hook Leaving)", 5, 5)
+    assert (found["reason"], run.progress.step, chosen[0].seen) == ("enough (callback Leaving)", 5, 5)
     assert calls.count("step 5") == calls.count("validation 5") == calls.count("epoch 5") == 1
 
 
@@ -178,9 +182,9 @@ def test_a_hook_that_raises_is_named_with_its_traceback(new_run: Callable[..., R
                 raise KeyError("not there")
 
     chosen.append(Broken())
-    with pytest.raises(HookFailed) as failed:
+    with pytest.raises(CallbackFailed) as failed:
         fit(new_run(), config())
-    assert str(failed.value) == "hook Broken.after_step failed after step 2 on rank 0: KeyError: 'not there'"
+    assert str(failed.value) == "callback Broken.after_step failed after step 2 on rank 0: KeyError: 'not there'"
     told = report(failed.value, 0, "here")
     assert told.message == str(failed.value) and "raise KeyError" in told.traceback and told.exit_code == 5
 
@@ -198,7 +202,9 @@ class Forgetful:
 
 def test_a_state_that_cannot_be_had_is_named(new_run: Callable[..., Run]) -> None:
     chosen.append(Forgetful())
-    with pytest.raises(HookFailed, match=r"hook Forgetful.state_dict failed after step 5 on rank 0: ValueError"):
+    with pytest.raises(
+        CallbackFailed, match=r"callback Forgetful.state_dict failed after step 5 on rank 0: ValueError"
+    ):
         fit(new_run(), config())
 
 
@@ -213,41 +219,46 @@ def returning(value: Any, annotated: bool) -> Any:
 
 
 def test_what_a_hook_returns_is_text_or_nothing(new_run: Callable[..., Run]) -> None:
-    for hook, told in [
-        (returning(7, False), "hook Returning.after_step returned 7: it may return a reason to stop, as text, or None"),
-        (returning("stop", True), "hook Returning.after_step returned 'stop': it may return nothing"),
+    for callback, told in [
+        (
+            returning(7, False),
+            "callback Returning.after_step returned 7: it may return a reason to stop, as text, or None",
+        ),
+        (returning("stop", True), "callback Returning.after_step returned 'stop': it may return nothing"),
     ]:
-        chosen[:] = [hook]
+        chosen[:] = [callback]
         with pytest.raises(ConfigError) as refused:
             fit(new_run(), config())
         assert str(refused.value) == told
 
 
-def hook(*methods: str, base: type = object) -> type:
+def callback(*methods: str, base: type = object) -> type:
     return type("Mine", (base,), {name: lambda self, *args: None for name in methods})
 
 
-@pytest.mark.parametrize("base", [object, lockstep.Hook])
+@pytest.mark.parametrize("base", [object, lockstep.Callback])
 @pytest.mark.parametrize(
     ("methods", "told"),
     [
-        (["after_setp"], "Mine is no hook: it has after_setp, and a hook has one of before_training, after_step, "
+        (["after_setp"], "Mine is no callback: it has after_setp, and a callback has one of before_training, "
+         "after_step, "
          "after_validation, after_epoch, after_training, did you mean after_step?"),
         (["after_step", "after_epochs"], "Mine defines after_epochs, which Lockstep does not call; did you mean "
          "after_epoch?"),
         (["after_step", "on_validation_end"], "Mine defines on_validation_end, which Lockstep does not call; did you "
          "mean after_validation?"),
-        (["after_step", "after_batch"], "Mine defines after_batch, which Lockstep does not call; a hook has "
+        (["after_step", "after_batch"], "Mine defines after_batch, which Lockstep does not call; a callback has "
          "before_training, after_step, after_validation, after_epoch, after_training"),
         (["after_step", "state_dict"], "Mine defines state_dict, but not load_state_dict: a state needs both"),
-        ([], "Mine is no hook: it has no method, and a hook has one of before_training, after_step, after_validation, "
+        ([], "Mine is no callback: it has no method, and a callback has one of before_training, "
+         "after_step, after_validation, "
          "after_epoch, after_training"),
     ],
 )  # fmt: skip
 def test_a_method_that_is_not_ours_is_refused_with_the_nearest(methods: list[str], told: str, base: type) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_hook(hook(*methods, base=base)(), "hooks[1]")
-    assert str(refused.value) == f"hooks[1]: {told}"
+        check_callback(callback(*methods, base=base)(), "callbacks[1]")
+    assert str(refused.value) == f"callbacks[1]: {told}"
 
 
 def test_a_method_that_cannot_be_called_as_it_will_be_is_refused() -> None:
@@ -256,11 +267,11 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused() -> None:
             pass
 
     with pytest.raises(ConfigError, match=r"Mine.after_validation\(self, run: .* cannot be called with run, metrics"):
-        check_hook(Mine(), "hooks[0]")
+        check_callback(Mine(), "callbacks[0]")
 
 
 def test_helpers_of_ones_own_are_left_alone() -> None:
-    check_hook(hook("after_step", "draw", "save_image", "evaluate", "_after_setp", "log")(), "hooks[0]")
+    check_callback(callback("after_step", "draw", "save_image", "evaluate", "_after_setp", "log")(), "callbacks[0]")
 
 
 class Misspelt:
@@ -269,15 +280,15 @@ class Misspelt:
 
 
 def test_a_dry_run_tells_what_an_import_shows() -> None:
-    with pytest.raises(ConfigError, match=r"hooks\[0\]: Misspelt is no hook: .* did you mean after_epoch\?"):
-        check_parts(config(hooks=[f"{__name__}:Misspelt"]))
-    with pytest.raises(ConfigError, match=r"hooks\[1\].nmae: Noting has no such argument, did you mean name\?"):
-        check_parts(config(hooks=[f"{__name__}:Noting", {"type": f"{__name__}:Noting", "nmae": "x"}]))
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]: Misspelt is no callback: .* did you mean after_epoch\?"):
+        check_parts(config(callbacks=[f"{__name__}:Misspelt"]))
+    with pytest.raises(ConfigError, match=r"callbacks\[1\].nmae: Noting has no such argument, did you mean name\?"):
+        check_parts(config(callbacks=[f"{__name__}:Noting", {"type": f"{__name__}:Noting", "nmae": "x"}]))
 
 
 def test_what_a_task_returns_for_hooks_is_checked_before_training(new_run: Callable[..., Run]) -> None:
-    for given, told in [([Noting], r"hooks\(\)\[0\] is the class Noting: return Noting\(...\)"),
-                        ([Misspelt()], r"task: hooks\(\)\[0\]: Misspelt is no hook")]:  # fmt: skip
+    for given, told in [([Noting], r"callbacks\(\)\[0\] is the class Noting: return Noting\(...\)"),
+                        ([Misspelt()], r"task: callbacks\(\)\[0\]: Misspelt is no callback")]:  # fmt: skip
         chosen[:] = given
         with pytest.raises(ConfigError, match=told):
             fit(new_run(), config())
@@ -285,10 +296,10 @@ def test_what_a_task_returns_for_hooks_is_checked_before_training(new_run: Calla
 
 
 def test_a_file_of_hooks_that_travelled_is_found_next_to_the_tasks(tmp_path: Any, new_run: Callable[..., Run]) -> None:
-    (tmp_path / "travelled_hooks.py").write_text("class Quiet:\n    def after_step(self, run) -> None: pass\n")
+    (tmp_path / "travelled_callbacks.py").write_text("class Quiet:\n    def after_step(self, run) -> None: pass\n")
     (tmp_path / "travelled_task.py").write_text(f"from {__name__} import Line\n")
     sys.modules[__name__] = sys.modules[Line.__module__]
-    here = config(task=f"{tmp_path}/travelled_task.py:Line", hooks=["/elsewhere/travelled_hooks.py:Quiet"])
+    here = config(task=f"{tmp_path}/travelled_task.py:Line", callbacks=["/elsewhere/travelled_callbacks.py:Quiet"])
     assert fit(new_run(), here)["status"] == "completed"
 
 
@@ -364,14 +375,14 @@ class ThreePasses(Line):
     def outputs(self, model: nn.Module, batch: Any) -> Any:
         return {"errors": (model(batch[0]) - batch[1]).abs()}
 
-    def whole_set(self, outputs: Any) -> Any:
+    def epoch_metrics(self, outputs: Any) -> Any:
         return {"median": outputs["errors"].median()}
 
 
 class OnePass(Line):
     """The same, from one forward pass."""
 
-    model, whole_set = ThreePasses.model, ThreePasses.whole_set  # type: ignore[assignment]
+    model, epoch_metrics = ThreePasses.model, ThreePasses.epoch_metrics  # type: ignore[assignment]
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss = (model(batch[0]) - batch[1]).square().mean()
@@ -454,7 +465,7 @@ class Wrong(Line):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return chosen[0](super().loss(model, batch))
 
-    def hooks(self) -> list[Any]:
+    def callbacks(self) -> list[Any]:
         return []
 
 

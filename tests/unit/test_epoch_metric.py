@@ -75,7 +75,7 @@ def test_whole_set_is_given_every_example_once_and_in_order(world_size: int, bat
     scores, labels = teacher()
 
     class Task(Scored):
-        def whole_set(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        def epoch_metrics(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
             assert outputs["number"].tolist() == list(range(COUNT))
             assert outputs["name"] == [f"n{each}" for each in range(COUNT)]
             assert torch.equal(outputs["preds"], scores)
@@ -174,7 +174,7 @@ def test_a_metric_that_cannot_be_combined_is_refused_by_name(reduce: str | None)
     text = str(refused.value)
     assert text.startswith("task: torchmetrics()['latest']: a Last cannot be combined over ranks: a few examples give ")
     assert ("dist_reduce_fx is None for its last. " in text) == (reduce is None)
-    assert text.endswith("or compute it in whole_set(outputs), which is given all examples at once")
+    assert text.endswith("or compute it in epoch_metrics(outputs), which is given all examples at once")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -187,7 +187,7 @@ def test_metrics_that_can_be_combined_pass_the_trial_on_however_few_examples(row
 
 def test_what_has_no_value_for_a_batch_is_left_to_the_first_validation(caplog: pytest.LogCaptureFixture) -> None:
     class Task(Scored):
-        def whole_set(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        def epoch_metrics(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("only one class is present")
 
     caplog.set_level("INFO")
@@ -210,7 +210,7 @@ def test_outputs_without_a_row_for_each_example_are_refused(given: Any, told: st
         def outputs(self, model: nn.Module, batch: Any) -> Any:
             return given
 
-        def whole_set(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        def epoch_metrics(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
             return {}
 
     with pytest.raises(ConfigError, match=told):
@@ -229,17 +229,17 @@ def test_what_is_no_metric_is_refused_before_training() -> None:
     class WithoutOutputs(lockstep.Task):
         model = train_data = lambda self: None  # type: ignore[assignment,return-value]
 
-        def whole_set(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        def epoch_metrics(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
             return {}
 
     class Twice(Many):
-        def whole_set(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        def epoch_metrics(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
             return {"f1": 1.0}
 
     for task, told in [
         (NotOne(), r"NotOne.torchmetrics\(\)\['f1'\] is a function, not a torchmetrics.Metric"),
         (Nested(), r"\['all'\] is a MetricCollection.*: return the collection by itself"),
-        (WithoutOutputs(), r"WithoutOutputs defines whole_set, but not outputs\(self, model, batch\)"),
+        (WithoutOutputs(), r"WithoutOutputs defines epoch_metrics, but not outputs\(self, model, batch\)"),
     ]:
         with pytest.raises(ConfigError, match=told):
             whole_set_of_task(task, CpuRuntime())

@@ -14,37 +14,37 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from lockstep.data.lanes import Lane
 from lockstep.data.loader import Collate
 from lockstep.data.order import MicroBatch
 from lockstep.data.permutation import Indices
 from lockstep.data.sources import OWN, PIECES, WHOLE
+from lockstep.data.stream_reader import ReaderShards
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import pinned
 
 
 @dataclass
-class Portion:
+class Chunk:
     """A rank's examples of one global batch."""
 
-    lane: int
+    reader: int
     count: int  # examples
     batches: list[Any]  # one for every micro-batch
     fillers: list[Any]  # for each of them what takes its filler back, where it has any
     place: Any  # where the lane is, once the batch is done
     digest: str | None = None  # of what was read, for the first batch of a pass
 
-    def pin_memory(self) -> Portion:
+    def pin_memory(self) -> Chunk:
         self.batches, self.fillers = pinned(self.batches), pinned(self.fillers)
         return self
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSlice:
     """How examples of a rank are cut into micro-batches."""
 
-    share: int
-    shares: int
+    dp_rank: int
+    dp_size: int
     batch_size: int  # of the global batch
     accumulate: int = 1
     drop_last: bool = False
@@ -55,19 +55,19 @@ class Cut:
     @property
     def size(self) -> int:
         """Examples that this rank takes of a global batch, of pieces of its own."""
-        return self.batch_size * (self.share + 1) // self.shares - self.batch_size * self.share // self.shares
+        return self.batch_size * (self.dp_rank + 1) // self.dp_size - self.batch_size * self.dp_rank // self.dp_size
 
     @property
     def micros(self) -> int:
-        return max(1, min(self.accumulate, -(-self.batch_size // self.shares)))
+        return max(1, min(self.accumulate, -(-self.batch_size // self.dp_size)))
 
     @property
     def full(self) -> int:
-        return -(-self.batch_size // (self.shares * self.accumulate * self.multiple)) * self.multiple
+        return -(-self.batch_size // (self.dp_size * self.accumulate * self.multiple)) * self.multiple
 
     def mine(self, whole: Sequence[Any]) -> Sequence[Any]:
         """This rank's examples of a global batch that all of them read: the same slice as of map-style data."""
-        first, last = (len(whole) * share // self.shares for share in (self.share, self.share + 1))
+        first, last = (len(whole) * dp_rank // self.dp_size for dp_rank in (self.dp_rank, self.dp_rank + 1))
         return whole[first:last]
 
     def piece_size(self, count: int, number: int) -> int:
@@ -92,15 +92,15 @@ class Cut:
         return self._collated([example] * max(size, 1))
 
     def micro_batches(
-        self, number: int, portion: Portion | None, counts: Sequence[int], ends_epoch: bool, spare: Any, place: Any
+        self, number: int, chunk: Chunk | None, counts: Sequence[int], ends_epoch: bool, spare: Any, place: Any
     ) -> Iterator[tuple[MicroBatch, Any]]:
         """This rank's micro-batches of a global batch of which shares have so many examples: as many on all ranks."""
-        whole, mine = sum(counts), counts[self.share]
+        whole, mine = sum(counts), counts[self.dp_rank]
         parts: list[tuple[Any, int, Indices]] = []  # the batch, how many examples it counts for, and their numbers
-        first = number * self.batch_size + self.batch_size * self.share // self.shares
+        first = number * self.batch_size + self.batch_size * self.dp_rank // self.dp_size
         for piece in range(min(self.micros, max(counts))):
-            there = portion is not None and piece < len(portion.batches)
-            batch = portion.batches[piece] if portion is not None and there else spare()
+            there = chunk is not None and piece < len(chunk.batches)
+            batch = chunk.batches[piece] if chunk is not None and there else spare()
             size = self.piece_size(mine, piece)
             length = self.full if self.fill else max(size, 1)
             numbers = first + np.minimum(np.arange(length), max(size - 1, 0))  # its last example fills a batch up
@@ -110,12 +110,12 @@ class Cut:
                 continue
             parts.append((batch, self.full if size else 0, numbers))
             if any(0 < self.piece_size(count, piece) < self.full for count in counts):
-                short = portion is not None and there and 0 < size < self.full
-                filler = portion.fillers[piece] if portion is not None and short else batch
+                short = chunk is not None and there and 0 < size < self.full
+                filler = chunk.fillers[piece] if chunk is not None and short else batch
                 parts.append((filler, size - self.full if short else 0, numbers))
         for index, (batch, examples, numbers) in enumerate(parts):
             last = index == len(parts) - 1
-            weight = examples * self.shares / whole
+            weight = examples * self.dp_size / whole
             yield (
                 MicroBatch(number, index, numbers, examples, weight, whole, last, last and ends_epoch, place),
                 batch,
@@ -129,53 +129,56 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardAssignment:
     """How a stream is divided among ranks, and each rank's part among its workers."""
 
     name: str  # of the stream
     kind: str
     order: list[int]  # of the pieces, in this pass
-    cut: Cut
+    cut: BatchSlice
     workers: int
 
     @property
-    def lanes(self) -> int:
+    def readers(self) -> int:
         """How many readers a rank has: no more than it has pieces for."""
         wanted = max(self.workers, 1)
-        return max(1, min(wanted, -(-len(self.order) // self.cut.shares))) if self.kind == PIECES else wanted
+        return max(1, min(wanted, -(-len(self.order) // self.cut.dp_size))) if self.kind == PIECES else wanted
 
-    def begin(self) -> list[Lane]:
+    def begin(self) -> list[ReaderShards]:
         return self._divided(self.order)
 
-    def resume(self, saved: dict[str, Any]) -> list[Lane]:
+    def resume(self, saved: dict[str, Any]) -> list[ReaderShards]:
         """The lanes of this rank, of what all ranks had left; `saved` is what they had."""
-        cut, shares = self.cut, saved["shares"]
+        cut, dp_size = self.cut, saved["dp_size"]
         if self.kind == WHOLE:  # all lanes of all ranks were at the same place
-            return [Lane.of(shares[0][0]) for _ in range(self.lanes)]
-        if len(shares) == cut.shares and len(shares[cut.share]) == self.lanes:
-            return [Lane.of(each) for each in shares[cut.share]]
+            return [ReaderShards.of(dp_size[0][0]) for _ in range(self.readers)]
+        if len(dp_size) == cut.dp_size and len(dp_size[cut.dp_rank]) == self.readers:
+            return [ReaderShards.of(each) for each in dp_size[cut.dp_rank]]
         if self.kind == OWN:
             raise ConfigError(
-                f"{self.name}: it divides itself (is_share), and this pass was begun with {len(shares)} ranks x "
-                f"{len(shares[0])} readers, so that {cut.shares} x {self.lanes} cannot go on with it: go on with as "
+                f"{self.name}: it divides itself (is_share), and this pass was begun with {len(dp_size)} ranks x "
+                f"{len(dp_size[0])} readers, so that {cut.dp_size} x {self.readers} cannot go on with it: go on "
+                f"with as "
                 "many as before, or from a checkpoint at the end of an epoch. A stream with num_shards and "
                 "shard(num_shards, index) can be divided anew"
             )
-        return self._divided_anew([Lane.of(each) for share in shares for each in share])
+        return self._divided_anew([ReaderShards.of(each) for dp_rank in dp_size for each in dp_rank])
 
     def check(self, resumes: bool) -> None:
         """Refuse a stream of which a rank would have nothing; say where dividing it costs something."""
-        cut, pieces, readers = self.cut, len(self.order), self.cut.shares * max(self.workers, 1)
-        if self.kind != WHOLE and cut.batch_size < cut.shares:
+        cut, pieces, readers = self.cut, len(self.order), self.cut.dp_size * max(self.workers, 1)
+        if self.kind != WHOLE and cut.batch_size < cut.dp_size:
             raise ConfigError(
-                f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.shares} ranks, each of "
-                f"which takes them from a part of its own: set it to {cut.shares} or more"
+                f"batch_size: {cut.batch_size} examples of {self.name} cannot be shared by {cut.dp_size} ranks, "
+                f"each of "
+                f"which takes them from a part of its own: set it to {cut.dp_size} or more"
             )
         if resumes:
             return
-        if self.kind == PIECES and pieces < cut.shares:
+        if self.kind == PIECES and pieces < cut.dp_size:
             raise ConfigError(
-                f"{self.name}: {pieces} shards for {cut.shares} ranks leave {cut.shares - pieces} of them without any: "
+                f"{self.name}: {pieces} shards for {cut.dp_size} ranks leave {cut.dp_size - pieces} of them "
+                f"without any: "
                 f"write the data into {readers} shards or more (ranks x workers), or train with {pieces} processes or "
                 "fewer"
             )
@@ -183,7 +186,7 @@ class Division:
             logger.info(
                 "%s: %d shards for %d ranks x %d workers: workers without any are not started. Write the data into %d "
                 "shards or more, or set data.workers to %d",
-                self.name, pieces, cut.shares, self.workers, readers, pieces // cut.shares,
+                self.name, pieces, cut.dp_size, self.workers, readers, pieces // cut.dp_size,
             )  # fmt: skip
         if self.kind == WHOLE and readers > 1:
             logger.info(
@@ -191,23 +194,23 @@ class Division:
                 "workers) reads all of it, and every rank keeps its part of each batch", self.name, readers,
             )  # fmt: skip
 
-    def _divided(self, order: list[int]) -> list[Lane]:
+    def _divided(self, order: list[int]) -> list[ReaderShards]:
         if self.kind != PIECES:
-            return [Lane([0], number=number) for number in range(self.lanes)]
-        mine = order[self.cut.share :: self.cut.shares]
-        return [Lane(mine[number :: self.lanes], number=number) for number in range(self.lanes)]
+            return [ReaderShards([0], number=number) for number in range(self.readers)]
+        mine = order[self.cut.dp_rank :: self.cut.dp_size]
+        return [ReaderShards(mine[number :: self.readers], number=number) for number in range(self.readers)]
 
-    def _divided_anew(self, lanes: list[Lane]) -> list[Lane]:
+    def _divided_anew(self, readers: list[ReaderShards]) -> list[ReaderShards]:
         """Every remaining piece once: one that was begun is finished by one reader."""
-        marks = {piece: mark for lane in lanes for piece, mark in lane.marks.items()}
-        left = {piece for lane in lanes for piece in lane.pieces}
+        marks = {piece: mark for reader in readers for piece, mark in reader.marks.items()}
+        left = {piece for reader in readers for piece in reader.pieces}
         remaining = [piece for piece in self.order if piece in left]
         remaining.sort(key=lambda piece: piece not in marks)
         logger.info(
             "%s: %d of %d shards are left, %d of them begun; they are divided anew among %d ranks x %d readers",
-            self.name, len(remaining), len(self.order), len(marks), self.cut.shares, self.lanes,
+            self.name, len(remaining), len(self.order), len(marks), self.cut.dp_size, self.readers,
         )  # fmt: skip
         divided = self._divided(remaining)
-        for lane in divided:
-            lane.marks = {piece: marks[piece] for piece in lane.pieces if piece in marks}
+        for reader in divided:
+            reader.marks = {piece: marks[piece] for piece in reader.pieces if piece in marks}
         return divided

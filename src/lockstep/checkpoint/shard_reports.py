@@ -54,7 +54,7 @@ class Words:
             raise CheckpointError(
                 f"{final}: the checkpoint was not written: {missing} did not write the parts within {self._limit:g} s. "
                 "Nothing of it was kept; earlier checkpoints are untouched. Look at the log of that rank, and at its "
-                "disk or network file system; checkpoint.timeout sets the limit"
+                "disk or network file system; timeouts.checkpoint sets the limit"
             )
         return found
 
@@ -133,7 +133,7 @@ class Words:
     def _silent(self, what: str) -> str:
         return (
             f"a checkpoint was not written: rank 0 has not {what} within {self._limit:g} s. Look at its log, and at "
-            "its disk or network file system; checkpoint.timeout sets the limit"
+            "its disk or network file system; timeouts.checkpoint sets the limit"
         )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from lockstep.config.schema import Keep, Log
 from lockstep.data.progress import Progress
-from lockstep.record.chronicle import Chronicle
 from lockstep.record.display import NEW_BEST, Display
 from lockstep.record.logger import Kind
-from lockstep.record.outbox import Outbox
+from lockstep.record.logger_queue import LoggerQueue
 from lockstep.record.samples import Samples
+from lockstep.record.timeline import Timeline
 from lockstep.record.writers import SPEED, JsonlWriter, Row, drop_rows_after, read_rows
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 
 
-class Recorder:
+class MetricWriter:
     """Opens files and loggers when the run begins, or the first row comes: only then it is known whether the run was
     restored."""
 
@@ -33,14 +33,14 @@ class Recorder:
         folder: Path,
         settings: Log,
         display: Display,
-        loggers: Sequence[Outbox] = (),
-        chronicle: Chronicle | None = None,
+        loggers: Sequence[LoggerQueue] = (),
+        timeline: Timeline | None = None,
         keep: Keep | None = None,
     ) -> None:
         """`keep` says what the best is judged by."""
         self._folder, self._settings, self._display, self._loggers = folder, settings, display, loggers
         self._best = Best(keep) if keep is not None and keep.best else None
-        self._chronicle = chronicle
+        self._timeline = timeline
         self._samples = Samples(folder)
         self._jsonl: JsonlWriter | None = None
         self._opened = False
@@ -85,8 +85,8 @@ class Recorder:
     def note_lags(self, step: int, busy: list[float]) -> None:
         """How long each rank took for a step before it was ready to exchange gradients, by rank."""
         self._lags = busy
-        if self._chronicle is not None and len(busy) > 1:
-            self._chronicle.lags(step, busy)
+        if self._timeline is not None and len(busy) > 1:
+            self._timeline.lags(step, busy)
 
     def sample(self, step: int, name: str, kind: Kind, value: Any) -> None:
         """Keep something to look at in the run's folder, and send it to the loggers that can show it."""
