@@ -228,9 +228,9 @@ class WrongReduction(Tiny):
 
     def model(self) -> nn.Module:
         model = super().model()
-        dp_rank = 1.5 if os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") != "1" else 1.0
+        scale = 1.5 if os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") != "1" else 1.0
         for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient * dp_rank)
+            parameter.register_hook(lambda gradient: gradient * scale)
         return model
 
 

@@ -166,11 +166,11 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
     except LockstepError as error:
         _meet_again(ranks)
         return {"refused": f"{type(error).__name__}: {error}"}
-    dp_size = ranks.gather(loop.seen, "what was seen")
+    seen = ranks.gather(loop.seen, "what was seen")
     found |= {
         "step": run.progress.step,
         "seen": [[each[0][0], sorted((one for of_rank in each for one in of_rank[1]), key=lambda one: one[0])]
-                 for each in zip(*dp_size, strict=True)],
+                 for each in zip(*seen, strict=True)],
         "weights": [[_whole(each) for each in module.parameters()] for module in loop.modules],
         "averages": [[_whole(each) for each in entry.average.weights.values()] if entry.average is not None else None
                      for entry in run._models.entries.values()],

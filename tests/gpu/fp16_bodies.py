@@ -37,7 +37,7 @@ def train(
     run: Run,
     steps: int = 16,
     boost: float = 1.0,
-    dp_rank: float = 1.0,
+    share: float = 1.0,
     kill_at: int = 0,
     precision: str = "fp16",
     accumulate: int = 1,
@@ -51,7 +51,7 @@ def train(
     for _ in run.epochs(None):
         for inputs, targets in run.batches(data(), 16, accumulate=accumulate):
             with run.autocast():
-                loss = dp_rank * nn.functional.mse_loss(run.model(inputs), targets)
+                loss = share * nn.functional.mse_loss(run.model(inputs), targets)
             run.backward(loss)
             run.log(loss=loss)
             if not run.step():

@@ -30,8 +30,8 @@ def launched(folder: Path, strategy: Any, **how: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["single", "ddp", "fsdp"])
 def test_training_in_float16_follows_float32(tmp_path: Path, strategy: Any) -> None:
-    half = launched(tmp_path / "half", strategy, steps=40, dp_rank=0.01)
-    whole = launched(tmp_path / "whole", strategy, steps=40, dp_rank=0.01, precision="float32")
+    half = launched(tmp_path / "half", strategy, steps=40, share=0.01)
+    whole = launched(tmp_path / "whole", strategy, steps=40, share=0.01, precision="float32")
     assert half["last_skipped"] == 0
     assert half["loss"] == pytest.approx(whole["loss"], rel=0.05)
     # Clipped and logged by the true norm, not by the scaled one.

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.ssh import archive, hosts
 from lockstep.launchers.ssh.digests import digests
 from lockstep.launchers.ssh.folder import Job, PodFolder
-from lockstep.launchers.ssh.order import Host, Order, dp_size
+from lockstep.launchers.ssh.order import Host, Order, shares
 
 TASK = Path(__file__).parents[1] / "tasks.py"
 
@@ -94,7 +94,7 @@ def order(processes: int | str, *of_hosts: int) -> Order:
 
 def test_ranks_are_spread_over_the_hosts_that_train() -> None:
     def spread(*given: Any) -> list[tuple[int, int, int]]:
-        return [(each.host, each.first, each.count) for each in dp_size(*given)]
+        return [(each.host, each.first, each.count) for each in shares(*given)]
 
     assert spread(order(5, 1, 1, 1), [0, 1]) == [(0, 0, 3), (1, 3, 2)]
     assert spread(order(5, 1, 1, 1), [0, 2]) == [(0, 0, 3), (2, 3, 2)]

@@ -177,7 +177,7 @@ def test_a_host_whose_connection_is_reset_on_the_way_comes_back(leading: Leading
         leading.come(0)
         bert = leading.come(1, lambda limit: leading.connect(limit, relay.port))
         leading.start()
-        wait_until(lambda: "dp_size" in bert.heard, what="the head's word")
+        wait_until(lambda: "shares" in bert.heard, what="the head's word")
         for number in (1, 2):
             relay.reset()
             wait_until(lambda n=number: relay.connections == n + 1, what="another connection")  # type: ignore[misc]
@@ -210,7 +210,7 @@ def test_nobody_waits_for_a_head_that_fell(leading: Leading, tmp_path: Path, cap
     job.path.mkdir()
     anna, bert = leading.come(0), leading.come(1)
     led = _Leading(leading.head, leading.order, job, None)
-    wait_until(lambda: "dp_size" in bert.heard, what="the head's word")
+    wait_until(lambda: "shares" in bert.heard, what="the head's word")
     bert.say(attempt=0, ended={"exit_codes": {"not a rank": 1}, "reports": []})
     for line in (anna, bert):
         wait_until(lambda line=line: line.heard.get("finish") == 5, what="the last word of the head")  # type: ignore[misc]

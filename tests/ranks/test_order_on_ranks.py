@@ -21,8 +21,8 @@ def test_orders_are_exact_on_two_ranks_and_when_they_go_on_as_three(tmp_path: Pa
     first = launch(order_bodies.walk_for_a_while, processes=2, folder=tmp_path / "run")
     rest = launch(order_bodies.walk, processes=3, folder=tmp_path / "run")
     for name, asked in order_bodies.ORDERS.items():
-        batches = [sorted(itertools.chain(*dp_size)) for ranks in (first, rest)
-                   for dp_size in zip(*(each[name] for each in ranks), strict=True)]  # fmt: skip
+        batches = [sorted(itertools.chain(*parts)) for ranks in (first, rest)
+                   for parts in zip(*(each[name] for each in ranks), strict=True)]  # fmt: skip
         order = choose(asked, True, range(51), 12, 0)
         whole = [order.at(epoch, np.arange(order.length)) for epoch in range(2)]
         assert batches == [sorted(each[start : start + 12].tolist()) for each in whole

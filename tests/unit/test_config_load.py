@@ -511,11 +511,11 @@ def test_uneven_shares_are_allowed_and_said(batch_size: int, world_size: int, sa
 @given(batch_size=st.integers(1, 500), world_size=st.integers(1, 64))
 def test_what_is_said_of_shares_is_what_ranks_get(batch_size: int, world_size: int) -> None:
     ends = [batch_size * rank // world_size for rank in range(world_size + 1)]
-    dp_size = {last - first for first, last in pairwise(ends)}
+    sizes = {last - first for first, last in pairwise(ends)}
     said = uneven_shares(batch_size, world_size) or ""
     shown = re.search(r"ranks get (\d+) or (\d+)", said)
     none = "get no example" in said
-    assert dp_size == ({int(shown[1]), int(shown[2])} if shown else {0, 1} if none else {batch_size // world_size})
+    assert sizes == ({int(shown[1]), int(shown[2])} if shown else {0, 1} if none else {batch_size // world_size})
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("auto", 4), ("single", 1), ("ddp", 2), ("ddp", 1)])

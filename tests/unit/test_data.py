@@ -210,8 +210,8 @@ def test_resumed_on_another_number_of_ranks_exactly_the_remaining_examples_are_s
 def test_shares_of_a_batch_differ_by_one_example_at_most(settings: Any, world_size: int) -> None:
     ranks = [list(plan.micro_batches(0)) for plan in plans(world_size, **settings)]
     for batch in range(plans(world_size, **settings)[0].batches):
-        dp_size = [sum(micro.examples for micro in micros if micro.batch == batch) for micros in ranks]
-        assert max(dp_size) - min(dp_size) <= 1
+        sizes = [sum(micro.examples for micro in micros if micro.batch == batch) for micros in ranks]
+        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.requirement("D17")

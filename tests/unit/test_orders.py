@@ -284,12 +284,12 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_a_restart(
     make = kinds(61)[kind]
     expected = whole(make(), epoch=1)
     for start in (0, 3):
-        dp_size = [
+        micros = [
             list(GlobalBatches(61, 8, rank, ranks, accumulate=2, given=make()).micro_batches(1, start))
             for rank in range(ranks)
         ]
         for batch in range(start, -(-len(expected) // 8)):
-            together = [index for dp_rank in dp_size for micro in dp_rank if micro.batch == batch and micro.examples
+            together = [index for each in micros for micro in each if micro.batch == batch and micro.examples
                         for index in micro.indices.tolist()]  # fmt: skip
             assert together == expected[batch * 8 : batch * 8 + 8]
 

@@ -43,8 +43,8 @@ def report(rank: int = 0, world_size: int = 2, **changes: Any) -> Report:
     return replace(usual, **changes)
 
 
-def faults(*reports: Report, world_size: int = 2, dp_rank: bool = False) -> list[tuple[str, tuple[int, ...]]]:
-    return [(fault.text, fault.ranks) for fault in find_faults(list(reports), world_size, dp_rank)]
+def faults(*reports: Report, world_size: int = 2, share: bool = False) -> list[tuple[str, tuple[int, ...]]]:
+    return [(fault.text, fault.ranks) for fault in find_faults(list(reports), world_size, share)]
 
 
 def test_ranks_that_are_what_they_should_be() -> None:
@@ -79,7 +79,7 @@ def test_two_ranks_on_one_physical_device() -> None:
     assert "ranks 0, 1 are on the same physical device, GPU-0" in text
     assert "launch.share_devices: true" in text
     assert ranks == (0, 1)
-    assert faults(*same, dp_rank=True) == []
+    assert faults(*same, share=True) == []
     assert faults(report(0, device="cuda:0"), report(1, device="cuda:0")) == [], "each process may call its own cuda:0"
 
 

@@ -57,8 +57,8 @@ def _contrast(first: str, second: str) -> float:
 
 def _luminance(colour: str) -> float:
     plain = colour[1:] if len(colour) == 7 else "".join(each * 2 for each in colour[1:])
-    dp_size = [int(plain[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-    linear = [each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in dp_size]
+    channels = [int(plain[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 

@@ -58,7 +58,7 @@ def test_a_streaming_dataset_goes_on_where_it_was(files: list[str], how: str) ->
     for stop in (1, 2, 3):
         walk = walks(stream(files, how), 1, epoch=1)[0]
         before, place = portions_of(walk, stop)
-        saved = {"kind": walk.kind, "dp_size": [place]}
+        saved = {"kind": walk.kind, "places": [place]}
         after, _ = portions_of(walks(stream(files, how), 1, epoch=1, start=stop, saved=saved)[0], 100)
         assert before + after == expected, (how, stop)
         mark = next(iter(place[0]["marks"].values()), None)

@@ -237,7 +237,7 @@ def test_a_pass_goes_on_where_it_was(kind: str, buffer: int | None, workers: int
     for stop in range(1, len(expected) + 1) if not workers else (1,):
         walk = passes(KINDS[kind](), 1, **how)[0]
         before, place = portions_of(walk, stop)
-        saved = {"kind": walk.kind, "dp_size": [place]}
+        saved = {"kind": walk.kind, "places": [place]}
         after, _ = portions_of(passes(KINDS[kind](), 1, start=stop, saved=saved, **how)[0], 100)
         assert before + after == expected, stop
 
@@ -246,7 +246,7 @@ def test_what_has_a_state_is_not_read_from_the_start_again() -> None:
     walk = passes(Stateful(1000), 1)[0]
     _, place = portions_of(walk, 50)
     Stateful.reads = 0
-    portions_of(passes(Stateful(1000), 1, start=50, saved={"kind": "whole", "dp_size": [place]})[0], 1)
+    portions_of(passes(Stateful(1000), 1, start=50, saved={"kind": "whole", "places": [place]})[0], 1)
     assert Stateful.reads == 6
 
 
@@ -254,10 +254,10 @@ def test_what_has_none_is_read_from_the_start_and_says_so(caplog: pytest.LogCapt
     walk = passes(Numbers(1000), 1)[0]
     _, place = portions_of(walk, 50)
     with caplog.at_level("INFO"):
-        again = passes(Numbers(1000), 1, start=50, saved={"kind": "whole", "dp_size": [place]})[0]
+        again = passes(Numbers(1000), 1, start=50, saved={"kind": "whole", "places": [place]})[0]
     assert "300 examples that are done already are read again and discarded" in caplog.text
     assert portions_of(again, 1)[0] == [[300.0, 301.0, 302.0, 303.0, 304.0, 305.0]]
-    shorter = passes(Numbers(200), 1, start=50, saved={"kind": "whole", "dp_size": [place]})[0]
+    shorter = passes(Numbers(200), 1, start=50, saved={"kind": "whole", "places": [place]})[0]
     with pytest.raises(ConfigError, match=r"300 examples of shard 0 were done .* ends after 200"):
         portions_of(shorter, 1)
 
@@ -279,7 +279,7 @@ def _assert_every_example_once(before: tuple[int, int], after: tuple[int, int], 
     for stop in (1, 2, 3):
         parts = [portions_of(walk, stop) for walk in passes(data, before[0], workers=before[1], buffer=buffer)]
         done = [value for found, _ in parts for batch in found for value in batch]
-        saved = {"kind": "pieces", "dp_size": [place for _, place in parts]}
+        saved = {"kind": "pieces", "places": [place for _, place in parts]}
         rest = passes(data, after[0], workers=after[1], buffer=buffer, start=stop, saved=saved)
         assert sorted(done + [value for walk in rest for value in read(walk)]) == data.everything
 
@@ -293,7 +293,7 @@ def _assert_a_chain_reads_every_example_once(
         walks = passes(data, ranks, batch_size, start=start, saved=saved, **how)
         parts = [portions_of(walk, batches) for walk in walks]
         seen += [value for found, _ in parts for batch in found for value in batch]
-        saved, start = {"kind": "pieces", "dp_size": [place for _, place in parts]}, start + batches
+        saved, start = {"kind": "pieces", "places": [place for _, place in parts]}, start + batches
     assert sorted(seen) == data.everything, (sizes, batch_size, chain, how)
 
 
@@ -314,7 +314,7 @@ def test_any_chain_of_resumes_reads_every_example_once() -> None:
 def test_what_divides_itself_is_not_divided_anew() -> None:
     own = Numbers(20)
     own.is_share = True  # type: ignore[attr-defined]
-    saved = {"kind": "own", "dp_size": [portions_of(walk, 1)[1] for walk in passes(own, 2)]}
+    saved = {"kind": "own", "places": [portions_of(walk, 1)[1] for walk in passes(own, 2)]}
     with pytest.raises(ConfigError, match=r"begun with 2 ranks x 1 readers, so that 3 x 1 cannot go on"):
         passes(own, 3, start=1, saved=saved)
 

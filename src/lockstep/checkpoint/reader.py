@@ -115,10 +115,10 @@ def _read_together(storage: CheckpointStorage, step: int, group: Group, hosts: H
     if problem is not None:
         return problem
     name = f"{folder.name}, which rank {part.ranks[0]} reads"
-    dp_rank = functools.partial(group.broadcast, part=part, name=name) if len(part.ranks) > 1 else None
+    broadcast = functools.partial(group.broadcast, part=part, name=name) if len(part.ranks) > 1 else None
 
     def stream(file: str) -> SharedFile:
-        return SharedFile(folder / file if reads else None, file, told, dp_rank, group.activity, parts.get(file))
+        return SharedFile(folder / file if reads else None, file, told, broadcast, group.activity, parts.get(file))
 
     loaded = None
     try:

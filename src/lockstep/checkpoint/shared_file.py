@@ -31,7 +31,7 @@ class SharedFile:
         path: Path | None,
         name: str,
         told: Mapping[str, Any],
-        dp_rank: Callable[[torch.Tensor], None] | None,
+        broadcast: Callable[[torch.Tensor], None] | None,
         activity: Activity,
         parts: Mapping[str, Sequence[Range]] | None = None,
     ) -> None:
@@ -40,20 +40,20 @@ class SharedFile:
         `told` is the manifest, and `parts` which rank wrote which bytes, where more than one did.
         """
         self.size: int = told["files"][name]["bytes"]
-        self._path, self._name, self._told, self._dp_rank, self._activity = path, name, told, dp_rank, activity
+        self._path, self._name, self._told, self._broadcast, self._activity = path, name, told, broadcast, activity
         self._left, self._by_rank = self.size, parts is not None
         whole = {"": [Range(0, self.size, self.size, 1)]}
         self._digests = Digests(whole if parts is None else parts)
         self._file: BinaryIO | None = None
         self._problem: Damaged | Unreadable | None = None
-        self._piece = torch.empty(min(self.size, _PIECE_BYTES) if dp_rank else 0, dtype=torch.uint8)
+        self._piece = torch.empty(min(self.size, _PIECE_BYTES) if broadcast else 0, dtype=torch.uint8)
         self._unused = self._piece[:0]  # of the piece: what nobody has asked for yet
 
     def fill(self, memory: memoryview) -> None:
         """Fill memory with the next bytes of the file."""
         if len(memory) > self._left + len(self._unused):
             raise ValueError("it ends before its time")
-        if self._dp_rank is None:
+        if self._broadcast is None:
             self._read(memory)
             return
         start = 0
@@ -61,7 +61,7 @@ class SharedFile:
             if not len(self._unused):
                 self._unused = self._piece[: min(self._left, _PIECE_BYTES)]
                 self._read(tensor_file.memory(self._unused))
-                self._dp_rank(self._unused)
+                self._broadcast(self._unused)
             count = min(len(self._unused), len(memory) - start)
             memory[start : start + count] = tensor_file.memory(self._unused[:count])
             self._unused, start = self._unused[count:], start + count
@@ -130,7 +130,7 @@ class SharedFile:
         """Whether the file was what the manifest says, on all ranks of the host."""
         self._compare()
         damaged = torch.tensor([self._problem is not None], dtype=torch.uint8)
-        if self._dp_rank is not None:
-            self._dp_rank(damaged)
+        if self._broadcast is not None:
+            self._broadcast(damaged)
         if damaged.item():
             raise self._problem or Damaged(f"{self._name} could not be read to its end")  # the reader knows more

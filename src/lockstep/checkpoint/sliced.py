@@ -105,7 +105,7 @@ def _check(folder: Path, told: dict[str, Any], ranks: list[int], group: Group) -
     """This rank's share of the check of what these ranks see; raises Damaged or Unreadable."""
     manifest.check_sizes(folder, told)
     parts = manifest.read_parts(folder, told) if told["format"] == manifest.BY_OWNERS else {}
-    for name, writer in _dp_rank(told, parts, ranks, group):
+    for name, writer in _assigned(told, parts, ranks, group):
         with group.activity.within(f"reading {name}", limit=group.activity.patience):
             manifest.check_part(folder, name, writer, parts, told, group.activity.progress)
 
@@ -130,7 +130,7 @@ def _opened(folder: Path, step: int, told: dict[str, Any], group: Group) -> Load
     return Loaded(step, model, state, told, files.close)
 
 
-def _dp_rank(told: Mapping[str, Any], parts: Parts, ranks: list[int], group: Group) -> list[tuple[str, str | None]]:
+def _assigned(told: Mapping[str, Any], parts: Parts, ranks: list[int], group: Group) -> list[tuple[str, str | None]]:
     """What this rank checks. On as many ranks as wrote it each takes what it wrote, and most likely reads again."""
     load = dict.fromkeys(ranks, 0)
     mine = []
@@ -200,7 +200,7 @@ def _fetched(
 def _stream(folder: Path, place: Path | None, told: dict[str, Any], part: Part, group: Group) -> None:
     """Every file from rank 0 to a folder here; raises Damaged where rank 0's is not whole, Unreadable where it cannot
     be written here."""
-    dp_rank = functools.partial(group.broadcast, part=part, name=f"{folder.name}, which rank 0 reads")
+    broadcast = functools.partial(group.broadcast, part=part, name=f"{folder.name}, which rank 0 reads")
     problem: OSError | None = None
     if place is not None:
         try:
@@ -218,7 +218,7 @@ def _stream(folder: Path, place: Path | None, told: dict[str, Any], part: Part, 
         except (Damaged, Unreadable) as error:
             failed = error
     for name in manifest.files(told):
-        source = SharedFile(folder / name if sends else None, name, told, dp_rank, group.activity, parts.get(name))
+        source = SharedFile(folder / name if sends else None, name, told, broadcast, group.activity, parts.get(name))
         try:
             with source:
                 problem = _take_in(source, None if place is None else place / name, problem)

@@ -149,20 +149,20 @@ class ShardAssignment:
 
     def resume(self, saved: dict[str, Any]) -> list[ReaderShards]:
         """The lanes of this rank, of what all ranks had left; `saved` is what they had."""
-        cut, dp_size = self.cut, saved["dp_size"]
+        cut, places = self.cut, saved["places"]
         if self.kind == WHOLE:  # all lanes of all ranks were at the same place
-            return [ReaderShards.of(dp_size[0][0]) for _ in range(self.readers)]
-        if len(dp_size) == cut.dp_size and len(dp_size[cut.dp_rank]) == self.readers:
-            return [ReaderShards.of(each) for each in dp_size[cut.dp_rank]]
+            return [ReaderShards.of(places[0][0]) for _ in range(self.readers)]
+        if len(places) == cut.dp_size and len(places[cut.dp_rank]) == self.readers:
+            return [ReaderShards.of(each) for each in places[cut.dp_rank]]
         if self.kind == OWN:
             raise ConfigError(
-                f"{self.name}: it divides itself (is_share), and this pass was begun with {len(dp_size)} ranks x "
-                f"{len(dp_size[0])} readers, so that {cut.dp_size} x {self.readers} cannot go on with it: go on "
+                f"{self.name}: it divides itself (is_share), and this pass was begun with {len(places)} ranks x "
+                f"{len(places[0])} readers, so that {cut.dp_size} x {self.readers} cannot go on with it: go on "
                 f"with as "
                 "many as before, or from a checkpoint at the end of an epoch. A stream with num_shards and "
                 "shard(num_shards, index) can be divided anew"
             )
-        return self._divided_anew([ReaderShards.of(each) for dp_rank in dp_size for each in dp_rank])
+        return self._divided_anew([ReaderShards.of(each) for of_rank in places for each in of_rank])
 
     def check(self, resumes: bool) -> None:
         """Refuse a stream of which a rank would have nothing; say where dividing it costs something."""

@@ -83,16 +83,16 @@ class GlobalBatches:
         batches = self.batches
         at_once = max(1, _AT_ONCE * self.world_size // self.batch_size)
         for first in range(start, batches, at_once):
-            dp_size = [self._dp_rank(batch) for batch in range(first, min(first + at_once, batches))]
-            positions = np.concatenate([each for dp_rank in dp_size for each, _ in dp_rank])
+            mine = [self._slice(batch) for batch in range(first, min(first + at_once, batches))]
+            positions = np.concatenate([each for pieces in mine for each, _ in pieces])
             indices = self.order.at(epoch, positions)
             end = 0
-            for batch, dp_rank in enumerate(dp_size, first):
+            for batch, pieces in enumerate(mine, first):
                 whole = self._size(batch)
-                for number, (piece, examples) in enumerate(dp_rank):
+                for number, (piece, examples) in enumerate(pieces):
                     end += len(piece)
                     taken = slice(end - len(piece), end)
-                    last = number == len(dp_rank) - 1
+                    last = number == len(pieces) - 1
                     weight = examples * self.world_size / whole
                     ends_epoch = last and batch == batches - 1
                     yield MicroBatch(
@@ -103,7 +103,7 @@ class GlobalBatches:
     def _size(self, batch: int) -> int:
         return min(self.batch_size, self.order.length - batch * self.batch_size)
 
-    def _dp_rank(self, batch: int) -> list[tuple[Indices, int]]:
+    def _slice(self, batch: int) -> list[tuple[Indices, int]]:
         """The places of every micro-batch of a global batch, and how many examples each counts for."""
         begin, size = batch * self.batch_size, self._size(batch)
         mine = np.arange(begin + size * self.rank // self.world_size, begin + size * (self.rank + 1) // self.world_size)

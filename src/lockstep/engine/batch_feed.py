@@ -223,7 +223,7 @@ class BatchFeed:
     def _load_place(self, cursor: Cursor, batches: Any, name: str) -> None:
         """Give a source of batches with a state the one that this rank's share of it had."""
         assert cursor.stream is not None
-        saved = cursor.stream["dp_size"]
+        saved = cursor.stream["places"]
         if len(saved) != self._strategy.dp_size:
             raise ConfigError(
                 f"run.stream: {cursor.batch} batches of this pass over {name!r} were done by {len(saved)} ranks, each "
@@ -239,8 +239,8 @@ class BatchFeed:
             return
         mine = [each.place() for each in moved if each.place is not None]
         found = places.gathered(self._group, self._dp_rank, self._strategy.dp_size, mine, [each.name for each in moved])
-        for cursor, dp_size in zip(moved, found, strict=True):
-            cursor.stream, cursor.place = {"kind": cursor.kind, "dp_size": dp_size}, None
+        for cursor, of_ranks in zip(moved, found, strict=True):
+            cursor.stream, cursor.place = {"kind": cursor.kind, "places": of_ranks}, None
 
     def for_evaluation(self, *args: Any, **how: Any) -> Any:
         """The loader of a dataset that is evaluated."""

@@ -56,17 +56,17 @@ class Average:
             return
         averages, now = self._pairs()
         self.updates += 1
-        dp_rank = 1.0 - self.decay
+        weight = 1.0 - self.decay
         with torch.no_grad():
             if self._runtime.fixed_shapes:
                 # A number would become part of the program, and every new one a program to compile.
-                on_device = torch.tensor(dp_rank, dtype=torch.float32).to(self._runtime.device)
+                on_device = torch.tensor(weight, dtype=torch.float32).to(self._runtime.device)
                 for average, parameter in zip(averages, now, strict=True):
                     average.add_((parameter.to(average.dtype) - average) * on_device)
             else:
                 for first, second in _by_kind(averages, now):
                     torch._foreach_lerp_(first, [each.to(mine.dtype) for mine, each in zip(first, second, strict=True)],
-                                         dp_rank)  # fmt: skip
+                                         weight)  # fmt: skip
         self._runtime.end_of_program()
 
     @property

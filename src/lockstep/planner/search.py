@@ -175,8 +175,8 @@ class _Search:
 
     def _next(self, spread: Spread, plan: Plan, done: int) -> int | None:
         """The fewest parts that may fit, of those that divide a device's share of the batch."""
-        dp_rank = self.config.train.batch_size // spread.dp_size
-        for parts in _divisors(dp_rank):
+        examples = self.config.train.batch_size // spread.dp_size
+        for parts in _divisors(examples):
             if parts >= 2 * done and _lower_bound(plan.step, parts / done) <= plan.capacity:
                 return parts
         return None

@@ -67,6 +67,6 @@ def _shard(run: Run, name: str, batch_size: int, options: Mapping[str, Any]) -> 
     if shard is None:
         raise ConfigError(f"there is no dataset {name!r}: TorchTrainer(datasets={{{name!r}: ...}}) names them")
     first, last = (batch_size * rank // run.world_size for rank in (run.rank, run.rank + 1))
-    dp_rank = max(last - first, 1)
+    count = max(last - first, 1)
     # The runtime moves batches to its device itself, which Ray does not know in the case of XLA.
-    return iter(shard.iter_torch_batches(batch_size=dp_rank, device="cpu", **options))
+    return iter(shard.iter_torch_batches(batch_size=count, device="cpu", **options))
