@@ -139,7 +139,6 @@ def _without_home(path: str) -> str:
 
 def _transport(name: str, config: RunConfig) -> Transport:
     if config.pod.type == "gcloud":
-        from lockstep.launchers.ssh import hosts
         from lockstep.launchers.ssh.gcloud import Gcloud
 
         hosts.check(config)
