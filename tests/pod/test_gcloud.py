@@ -303,7 +303,8 @@ def test_what_gcloud_or_a_shell_would_take_for_something_else_is_refused() -> No
 
 def test_pods_are_spoken_of_without_torch() -> None:
     modules = ("gcloud", "container", "startup", "hosts")
-    program = f"import sys{''.join(f', lockstep.launchers.ssh.{each}' for each in modules)}; sys.exit('torch' in sys.modules)"
+    named = "".join(f", lockstep.launchers.ssh.{each}" for each in modules)
+    program = f"import sys{named}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

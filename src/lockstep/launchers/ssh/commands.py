@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
+from lockstep.launchers.ssh import hosts
 from lockstep.launchers.ssh.digests import Code
 from lockstep.launchers.ssh.folder import checked_name
 from lockstep.launchers.ssh.record import Record, archive_of, plain, startup_of
