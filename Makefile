@@ -33,13 +33,14 @@ ifeq ($(shell id -u),0)
 BENCHMARKS += benchmarks/hosts.py
 endif
 
-.PHONY: help train check test test-torch test-xla without-xla faults fuzz storm verify lint format bench docs dist
+.PHONY: help train check test test-all test-torch test-xla without-xla faults fuzz storm verify lint format bench docs dist
 .PHONY: both-environments release-notes clean train-environment test-environment xla-environment bench-environment docs-environment
 
 help:
 	@echo 'make train    train the digits example: lockstep train examples/digits.yaml'
 	@echo 'make check    lint, then the unit tests: minutes'
 	@echo 'make test     lint, then all tests; those of XLA in an environment of their own, where torch_xla has a build'
+	@echo 'make test-all  the same with the longest tests, and with those whose subject has not changed since they passed'
 	@echo 'make faults   every cell of the fault matrix; writes the table of docs/reliability.md'
 	@echo 'make fuzz     LOOPS=20000 random training loops, each compared with plain PyTorch'
 	@echo 'make storm    random faults for MINUTES=10, from SEED=N or another seed each time'
@@ -63,6 +64,9 @@ check: lint
 
 test: $(ENVIRONMENTS) test-torch $(WITH_XLA)
 
+test-all:
+	@$(MAKE) --no-print-directory test ARGS='$(if $(ARGS),$(ARGS),--long)'
+
 # Both at once, where both are needed: most of it is waiting for downloads, by turns with unpacking.
 both-environments:
 	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla,tpu-plan & other=$$!; \
@@ -72,7 +76,7 @@ both-environments:
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
 test-torch: lint
 	$(TEST_PYTHON) -m compileall -q src tests examples
-	$(TEST_PYTHON) $(PYTEST) $(ARGS)
+	$(TEST_PYTHON) $(PYTEST) $(if $(ARGS),$(ARGS),--skip-unchanged)
 
 # Without torch_xla these tests would be skipped, so it is imported first. Those on Ray come one by one: parts of Ray Train look
 # for the newest cluster of the machine, which with two at once may be the other one's. ARGS may choose none of them: pytest's exit code 5.

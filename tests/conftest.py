@@ -26,6 +26,7 @@ from ray_cluster import fit, nodes
 from ray_launching import on_ray, places
 from s3_server import s3, stored
 from slurm_cluster import slurm
+from unchanged import Unchanged
 from world_of_one import new_run
 
 __all__ = [
@@ -68,6 +69,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="also run tests that take about a minute and overlap with shorter ones"
     )
+    parser.addoption(
+        "--skip-unchanged", action="store_true", help="skip tests/ray and the like where nothing they test has changed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--skip-unchanged"):
+        config.pluginmanager.register(Unchanged())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

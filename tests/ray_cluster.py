@@ -48,8 +48,13 @@ def nodes() -> Iterator[Nodes]:
     """The driver is connected to the head."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
+    from ray._private.utils import get_ray_address_file
+
     before = {name: os.environ.get(name) for name in SETTINGS}
     os.environ.update(SETTINGS)
+    # Ray notes the newest cluster here, for whoever calls ray.init() next. Only Cluster.shutdown would take it back.
+    noted = Path(get_ray_address_file(None))
+    known = noted.read_text() if noted.exists() else None
     cluster = Nodes()
     ray.init(address=cluster.cluster.address, log_to_driver=True)
     yield cluster
@@ -61,6 +66,9 @@ def nodes() -> Iterator[Nodes]:
     leaving.join(_LEAVE_SECONDS)
     for node in [*cluster.cluster.worker_nodes, cluster.cluster.head_node]:
         node.kill_all_processes(check_alive=False, allow_graceful=True)
+    noted.unlink(missing_ok=True)
+    if known is not None:
+        noted.write_text(known)
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
