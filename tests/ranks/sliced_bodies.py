@@ -195,8 +195,9 @@ class Setup:
         self.models = Models(strategy)
         self.models.add(Entry("model", self.model, self.model, self.optimizer, "float32", None, False))
         folder.mkdir(parents=True, exist_ok=True)
+        limit = settings.pop("timeout", 60.0)
         checked = Checkpoint.model_validate({"keep": {"last": 100}, **settings})
-        self.checkpointer = Checkpointer(run.group, run.runtime, strategy, checked, 60.0, folder, self.models, seed=0)
+        self.checkpointer = Checkpointer(run.group, run.runtime, strategy, checked, limit, folder, self.models, seed=0)
         self.average = Average(self.model)
         self.checkpointer.attached.register("average", self.average, "refuse")
         self._run = run

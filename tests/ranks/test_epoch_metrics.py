@@ -59,7 +59,7 @@ def test_metrics_of_whole_sets_are_those_of_one_process(
         "early_stop": {"criteria": [{"metric": "val/few/auc", "mode": "max"}], "patience": 50}, **settings,
     })  # fmt: skip
     found = summary(run)
-    assert found["reason"] == f"rank {processes - 1} has enough (hook StopOnLast)"
+    assert found["reason"] == f"rank {processes - 1} has enough (callback StopOnLast)"
     assert (found["step"], found["best"]["metric"]) == (8, "val/many/f1")
     task = set_tasks.Measured()
     sets = {**{f"val/{name}": data for name, data in task.val_data().items()}, "test": task.test_data()}
@@ -77,7 +77,7 @@ def test_a_hook_of_one_rank_that_raises_is_named(project: Project) -> None:
     config = project.config(callbacks=[{"type": f"{FILE}:FailOnOne", "rank": 1}])
     finished = project.run("train", config)
     assert finished.code == 5
-    assert "hook FailOnOne.after_epoch failed after step 7 on rank 1: ZeroDivisionError: nothing to divide by" in (
+    assert "callback FailOnOne.after_epoch failed after step 7 on rank 1: ZeroDivisionError: nothing to divide by" in (
         finished.err
     )
     assert 'raise ZeroDivisionError("nothing to divide by")' in finished.err

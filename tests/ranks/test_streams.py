@@ -112,7 +112,7 @@ def test_ranks_exchange_counts_for_many_batches_at_once() -> None:
     assert one == two
     assert one["steps"] >= 100 and one["end"] >= 210
     assert one["counts"] < one["end"] / 2 and one["stateless"] < 30 and one["asked"] == 0
-    assert one["why"] == "enough (hook Enough) on rank 1"
+    assert one["why"] == "enough (callback Enough) on rank 1"
 
 
 def test_ranks_that_compute_the_same_share_read_the_same(tmp_path: Path) -> None:
