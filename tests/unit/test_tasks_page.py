@@ -1,4 +1,4 @@
-"""docs/tasks.md lists everything that a task, and a hook, may define, as it is called."""
+"""docs/tasks.md lists everything that a task, and a callback, may define, as it is called."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_every_method_of_a_task_is_listed_with_its_arguments() -> None:
     assert without_base == {"collate": ["examples"]}
 
 
-def test_every_method_of_a_hook_is_listed_with_its_arguments() -> None:
-    found = listed(PAGE.split("\n## Hooks\n")[1])
+def test_every_method_of_a_callback_is_listed_with_its_arguments() -> None:
+    found = listed(PAGE.split("\n## Callbacks\n")[1])
     state = {name: found.pop(name) for name in STATE}
     assert found == defined(Callback)
     assert state == {"state_dict": [], "load_state_dict": ["state"]}
