@@ -23,7 +23,7 @@ WARM_UP = 100  # steps
 PROCESSES = 2
 
 VARIANTS = {
-    "silent": "no pulse, no heartbeat",
+    "silent": "no control sync, no heartbeat",
     "lockstep": "Lockstep",
     "asking": "Lockstep, and `run.any` in every step",
 }
@@ -88,7 +88,7 @@ def time_calls(run: Any, calls: int) -> dict[str, float]:
         "`run.any`": lambda: run.any(False),
         "`run.gather`": lambda: run.gather(run.rank),
         "`run.barrier`": lambda: run.barrier(),
-        "noting where a rank is": lambda: run.group.activity.enter("data", 0),
+        "recording a position": lambda: run.group.activity.enter("data", 0),
     }
     found = {}
     for name, action in actions.items():
@@ -192,7 +192,7 @@ def calls_table(found: list[dict[str, Any]]) -> str:
         seconds = min(each["calls"][name] for each in found)
         share = f"{seconds / PULSE_SECONDS:.3%}" if name == "`run.gather`" else "-"
         rows.append([name, f"{1e6 * seconds:.1f}" if seconds < 1e-5 else f"{1e6 * seconds:.0f}", share])
-    return report.table(["", "µs", "share of half a second"], rows)
+    return report.table(["", "µs", "fraction of half a second"], rows)
 
 
 def steps_table(found: list[dict[str, Any]]) -> str:
@@ -210,7 +210,7 @@ def steps_table(found: list[dict[str, Any]]) -> str:
             cells.append("1.00" if name == "silent" else spread(ratios))
         inside = statistics.median(each[name]["pulse"] / each[name]["clock"] for each in rounds)
         rows.append([label, *cells, "-" if name == "silent" else f"{inside:.2%}"])
-    header = ["", "µs per step", "to silence", "of the processor, µs", "to silence", "inside the pulse"]
+    header = ["", "µs per step", "to silence", "of the processor, µs", "to silence", "inside the sync"]
     return report.table(header, rows)
 
 

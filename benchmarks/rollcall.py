@@ -330,7 +330,7 @@ def connect(lazily: bool) -> tuple[int, int]:
 
 
 def connections_table(found: dict[str, list[list[tuple[int, int]]]]) -> str:
-    header = ["ranks", "after a gathering", "all at once", "after gradients and a long message", "all at once"]
+    header = ["ranks", "after a gather", "all at once", "after gradients and a long message", "all at once"]
     rows = []
     for processes, (lazy, eager) in found.items():
         moments = [max(rank[moment] for rank in ranks) for moment in (0, 1) for ranks in (lazy, eager)]

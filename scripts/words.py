@@ -22,7 +22,9 @@ INSTEAD = {
     r"leave_word": "shard report",
     r"whole_sets?": "epoch_metrics",
 }
-WORDS = re.compile("|".join(rf"(?P<word_{number}>\b(?:{word})\b)" for number, word in enumerate(INSTEAD)), re.IGNORECASE)
+WORDS = re.compile(
+    "|".join(rf"(?P<word_{number}>\b(?:{word})\b)" for number, word in enumerate(INSTEAD)), re.IGNORECASE
+)
 
 
 def files() -> list[Path]:

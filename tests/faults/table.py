@@ -2,88 +2,64 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cells import CELLS, NOT_A_CELL, NOT_A_CELL_BY_FSDP, Cell, Expected
 from experiment import Outcome
-from sabotage import (
-    ACTS,
-    BEFORE_JOINING,
-    DECIDING,
-    FIRST_STEP,
-    FULL_DISK,
-    IDENTITIES,
-    LAST,
-    MID_EPOCH,
-    RENAMING,
-    ROLL_CALL,
-    SAVING,
-    VALIDATION,
-    WRITING,
-    WRITING_ELSEWHERE,
-)
+from sabotage import ACTS, FULL_DISK, IDENTITIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 _CELLS, _REASONS, _END = "<!-- cells -->", "<!-- no cells -->", "<!-- end -->"
-_HEADER = (
-    "kind", "moment", "ranks", "what was done", "seconds to the message", "what it names", "exit code",
-    "steps to do again", "resumed",
-)  # fmt: skip
-_DONE = {
-    BEFORE_JOINING: "as its task is imported",
-    ROLL_CALL: "as it is about to report",
-    FIRST_STEP: "in the loss of step 1",
-    MID_EPOCH: "in the loss of step 10",
-    VALIDATION: "in the metrics, after step 7",
-    SAVING: "as it writes step 8, before the manifest",
-    WRITING: "as it writes its part of step 8",
-    WRITING_ELSEWHERE: "as it writes its part of step 8",
-    RENAMING: "as step 8 is to get its name",
-    DECIDING: "after the validation of step 7",
-    LAST: "after step 14, the last",
-}
+_COLUMNS = ("2", "4", "2, fsdp", "4, hsdp")
+_HEADER = ("kind", "moment", "exit code", "the message names", *_COLUMNS)
 
 
 @dataclass(frozen=True)
 class Row:
-    cells: tuple[str, ...]
+    """One cell of the matrix as it was seen; cells of a kind and a moment share a line of the table."""
+
+    kind: str
+    moment: str
+    code: str
+    names: str
+    ranks: str
+    seen: str
 
     @classmethod
     def of(cls, cell: Cell, wanted: Expected, outcome: Outcome) -> Row:
-        identity = cell.kind in IDENTITIES
-        done = "ranks started one by one" if cell.starts_by_hand else f"rank {cell.rank}, {_DONE[cell.moment]}"
-        return cls(
-            (
-                cell.kind,
-                cell.moment,
-                cell.ranks,
-                done,
-                f"{max(outcome.seconds, 0):.1f}",
-                wanted.names,
-                str(wanted.code),
-                "-" if identity else str(outcome.lost),
-                "-" if identity else "bit-identical",
-            )
-        )
-
-    def __str__(self) -> str:
-        return f"| {' | '.join(self.cells)} |"
+        again = "" if cell.kind in IDENTITIES else f", {outcome.lost}"
+        seen = f"rank {cell.rank}: {max(outcome.seconds, 0):.1f} s{again}"
+        if cell.starts_by_hand:
+            seen = seen.partition(": ")[2]
+        return cls(cell.kind, cell.moment, str(wanted.code), _generic(wanted.names), cell.ranks, seen)
 
 
 def write(seen: Mapping[Cell, Row | None]) -> None:
-    """Replace the rows of the cells that were run; one that failed has none."""
+    """Replace the cells that were run; one that failed is empty."""
     text = PAGE.read_text(encoding="utf-8")
-    known = {tuple(line.strip("| \n").split(" | ")[:3]): line for line in _parts(text, _CELLS)[1].splitlines()[2:]}
-    lines = [f"| {' | '.join(_HEADER)} |", "|" + " --- |" * len(_HEADER)]
-    for cell in CELLS:
-        key = (cell.kind, cell.moment, cell.ranks)
-        line = str(seen[cell] or "") if cell in seen else known.get(key)
-        if line:
-            lines.append(line)
-    text = _replaced(text, _CELLS, "\n".join(lines))
+    lines = {(line[0], line[1]): line for line in _table(_parts(text, _CELLS)[1])}
+    for cell, row in seen.items():
+        line = lines.setdefault((cell.kind, cell.moment), [cell.kind, cell.moment, "", "", *("-" for _ in _COLUMNS)])
+        if row:
+            line[2:4] = row.code, max(line[3], row.names, key=len)
+        line[4 + _COLUMNS.index(cell.ranks)] = row.seen if row else "-"
+    kinds = list(dict.fromkeys(cell.kind for cell in CELLS))
+    pairs = sorted(dict.fromkeys((cell.kind, cell.moment) for cell in CELLS), key=lambda pair: kinds.index(pair[0]))
+    table = [_HEADER, ["---"] * len(_HEADER), *(lines[pair] for pair in pairs if pair in lines)]
+    text = _replaced(text, _CELLS, "\n".join(f"| {' | '.join(line)} |" for line in table))
     PAGE.write_text(_replaced(text, _REASONS, _reasons()), encoding="utf-8")
+
+
+def _table(text: str) -> list[list[str]]:
+    return [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in text.splitlines()[2:]]
+
+
+def _generic(names: str) -> str:
+    """What a message names, for any rank: `rank 1, the line` is the rank and the line."""
+    return re.sub(r"\branks \d+ and \d+", "the ranks", re.sub(r"^rank \d+(?! is)|(?<=, )rank \d+", "the rank", names))
 
 
 def _reasons() -> str:
