@@ -31,9 +31,8 @@ class Row:
     @classmethod
     def of(cls, cell: Cell, wanted: Expected, outcome: Outcome) -> Row:
         again = "" if cell.kind in IDENTITIES else f", {outcome.lost}"
-        seen = f"rank {cell.rank}: {max(outcome.seconds, 0):.1f} s{again}"
-        if cell.starts_by_hand:
-            seen = seen.partition(": ")[2]
+        rank = "" if cell.starts_by_hand else f"{cell.rank}: "
+        seen = f"{rank}{max(outcome.seconds, 0):.1f}{again}"
         return cls(cell.kind, cell.moment, str(wanted.code), _generic(wanted.names), cell.ranks, seen)
 
 
