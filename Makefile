@@ -8,6 +8,8 @@ LOOPS = 20000
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,docs,dev
 TEST_PYTHON = .venv-test/bin/python
 PYTEST = -m pytest --numprocesses 2
+# Where words that nobody in this field uses may not come back.
+WORDS_IN = README.md docs
 
 # torch_xla has builds for 64-bit x86 Linux alone, and wants a torch of its own: what needs it has an environment of its own.
 MACHINE := $(shell uname -s) $(shell uname -m)
@@ -45,7 +47,7 @@ help:
 	@echo 'make fuzz     LOOPS=20000 random training loops, each compared with plain PyTorch'
 	@echo 'make storm    random faults for MINUTES=10, from SEED=N or another seed each time'
 	@echo 'make verify   lockstep verify on the examples; writes the tables of docs/verify.md'
-	@echo 'make lint     ruff, mypy and the import layers'
+	@echo 'make lint     ruff, mypy, the import layers and the words of the docs'
 	@echo 'make format   format the code and fix what can be fixed by itself'
 	@echo 'make bench    the benchmarks: overhead, start-up, checkpoints, roll call, fingerprints, control'
 	@echo 'make docs     the documentation site, into site/: open site/index.html'
@@ -108,6 +110,7 @@ lint: test-environment
 	$(TEST_PYTHON) -m ruff format --check
 	$(TEST_PYTHON) -m mypy
 	$(TEST_PYTHON) -c 'from importlinter.cli import lint_imports_command as run; run()'
+	$(TEST_PYTHON) scripts/words.py $(WORDS_IN)
 
 format: test-environment
 	$(TEST_PYTHON) -m ruff check --fix
