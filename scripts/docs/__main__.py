@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = """
 ## The schema
 
-[lockstep.schema.json](lockstep.schema.json) is what `lockstep schema` prints: editors complete and check by it.
+[lockstep.schema.json](lockstep.schema.json) is the output of `lockstep schema`. Editors use it to complete and check
+configs.
 """
 
 

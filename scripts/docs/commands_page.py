@@ -10,9 +10,8 @@ from lockstep.cli.commands import main
 
 INTRODUCTION = """# The command line
 
-Every command with its options, as `lockstep COMMAND --help` has them. A mistake in what was typed or configured ends
-with exit code 2; [failures](failures.md) lists all exit codes. Wherever there is `--set`, its names are those of [the
-config](config.md).
+This page lists every command with its options, as `lockstep COMMAND --help` shows them. A wrong command or config exits
+with code 2; [failures](failures.md) lists all exit codes. `--set` takes the keys of [the configuration](config.md).
 """
 
 

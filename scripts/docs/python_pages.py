@@ -21,7 +21,7 @@ def python_pages(package: Path) -> dict[str, str]:
     for name, module in _public(package / "ray").items():
         definition, sections = _find(package, module, name)
         parts.append(f"## {name}\n\n{_described(definition, name, sections, level=3)}")
-    begins = "# lockstep.ray\n\nWith the extra `ray`; [Ray](../ray.md) says how they are used.\n\n"
+    begins = "# lockstep.ray\n\nThese need the extra `ray`; [Inside Ray Train](../ray.md) shows how to use them.\n\n"
     pages["python/ray.md"] = begins + "\n".join(parts)
     return pages
 
