@@ -428,8 +428,10 @@ def _announce(present: Present, folder: Path) -> None:
     if topology.world_size > 1:
         logger.info("roll call: all %d ranks are here, in %.2f s", topology.world_size, seconds)
         more = [f"  and {len(reports) - SHOWN} more in {run_folder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
+        devices = {each.physical_device for each in reports}
+        says_something = topology.host_count > 1 or len(devices) < len(reports)
         for line in (*table(reports[:SHOWN]), *more):
-            logger.info(line)
+            (logger if says_something else file_only).info(line)
 
 
 def conclude(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,14 @@ def test_a_run_and_its_folder(project: Project) -> None:
     assert "val/loss" in zero and "val/loss" not in one
     assert all("[RANK 0]" in line for line in zero.splitlines())
     assert all("[RANK 1]" in line for line in one.splitlines())
-    assert all(line.startswith("[RANK 0]") for line in finished.out.splitlines())
+    # Rank 0 alone writes to the console: with the time, without its rank, and without a table of one host's devices.
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in finished.out.splitlines())
+    assert "[RANK" not in finished.out and "physical device" not in finished.out
+    assert "physical device" in zero and zero.count("examples/s") == 3
+    assert [re.findall(r"step (\d+)/", line)[0] for line in finished.out.splitlines() if "examples/s" in line] == [
+        "5",
+        "14",
+    ]
     # What to do next, and where everything is.
     assert "run folder: runs/" in finished.err and "lockstep resume" in finished.err
     assert "2 processes on cpu, 1 thread each" in finished.err

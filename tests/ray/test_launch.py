@@ -61,9 +61,10 @@ def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRa
     assert summary(run)["status"] == "completed" and summary(run)["world_size"] == 2
     assert steps_saved(run) == steps_saved(undisturbed)
     out = finished.out.splitlines()
-    assert "[RANK 0] roll call: all 2 ranks are here, in" in finished.out
-    assert sum("train/loss" in line for line in out) == sum("train/loss" in row for row in rows(run)) > 0
-    assert sum(" step 7/" in line and "examples/s" in line for line in out) == 1, "every row is shown once"
+    assert " roll call: all 2 ranks are here, in" in finished.out
+    assert 0 < sum("train/loss" in line for line in out) <= sum("train/loss" in row for row in rows(run))
+    last = rows(run)[-1]["step"]
+    assert sum(f" step {last}/" in line and "examples/s" in line for line in out) == 1, "a row is shown once"
     assert f"the task is in {on_ray.folder} and has travelled" in finished.out, "what rank 0 prints is shown"
     assert finished.out.count("the task is in") == 1, "what other ranks print is in their logs"
     assert "the task is in" in (run / "logs" / "rank-1.log").read_text()

@@ -59,13 +59,23 @@ def test_a_metric_without_a_value_is_left_out() -> None:
         ([], ""),
         ([0.5], ""),  # a rank alone has nobody to lag behind
         ([0.010, 0.010], ""),
-        ([0.0100, 0.0109], ""),  # not worth mentioning
+        ([0.0100, 0.0199], ""),  # less than 10 ms
         ([0.010, 0.025], "  lag r1 +15ms"),
-        ([0.030, 0.010, 0.012, 0.110], "  lag r0 +20ms r2 +2ms r3 +100ms"),
+        ([0.030, 0.010, 0.012, 0.110], "  lag r0 +20ms r3 +100ms"),
     ],
 )
 def test_ranks_that_are_behind_are_told(lags: list[float], shown: str) -> None:
     assert Display().line(ROW, lags) == f"epoch 1 step 20  loss 0.1235  12,346 examples/s{shown}"
+
+
+def test_a_lag_of_less_than_a_twentieth_of_a_step_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    shown = Display()
+    shown.begin(0, 0, None)
+    now[0] += 20 * 1.0  # a second per step
+    assert "lag" not in shown.line(ROW, [0.900, 0.949])
+    assert shown.line(ROW, [0.900, 0.951]).endswith("  lag r1 +51ms")
 
 
 def test_without_a_terminal_rows_and_notes_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -166,7 +166,7 @@ class OwnersWriter(WritesInBackground):
             raise
         words.conclude("")
         logger.info("saved %s (%.1f MB by %d ranks in %.2f s)", path.name, saving.layout.bytes / 1e6,
-                    self._group.world_size, time.monotonic() - began)  # fmt: skip
+                    self._group.world_size, time.monotonic() - began, extra={"repeats": "saved"})  # fmt: skip
         words.wait_until_heard(_HEARD_SECONDS)
 
     def _tidy(self, step: int) -> None:

@@ -83,7 +83,10 @@ class CheckpointWriter(WritesInBackground):
             self._before_the_first()
             self._before_the_first = None
         path = write(self.store, snapshot)
-        logger.info("saved %s (%.1f MB in %.2f s)", path.name, snapshot.bytes / 1e6, time.monotonic() - began)
+        logger.info(
+            "saved %s (%.1f MB in %.2f s)", path.name, snapshot.bytes / 1e6, time.monotonic() - began,
+            extra={"repeats": "saved"},
+        )  # fmt: skip
 
 
 def delete_old(store: CheckpointStorage, step: int, keep: Keep) -> None:

@@ -97,16 +97,4 @@ def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) ->
     limit = "steps" if config.train.steps is not None else "epochs"
     for line in closing_lines(folder, where, f"lockstep resume {where} --set train.{limit}=N"):
         say(line)
-    _tell_profile(folder)
     return 0
-
-
-def _tell_profile(folder: Path) -> None:
-    """Where the time of the profiled steps went, and what has all of it."""
-    if not (folder / "profile").is_dir():
-        return
-    from lockstep.profiler import shares
-
-    say(f"its profile:    lockstep profile view {folder}")
-    for line in shares.table(folder / "profile"):
-        say(line)

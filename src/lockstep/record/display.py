@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 NEW_BEST = "new best"  # what a row is marked with for the display alone
 _NOT_METRICS = ("step", "epoch", "lr", "examples_per_second", NEW_BEST)
-# A rank that is behind by less than this per step is not worth mentioning.
-_LAG_WORTH_SHOWING = 0.001
+# A lag is shown where it costs this fraction of a step and at least so many seconds.
+_LAG_FRACTION, _LAG_SECONDS = 0.05, 0.010
 
 
 class Display:
@@ -38,8 +38,10 @@ class Display:
         self._began = time.monotonic()
 
     def row(self, row: Row, lags: list[float]) -> None:
-        """A row of metrics was written."""
-        logger.info(self.line(row, lags))
+        """Shows a row of metrics. The log file gets every row; logs.Pace decides which of them a pipe gets."""
+        kind = "training" if "examples_per_second" in row else "validation"
+        is_last = self._total_steps is not None and row["step"] >= self._total_steps
+        logger.info(self.line(row, lags), extra={"repeats": kind, "is_last": is_last})
 
     def note(self, text: str) -> None:
         logger.info(text)
@@ -51,14 +53,25 @@ class Display:
         total = f"/{self._total_steps}" if self._total_steps else ""
         parts = [f"epoch {row['epoch']} step {row['step']}{total}", *_metrics(row)]
         if "examples_per_second" in row:
-            parts += [f"{row['examples_per_second']:,.0f} examples/s", *self._time_left(row["step"]), *_lag(lags)]
+            parts += [f"{row['examples_per_second']:,.0f} examples/s", *self._time_left(row["step"])]
+            parts += self._lag(row["step"], lags)
         return "  ".join([*parts, NEW_BEST] if row.get(NEW_BEST) else parts)
 
     def _time_left(self, step: int) -> list[str]:
         if not self._total_steps or step <= self._start_step:
             return []
-        seconds = (time.monotonic() - self._began) / (step - self._start_step) * (self._total_steps - step)
-        return [f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"]
+        seconds = int(self._step_seconds(step) * (self._total_steps - step))
+        return [f"{seconds // 60}:{seconds % 60:02d} left"]
+
+    def _lag(self, step: int, lags: list[float]) -> list[str]:
+        """How much longer than the fastest each slower rank takes to get to the exchange of gradients."""
+        least = max(_LAG_SECONDS, _LAG_FRACTION * self._step_seconds(step))
+        behind = [lag - min(lags) for lag in lags]
+        slow = [f"r{rank} +{lag * 1000:.0f}ms" for rank, lag in enumerate(behind) if lag >= least]
+        return [f"lag {' '.join(slow)}"] if slow else []
+
+    def _step_seconds(self, step: int) -> float:
+        return (time.monotonic() - self._began) / max(step - self._start_step, 1)
 
 
 class LiveDisplay(Display):
@@ -91,7 +104,7 @@ class LiveDisplay(Display):
             super().row(row, lags)
             return
         if "examples_per_second" in row:
-            parts = [*_metrics(row), f"{row['examples_per_second']:,.0f} examples/s", *_lag(lags)]
+            parts = [*_metrics(row), f"{row['examples_per_second']:,.0f} examples/s", *self._lag(row["step"], lags)]
             numbers = in_a_line("  ".join(parts))
             self._progress.update(self._bar, completed=row["step"], epoch=row["epoch"], numbers=numbers)
         else:
@@ -137,12 +150,3 @@ def terminal() -> Console | None:
 def _metrics(row: Row) -> list[str]:
     single = {name: value for name, value in row.items() if isinstance(value, (int, float))}
     return [f"{name} {value:.4g}" for name, value in single.items() if name not in _NOT_METRICS]
-
-
-def _lag(lags: list[float]) -> list[str]:
-    """How much longer than the fastest each slower rank takes to get to the exchange of gradients."""
-    if len(lags) < 2:
-        return []
-    fastest = min(lags)
-    slow = [(rank, lag - fastest) for rank, lag in enumerate(lags) if lag - fastest > _LAG_WORTH_SHOWING]
-    return [f"lag {' '.join(f'r{rank} +{lag * 1000:.0f}ms' for rank, lag in slow)}"] if slow else []

@@ -1,12 +1,17 @@
-"""Where a rank's words go: its own file, and for rank 0 the screen as well. Every line carries its rank."""
+"""The log of a rank: its own file, where every line carries the rank, and the console for rank 0.
+
+In a pipe every line carries the time of day, and a message that repeats is shown at most once per 10 seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 # For what belongs into a rank's file alone, whatever handlers others have given the root logger.
 file_only = logging.getLogger("lockstep.file_only")
 file_only.propagate = False
+
+_SECONDS_BETWEEN = 10.0
 
 
 @contextlib.contextmanager
@@ -71,10 +78,41 @@ def _make(folder: Path, rank: int) -> None:
 
 
 def screen_handler(console: Console | None) -> logging.Handler:
-    """What shows rank 0's words: above a live display, or as plain lines."""
+    """Returns the handler for rank 0's console: above a live display, or as plain lines."""
     handler = _Lines(sys.stdout) if console is None else _ConsoleHandler(console)
-    handler.setFormatter(_ScreenFormatter(0))
+    handler.setFormatter(_ScreenFormatter(with_time=console is None))
     return handler
+
+
+class Pace(logging.Filter):
+    """Passes records with the same `repeats` at most once per 10 seconds; the first and `is_last` always.
+
+    Rows of training also wait while other rows are shown: a validation takes the place of the next one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[str, float] = {}
+        self._held: dict[str, logging.LogRecord] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = getattr(record, "repeats", None)
+        if kind is None:
+            return True
+        now = time.monotonic()
+        if now - self._shown.get(kind, -math.inf) < _SECONDS_BETWEEN and not getattr(record, "is_last", False):
+            self._held[kind] = record
+            return False
+        self._shown[kind] = now
+        if kind == "validation" and "training" in self._shown:
+            self._shown["training"] = now
+        self._held.pop(kind, None)
+        return True
+
+    def take_held(self) -> list[logging.LogRecord]:
+        """Returns the newest record of each kind that was not passed, to be shown at the end."""
+        held, self._held = sorted(self._held.values(), key=lambda record: record.created), {}
+        return held
 
 
 class _LogFile(logging.FileHandler):
@@ -92,26 +130,34 @@ class _LogFile(logging.FileHandler):
 
 
 class _Lines(logging.StreamHandler[Any]):
-    """Plain lines on a screen that may be gone: who reads them is no concern of the run's."""
+    """Plain lines on a console that may be gone."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._pace = Pace()
+        self.addFilter(self._pace)
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
     def close(self) -> None:
+        for record in self._pace.take_held():
+            self.emit(record)
         with contextlib.suppress(OSError):  # what is still in its buffer
             super().close()
 
 
 class _ScreenFormatter(logging.Formatter):
-    """`[RANK 0] text`, with the level only where it is a warning or worse."""
+    """The text without its rank, since only rank 0 logs there; the level only where it is a warning or worse."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, with_time: bool) -> None:
         super().__init__()
-        self._prefix = f"[RANK {rank}] "
+        self._with_time = with_time
 
     def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S ", time.localtime(record.created)) if self._with_time else ""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        return f"{self._prefix}{level}{shown(super().format(record))}"
+        return f"{clock}{level}{shown(super().format(record))}"
 
 
 class _ConsoleHandler(logging.Handler):

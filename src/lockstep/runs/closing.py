@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.profiler import shares
 from lockstep.record.run_folder import read_summary
 from lockstep.runs.report import REPORT_FILE
 
@@ -20,6 +21,8 @@ def closing_lines(folder: Path, where: Any, further: str) -> list[str]:
         lines.append(f"look at it:     {folder / REPORT_FILE}")
     if (folder / "tensorboard").is_dir():
         lines.append(f"or in:          tensorboard --logdir {folder}")
+    if (folder / "profile").is_dir():
+        lines += [f"its profile:    lockstep profile view {folder}", *shares.table(folder / "profile")]
     return lines
 
 

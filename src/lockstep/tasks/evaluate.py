@@ -14,6 +14,7 @@ from lockstep.config.plain import finite
 from lockstep.config.schema import After, RunConfig
 from lockstep.data.sources import is_stream
 from lockstep.engine.run import Run
+from lockstep.record.logs import file_only
 from lockstep.record.writers import write_json
 from lockstep.tasks.callbacks import evaluated
 from lockstep.tasks.measure import TaskMeasure
@@ -45,11 +46,11 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
         "strategy": run.strategy,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    run.agree(lambda: _note(Path(after.run), run.folder, told), "noting the evaluation")
+    run.agree(lambda: _note(Path(after.run), run.folder, told, config.launch.type), "noting the evaluation")
     return {"status": "completed", "metrics": metrics}
 
 
-def _note(trained: Path, folder: Path, told: dict[str, Any]) -> None:
+def _note(trained: Path, folder: Path, told: dict[str, Any], launch: str) -> None:
     """A line of its own in one write, so that two evaluations at a time do not mix theirs."""
     file = trained / EVALUATIONS_FILE
     line = json.dumps(finite(told)) + "\n"
@@ -62,7 +63,8 @@ def _note(trained: Path, folder: Path, told: dict[str, Any]) -> None:
     except OSError as error:
         # Somebody else's run may be read and not written: what was measured is told all the same.
         told = {**told, "unwritten": f"{file}: not written: {error.strerror}"}
-    logger.info(
+    # Where this command waits for the ranks, it prints the result itself.
+    (logger if launch in ("slurm", "ssh") else file_only).info(
         "step %s: %s", told["step"], "  ".join(f"{name} {value:.6g}" for name, value in told["metrics"].items())
     )
     write_json(folder / RESULT_FILE, told)
