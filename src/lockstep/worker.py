@@ -40,7 +40,7 @@ from lockstep.record import timeline as chronicles
 from lockstep.record.code import keep_code
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
-from lockstep.record.start_files import brought_here
+from lockstep.record.run_folder import brought_here
 from lockstep.record.timeline import Timeline
 from lockstep.record.writers import write_json
 from lockstep.runs.report import leave_report

@@ -15,13 +15,11 @@ from click.testing import CliRunner
 
 from browser import measured, needs_browser, run_browser
 from conftest import ROOT, Project, rank_pids, summary, wait_until
-from lockstep.cli.report import report
+from lockstep.cli.runs import report
 from lockstep.runs.findings import findings, verdict
-from lockstep.runs.folder import RunsFolder
-from lockstep.runs.live import read_live
 from lockstep.runs.reader import read_run
-from lockstep.runs.server import Server
-from lockstep.runs.timeline import seconds_by_kind
+from lockstep.runs.records import read_live, seconds_by_kind
+from lockstep.runs.server import RunsFolder, Server
 from run_folders import completed, failed
 
 # Ranks of one's own speed, of which one fails where it is told to.

@@ -21,7 +21,7 @@ import pytest
 from lockstep.errors import ConfigError, FolderLost
 from lockstep.record import folder_lock, lease
 from lockstep.record.folder_lock import locked, locked_by_rank
-from lockstep.record.holder import Holder
+from lockstep.record.lease import Holder
 
 # Holds a folder until it is killed, or told to let go by a line; without locks where it is asked to.
 HOLD = """
@@ -193,7 +193,7 @@ def test_a_lease_of_another_host_that_beats_is_not(
     no_locks: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start(tmp_path)
-    monkeypatch.setattr("lockstep.record.holder._machine", lambda: "another")
+    monkeypatch.setattr("lockstep.record.lease._machine", lambda: "another")
     with pytest.raises(ConfigError, match=f"process {first.pid} on"), locked(tmp_path):
         pass
 

@@ -30,10 +30,9 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
 from lockstep.distributed.group import Group
 from lockstep.errors import CheckpointError
-from lockstep.runs.folder import RunsFolder
-from lockstep.runs.page import report_page
 from lockstep.runs.reader import read_run
-from lockstep.runs.server import Server
+from lockstep.runs.report import report_page
+from lockstep.runs.server import RunsFolder, Server
 from run_folders import completed, lines
 
 LIMIT = 10.0  # seconds for any one look, on a machine that is busy
@@ -337,7 +336,7 @@ from lockstep.cli import main
 for command in {commands!r}:
     told = CliRunner().invoke(main, command)
     assert told.exit_code == 0, (command, told.output)
-from lockstep.runs.folder import RunsFolder
+from lockstep.runs.server import RunsFolder
 from lockstep.runs.data import page_data
 runs = RunsFolder(__import__("pathlib").Path({parent!r}))
 runs.listed(), page_data([runs.read({name!r})])

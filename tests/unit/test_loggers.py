@@ -23,8 +23,8 @@ from lockstep.config.schema import Log, RunConfig, RunSettings
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
-from lockstep.record import logger_queue, loggers, to_mlflow
-from lockstep.record.to_tensorboard import Details
+from lockstep.record import loggers, services
+from lockstep.record.services import Details
 from lockstep.tasks.config_checks import check_parts
 
 Runs = Callable[..., Run]
@@ -232,7 +232,7 @@ def losses_of(text: str) -> list[float]:
 def test_a_logger_that_is_too_slow_holds_nobody_back_and_what_it_misses_is_counted(
     new_run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logger_queue, "MOST_CALLS", 2)
+    monkeypatch.setattr(loggers, "MOST_CALLS", 2)
     train(new_run(**with_loggers(timeout=0.3, mine={"type": "own_loggers:Faulty", "method": "log", "how": "hang"})))
     told = " ".join(warnings(caplog))
     assert "is too slow: 2 calls wait" in told
@@ -388,5 +388,5 @@ def test_an_argument_that_wandb_does_not_have_or_that_is_ours_is_refused(new_run
 def test_names_are_made_such_that_mlflow_takes_them(given: str, taken: str) -> None:
     from mlflow.utils.validation import _validate_metric_name
 
-    assert to_mlflow._name(given) == taken
+    assert services._name(given) == taken
     _validate_metric_name(taken)

@@ -14,17 +14,13 @@ import pytest
 
 import run_folders
 from lockstep.errors import ConfigError
-from lockstep.record.holder import Holder
-from lockstep.runs.data import merged, page_data, title_of
+from lockstep.record.lease import Holder
+from lockstep.runs.data import Curve, merged, page_data, title_of
+from lockstep.runs.data import thinned as thinned_curve
 from lockstep.runs.findings import findings, verdict
-from lockstep.runs.lags import Lags, thinned
-from lockstep.runs.live import live_of
-from lockstep.runs.page import report_page
 from lockstep.runs.reader import LOST, read_run, status_of
-from lockstep.runs.report import leave_report, write_report
-from lockstep.runs.series import Curve
-from lockstep.runs.series import thinned as thinned_curve
-from lockstep.runs.timeline import Entry, Span, seconds_by_kind, spans_of
+from lockstep.runs.records import Entry, Lags, Span, live_of, seconds_by_kind, spans_of, thinned
+from lockstep.runs.report import leave_report, report_page, write_report
 from run_folders import BEGAN, completed, failed, lines, rows
 
 
@@ -202,7 +198,7 @@ def test_a_page_needs_nothing_from_anywhere(tmp_path: Path) -> None:
 
 def test_reading_runs_needs_no_torch() -> None:
     code = (
-        "import sys, lockstep.runs.report, lockstep.runs.page, lockstep.runs.server; sys.exit('torch' in sys.modules)"
+        "import sys, lockstep.runs.report, lockstep.runs.report, lockstep.runs.server; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ}).returncode == 0
 

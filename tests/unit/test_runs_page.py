@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from browser import measured, needs_browser
-from lockstep.runs.page import report_page
 from lockstep.runs.reader import read_run
+from lockstep.runs.report import report_page
 from run_folders import completed, failed, lines
 
 

@@ -13,10 +13,9 @@ from urllib.parse import quote, urlsplit
 import pytest
 from click.testing import CliRunner
 
-from lockstep.cli.serve import serve
+from lockstep.cli.runs import serve
 from lockstep.errors import LaunchError
-from lockstep.runs.folder import RunsFolder
-from lockstep.runs.server import Server
+from lockstep.runs.server import RunsFolder, Server
 from run_folders import completed, failed, lines, rows
 
 

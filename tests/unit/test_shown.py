@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cli import main
-from lockstep.cli.messages import say
+from lockstep.cli.common import say
 from lockstep.distributed.failure import find_cause, report
 from lockstep.record.display import Display
 from lockstep.record.logs import rank_log

@@ -19,9 +19,7 @@ from lockstep.distributed.watch.stall import Limits, Seen
 from lockstep.engine.compile_guard import Phases
 from lockstep.record import timeline as chronicles
 from lockstep.record.timeline import Timeline, newest_row
-from lockstep.runs.lags import read_lags, typical
-from lockstep.runs.live import read_live
-from lockstep.runs.timeline import read_timeline
+from lockstep.runs.records import read_lags, read_live, read_timeline, typical
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:

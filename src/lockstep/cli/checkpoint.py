@@ -1,4 +1,4 @@
-"""`lockstep checkpoint`: what a run has saved, whether it is whole, and its weights in one file. Needs no torch."""
+"""`lockstep checkpoint`: lists, verifies and merges the checkpoints of a run. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli import options
-from lockstep.cli.help import Group, examples
-from lockstep.cli.messages import say
-from lockstep.cli.options import JSON, RUN_DIR
+from lockstep.cli.common import JSON, RUN_DIR, WEIGHTS, Group, examples, require_new, say
 from lockstep.config.plain import columns, finite
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
@@ -56,35 +53,32 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     """What a checkpoint of the run in RUN_DIR holds: where it is from, its files, its weights."""
     from lockstep.checkpoint import manifest, merge
 
-    storage = _storage(run_dir)
-    chosen = _chosen(storage, step)
-    folder, told = storage.path(chosen), _manifest(storage, chosen)
+    folder, read = _chosen(_storage(run_dir), step)
     with _naming(folder):
-        found, _ = merge.weights(folder, told)
-        state, _ = merge.weights(folder, told, "state")
+        weights, _ = merge.weights(folder, read)
+        state, _ = merge.weights(folder, read, "state")
+    versions, metrics, files = read.get("versions") or {}, read.get("metrics") or {}, manifest.files(read)
     if as_json:
         _print_json({
-            "folder": str(folder), **_facts(told), "versions": told.get("versions") or {},
-            "metrics": told.get("metrics") or {},
-            "files": [{"name": name, "bytes": told["files"][name]["bytes"]} for name in manifest.files(told)],
-            "weights": list(map(_tensor, found)), "other_tensors": list(map(_tensor, state)),
+            "folder": str(folder), **_facts(read), "versions": versions, "metrics": metrics,
+            "files": [{"name": name, "bytes": read["files"][name]["bytes"]} for name in files],
+            "weights": list(map(_tensor, weights)), "other_tensors": list(map(_tensor, state)),
         })  # fmt: skip
         return
-    versions = told.get("versions") or {}
+    ranks = "one rank" if read["format"] == 1 else f"{read.get('world_size')} ranks"
     _echo(f"{folder}")
-    _echo(f"step {told['step']}, epoch {told.get('epoch')}, saved {told.get('created')} by "
-               f"{_ranks(told)}, Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}")  # fmt: skip
-    for name, value in (told.get("metrics") or {}).items():
+    _echo(f"step {read['step']}, epoch {read.get('epoch')}, saved {read.get('created')} by {ranks}, "
+          f"Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}")  # fmt: skip
+    for name, value in metrics.items():
         _echo(in_a_line(f"{name} {value}"))
     _echo("")
-    for name in manifest.files(told):
-        _echo(f"{size(told['files'][name]['bytes']):>10}  {name}")
+    for name in files:
+        _echo(f"{size(read['files'][name]['bytes']):>10}  {name}")
     _echo("")
-    for weight in found:
+    for weight in weights:
         _echo(in_a_line(f"{weight.dtype:>5}  {weight.name} {weight.shape}"))
-    total = sum(each.nbytes for each in found)
-    beside = sum(each.nbytes for each in state)
-    _echo(f"\n{len(found)} weights, {size(total)}; beside them {len(state)} tensors, {size(beside)}")
+    total, beside = (size(sum(each.nbytes for each in tensors)) for tensors in (weights, state))
+    _echo(f"\n{len(weights)} weights, {total}; beside them {len(state)} tensors, {beside}")
 
 
 @checkpoint.command(epilog=examples("lockstep checkpoint verify runs/digits-20260101-120000"))
@@ -122,26 +116,23 @@ def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
 @RUN_DIR
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
 @STEP
-@options.WEIGHTS
+@WEIGHTS
 def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> None:
     """All weights of a checkpoint of the run in RUN_DIR in one safetensors file, once they match their digests."""
     from lockstep.checkpoint.merge import averaged, merge
 
-    if out.exists():
-        raise ConfigError(f"--out {out}: is there already: name a file that is not, or move it away")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it, or name another one")
+    require_new(out)
     storage = _storage(run_dir)
-    chosen = _chosen(storage, step)
-    problem = storage.problem(chosen)
+    folder, read = _chosen(storage, step)
+    problem = storage.problem(read["step"])
     if problem is not None:
-        raise CheckpointError(f"{storage.path(chosen)} is damaged: {problem}. Name another step with --step")
-    folder, told = storage.path(chosen), _manifest(storage, chosen)
+        raise CheckpointError(f"{folder} is damaged: {problem}. Name another step with --step")
+    average = weights == "ema"
     with _naming(folder):
-        if weights == "ema" and not averaged(folder, told):
+        if average and not averaged(folder, read):
             raise ConfigError(f"--weights ema: {folder} has no averages: the run was not trained with train.ema")
-        count = merge(folder, told, out, average=weights == "ema")
-    say(f"{out}: {count} {'averaged ' if weights == 'ema' else ''}weights of step {chosen}, {size(out.stat().st_size)}")
+        count = merge(folder, read, out, average=average)
+    say(f"{out}: {count} {'averaged ' if average else ''}weights of step {read['step']}, {size(out.stat().st_size)}")
 
 
 def _storage(run_dir: Path | Url) -> CheckpointStorage:
@@ -162,20 +153,22 @@ def _storage(run_dir: Path | Url) -> CheckpointStorage:
     return storage
 
 
-def _chosen(storage: CheckpointStorage, step: int | None) -> int:
-    if step is not None:
+def _chosen(storage: CheckpointStorage, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """Returns the folder and the manifest of a checkpoint, the newest where no step is given."""
+    if step is None:
+        step = storage.steps()[-1]
+    else:
         storage.require(step)
-        return step
-    return storage.steps()[-1]
+    return storage.path(step), _manifest(storage, step)
 
 
 def _manifest(storage: CheckpointStorage, step: int) -> dict[str, Any]:
     from lockstep.checkpoint import manifest
 
     def read(folder: Path) -> dict[str, Any]:
-        told = manifest.read(folder)
-        manifest.check_sizes(folder, told)
-        return told
+        found = manifest.read(folder)
+        manifest.check_sizes(folder, found)
+        return found
 
     with _naming(storage.path(step)):
         return storage.look(step, read)
@@ -191,32 +184,25 @@ def _naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error}") from None
 
 
-def _echo(text: str) -> None:
-    click.echo(visible(text))
-
-
 def _listed(storage: CheckpointStorage, step: int) -> dict[str, Any] | None:
-    """A checkpoint by its manifest; where that is damaged, only what is wrong; None where it was removed meanwhile."""
+    """Returns what the manifest says, or what is wrong with it; None where the checkpoint was removed meanwhile."""
     from lockstep.checkpoint.storage import Removed
 
-    folder = storage.path(step)
     try:
         return {"problem": None, **_facts(_manifest(storage, step))}
     except Removed:
         return None
     except CheckpointError as error:
-        return {"step": step, "problem": str(error).removeprefix(f"{folder}: ")}
+        return {"step": step, "problem": str(error).removeprefix(f"{storage.path(step)}: ")}
 
 
-def _facts(told: dict[str, Any]) -> dict[str, Any]:
+def _facts(read: dict[str, Any]) -> dict[str, Any]:
     return {
-        "step": told["step"],
-        "epoch": told.get("epoch"),
-        "created": told.get("created"),
-        "world_size": told.get("world_size"),
-        "format": told["format"],
-        "bytes": sum(each["bytes"] for each in told["files"].values()),
-        "value": told.get("value"),
+        "step": read["step"],
+        **{name: read.get(name) for name in ("epoch", "created", "world_size")},
+        "format": read["format"],
+        "bytes": sum(each["bytes"] for each in read["files"].values()),
+        "value": read.get("value"),
     }
 
 
@@ -224,9 +210,9 @@ def _row(listed: dict[str, Any]) -> tuple[str, ...]:
     if listed["problem"] is not None:
         return (str(listed["step"]), "", "", "", "", "", "", listed["problem"])
     value = listed["value"]
-    told = [str("" if listed[name] is None else listed[name]) for name in ("step", "epoch", "created", "world_size")]
+    cells = [str("" if listed[name] is None else listed[name]) for name in ("step", "epoch", "created", "world_size")]
     number = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-    return (*told, str(listed["format"]), size(listed["bytes"]), number, "")
+    return (*cells, str(listed["format"]), size(listed["bytes"]), number, "")
 
 
 def _tensor(weight: Weight) -> dict[str, Any]:
@@ -237,6 +223,5 @@ def _print_json(value: Any) -> None:
     click.echo(json.dumps(finite(value), indent=1))
 
 
-def _ranks(told: dict[str, Any]) -> str:
-    count = told.get("world_size")
-    return "one rank" if told["format"] == 1 else f"{count} ranks"
+def _echo(text: str) -> None:
+    click.echo(visible(text))

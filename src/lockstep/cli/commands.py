@@ -1,9 +1,10 @@
-"""`lockstep`: all commands together, and what becomes of an error of ours."""
+"""`lockstep`: the commands, `init` and `schema`, and how errors become messages and exit codes."""
 
 from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,41 +12,66 @@ from typing import Any
 
 import click
 
-from lockstep.cli.help import Group, examples
-from lockstep.cli.messages import say
+from lockstep.cli.common import Group, examples, say
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LockstepError
 from lockstep.shown import shown
 from lockstep.terminal import colour, make_safe
 
-# The module of every command, which is imported when it is asked for.
-_HOMES = {
-    "train": "train",
-    "resume": "train",
-    "evaluate": "after",
-    "predict": "after",
-    "export": "export",
-    "run": "run",
-    "checkpoint": "checkpoint",
-    "pod": "pod",
-    "sweep": "sweep",
-    "profile": "profile",
-    "report": "report",
-    "serve": "serve",
-    "init": "init",
-    "doctor": "doctor",
-    "verify": "verify",
-    "plan": "plan",
-    "schema": "schema",
-    "runs": "runs",
-    "watch": "watch",
+
+@click.command(epilog=examples("lockstep schema > lockstep.schema.json"))
+def schema() -> None:
+    """Print the JSON schema of the config, for editors."""
+    from lockstep.config.schema import RunConfig
+
+    click.echo(json.dumps(RunConfig.model_json_schema(by_alias=True), indent=2))
+
+
+@click.command(epilog=examples("lockstep init demo"))
+@click.argument("folder", type=click.Path(path_type=Path), default=Path())
+def init(folder: Path) -> None:
+    """Write a task and a config to start from into FOLDER."""
+    templates = Path(__file__).parents[1] / "templates"
+    files = {"task.py": templates / "task.py.txt", "config.yaml": templates / "config.yaml"}
+    present = [name for name in files if (folder / name).exists()]
+    if present:
+        raise ConfigError(f"{folder / present[0]} is there already; name another folder: lockstep init FOLDER")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, template in files.items():
+            text = template.read_text(encoding="utf-8").replace("name: NAME", _name_line(folder))
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+    say(f"wrote {folder / 'task.py'} and {folder / 'config.yaml'}; next: lockstep train {folder / 'config.yaml'}")
+
+
+def _name_line(folder: Path) -> str:
+    """Returns the line that names runs after the folder, as wide as the line it replaces."""
+    from lockstep.config.load import to_yaml
+    from lockstep.launchers.folder import named
+
+    return to_yaml({"name": named(folder.resolve().name)}).strip().ljust(len("name: NAME"))
+
+
+# The module of each command, which is imported when the command is used.
+_MODULES = {
+    "after": ("evaluate", "predict", "export"),
+    "checkpoint": ("checkpoint",),
+    "commands": ("init", "schema"),
+    "doctor": ("doctor", "verify"),
+    "plan": ("plan",),
+    "pod": ("pod",),
+    "run": ("run",),
+    "runs": ("runs", "report", "serve", "sweep", "profile"),
+    "train": ("train", "resume"),
+    "watch": ("watch",),
 }
-
-
-_ARGUMENTS = "lockstep.arguments"  # under which the command line is kept, for what is said of a mistake in it
+_HOMES = {command: module for module, commands in _MODULES.items() for command in commands}
+_ARGUMENTS = "lockstep.arguments"  # the key of the command line in click's context, for messages about a mistake in it
 
 
 class Commands(Group):
-    """Turns our errors into a message and an exit code: a user never sees a bare traceback for a mistake."""
+    """Turns Lockstep's errors into a message and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_safe()
@@ -58,8 +84,7 @@ class Commands(Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _HOMES:
             return None
-        command: click.Command = getattr(importlib.import_module(f"lockstep.cli.{_HOMES[name]}"), name)
-        return command
+        return vars(importlib.import_module(f"lockstep.cli.{_HOMES[name]}"))[name]  # type: ignore[no-any-return]
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         context.meta[_ARGUMENTS] = list(args)
@@ -72,13 +97,13 @@ class Commands(Group):
         except LockstepError as error:
             say(str(error))
             sys.exit(error.exit_code)
-        except KeyboardInterrupt:  # before there was anything to end, or after
+        except KeyboardInterrupt:
             say("interrupted")
             sys.exit(INTERRUPTED_EXIT_CODE)
         except click.ClickException as error:
             if isinstance(error, click.NoSuchOption):
                 _name_the_setting(error, context.meta[_ARGUMENTS])
-            vars(error)["message"] = shown(error.message)  # it quotes the command line, which may quote anything
+            vars(error)["message"] = shown(error.message)  # it quotes the command line
             raise
         except OSError as error:
             if error.errno == errno.EPIPE:
@@ -88,7 +113,7 @@ class Commands(Group):
 
 
 def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
-    """`--epochs 3` is a value of the config: answer it with `--set train.epochs=3`."""
+    """Answers `--epochs 3`, a value of the config, with `--set train.epochs=3`."""
     takes_settings = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
     from lockstep.config.load import paths_called
 
@@ -104,18 +129,16 @@ def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
 
 
 def _require_a_current_folder() -> None:
-    """Whatever is relative to it would fail, each in its own way."""
     try:
         Path.cwd()
     except OSError as error:
         raise ConfigError(
-            f"the folder that this command was given in cannot be entered any more: {error.strerror}. It was deleted, "
-            "or is out of reach: cd into another one"
+            f"the current folder cannot be entered any more: {error.strerror}. It was deleted, or is out of reach: cd "
+            "into another one"
         ) from None
 
 
 def _of_the_system(error: OSError) -> str:
-    """What the system refused, where nobody nearer to it had more to say."""
     remedy = {
         errno.EMFILE: "; too many files are open: raise the limit (ulimit -n)",
         errno.ENFILE: "; the system has too many files open",

@@ -1,17 +1,19 @@
-"""`lockstep doctor`."""
+"""`lockstep doctor` and `lockstep verify`: whether this machine works, and whether all ways to train agree."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.help import examples
-from lockstep.cli.options import JSON, OUT, SET
+from lockstep.cli.common import JSON, OUT, SET, examples, say, say_whose_code
+from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from lockstep.mirror.url import Url
+from lockstep.shown import visible
 
 if TYPE_CHECKING:
     from lockstep.doctor.check import Check
@@ -41,18 +43,12 @@ _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": 
 @JSON
 @click.pass_context
 def doctor(
-    context: click.Context,
-    runtimes: tuple[str, ...],
-    processes: int | None,
-    out: Path | Url,
-    limit: float,
-    hosts: str | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+    context: click.Context, runtimes: tuple[str, ...], processes: int | None, out: Path | Url, limit: float,
+    hosts: str | None, overrides: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
     """Say what is installed, what works on this machine, and what to do about what does not."""
     if hosts is not None:
-        _of_hosts(context, hosts, overrides, as_json)
+        _check_hosts(context, hosts, overrides, as_json)
     if overrides:
         raise click.UsageError("--set changes the config of --hosts, which is not given")
     from lockstep.doctor import check as report
@@ -68,8 +64,8 @@ def doctor(
     sys.exit(report.exit_code(checks))
 
 
-def _of_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """A table with a verdict per host; this machine is only where it is looked from."""
+def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Prints a verdict per host, and exits."""
     from lockstep.doctor import check as report
     from lockstep.launchers.ssh import preflight
 
@@ -88,7 +84,7 @@ def _of_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as
 
 
 def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
-    """The hosts of a config file, or a list of names with commas between them."""
+    """Returns the hosts of a config file, or of a list of names with commas between them."""
     from lockstep.config.load import load, load_python, with_overrides
     from lockstep.launchers import folder as folders
     from lockstep.launchers.ssh.verbs import Pod
@@ -104,14 +100,57 @@ def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
 
 
 def checks_of(inspections: Sequence[Inspection]) -> list[Check]:
-    """A check for every host."""
     from lockstep.doctor.check import Check
 
     checks = []
     for host in inspections:
-        data = {key: value for key, value in host.found.items() if key != "code"}  # a digest for every file
+        data: dict[str, Any] = {key: value for key, value in host.found.items() if key != "code"}
         if host.reached:
             data["clock_seconds_ahead"] = host.clock
         found = "; ".join(host.problems) or f"can take part, at {host.found['address']}"
         checks.append(Check(host.name, "fail" if host.problems else "ok", found, data=data))
     return checks
+
+
+@click.command(
+    epilog=examples("lockstep verify config.yaml", "lockstep verify config.yaml --only 'cpu-*' --steps 3 --json")
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(min=2), default=5, help="Steps to train on each (default: 5).")
+@SET
+@click.option("--only", multiple=True, metavar="NAME", help="Compare only these; cpu-* means all that begin so.")
+@click.option("--require", multiple=True, metavar="NAME", help="Fail where one of these is not here.")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=None, help="Largest relative difference allowed.")
+@click.option("--limit", type=click.FloatRange(min=1), default=300.0, help="Seconds that any one run may take.")
+@click.option("--no-resume", is_flag=True, help="Leave out going on from each other's checkpoints.")
+@click.option("--out", type=click.Path(path_type=Path), default=None, help="Keep the runs in this new folder.")
+@click.option("--json", "form", flag_value="json", help="Print a JSON object.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
+def verify(
+    config: Path, steps: int, overrides: tuple[str, ...], only: tuple[str, ...], require: tuple[str, ...],
+    tolerance: float | None, limit: float, no_resume: bool, out: Path | None, form: str | None,
+) -> None:  # fmt: skip
+    """Train CONFIG for a few steps in every way that works here, and say whether all give the same losses."""
+    from lockstep.distributed.topology import launched
+    from lockstep.verify import report
+    from lockstep.verify.examine import examine, work_folder
+    from lockstep.verify.findings import Asked
+
+    if launched(os.environ):
+        raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")
+    say_whose_code(config)
+    asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
+    try:
+        with work_folder(out) as place:
+            found = examine(asked, place.path, say)
+            place.keep = place.keep or not found.agrees
+    except KeyboardInterrupt:
+        say("asked to stop: the run under way was ended")
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    shown = {"json": report.as_json, "markdown": report.markdown}.get(form or "", report.text)(found)
+    click.echo(visible(shown))
+    if form != "json":
+        click.echo(f"\n{report.conclusion(found)}")
+    if place.keep:
+        say(f"the runs are in {place.path}")
+    sys.exit(0 if found.agrees else 1)

@@ -1,4 +1,4 @@
-"""What the user is told of a run that is over: how it ended, where it is, and what to do next."""
+"""The end of `lockstep train` and `resume`: what happened, where the run is, and what to do next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from lockstep.cli.messages import say
+from lockstep.cli.common import say
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
 from lockstep.launchers import fitting
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from lockstep.mirror.mirror import Mirror
     from lockstep.mirror.url import Url
 
-# What the upload gets where the user had the run ended at once.
+# The limit of an upload where the user ended the run at once.
 _AT_ONCE_SECONDS = 5.0
 
 
 def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | None = None) -> NoReturn:
-    """Tell it, and leave with the run's exit code; `mirror` is what keeps the folder in a bucket."""
+    """Says how the run ended and exits with its code; `mirror` keeps the folder in a bucket."""
     if sys.stdout.isatty():
         click.echo("\x1b[?25h", nl=False)  # a rank that was killed left the cursor hidden
     from lockstep.record.run_folder import note_end
@@ -35,7 +35,7 @@ def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | N
     note_end(folder, result)
     leave_report(folder, say)
     behind = _uploaded(result, config, mirror) if mirror is not None else None
-    code = _tell(folder, result, config, folder if mirror is None or behind else mirror.url)
+    code = _say_end(folder, result, config, folder if mirror is None or behind else mirror.url)
     if behind is not None:
         say(behind)
         code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
@@ -44,7 +44,7 @@ def conclude(folder: Path, result: Result, config: RunConfig, mirror: Mirror | N
 
 @contextlib.contextmanager
 def saved_before(folder: Path) -> Iterator[None]:
-    """A process that was asked to stop before its first step lost nothing where there is a checkpoint."""
+    """Exits as preempted, not interrupted, where a checkpoint exists: a stop before the first step loses nothing."""
     try:
         yield
     except SystemExit as leaving:
@@ -54,10 +54,7 @@ def saved_before(folder: Path) -> Iterator[None]:
 
 
 def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:
-    """Wait for the rest to be in the bucket; what to tell where it did not get there.
-
-    Signals that ask to stop ask for what is being done; Ctrl-C ends it.
-    """
+    """Waits for pending uploads and returns an error message if any failed. Only Ctrl-C ends the wait."""
     from lockstep.distributed.signals import handled, nothing
 
     limit = config.timeouts.checkpoint if result.exit_code == 0 else config.timeouts.stop
@@ -67,19 +64,17 @@ def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:
         return mirror.finish(limit)
 
 
-def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) -> int:
-    """The exit code: that of the run, and 75 only where there is a checkpoint to go on from, `where`."""
-    from lockstep.runs.closing import closing_lines
+def _say_end(folder: Path, result: Result, config: RunConfig, where: Path | Url) -> int:
+    """Returns the exit code: that of the run, and 75 only where there is a checkpoint to resume from."""
+    from lockstep.runs.report import closing_lines
 
     saved = any((folder / "checkpoints").glob("step-*"))
-
     if result.failure is not None:
-        failure = result.failure
-        say(failure.render(int(config.processes)))
-        log = folder / "logs" / f"rank-{failure.rank}.log"
-        if log.exists():  # a rank has one from the roll call on
+        say(result.failure.render(int(config.processes)))
+        log = folder / "logs" / f"rank-{result.failure.rank}.log"
+        if log.exists():  # from the roll call on
             say(f"log: {log}")
-        fitting.explain(failure, config, folder, say)
+        fitting.explain(result.failure, config, folder, say)
         if saved:
             say(f"go on from the last checkpoint with: lockstep resume {where}")
         return result.exit_code

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.help import examples
-from lockstep.cli.messages import say, say_whose_code
-from lockstep.cli.options import SET
+from lockstep.cli.common import SET, examples, say, say_whose_code
 from lockstep.errors import ConfigError
 from lockstep.shown import visible
 

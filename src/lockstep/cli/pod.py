@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.help import Group, examples
-from lockstep.cli.messages import say
-from lockstep.cli.options import DRY_RUN, JSON, OUT, SET
+from lockstep.cli.common import DRY_RUN, JSON, OUT, SET, Group, examples, say
 from lockstep.shown import visible
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.help import examples
-from lockstep.cli.messages import say
-from lockstep.cli.options import DRY_RUN
+from lockstep.cli.common import DRY_RUN, examples, say
+from lockstep.errors import ConfigError
 from lockstep.shown import visible
 
 
@@ -32,15 +31,9 @@ from lockstep.shown import visible
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
-    processes: int | None,
-    port: int | None,
-    max_restarts: int,
-    fresh: bool,
-    is_module: bool,
-    dry_run: bool,
-    script: str,
-    args: tuple[str, ...],
-) -> None:
+    processes: int | None, port: int | None, max_restarts: int, fresh: bool, is_module: bool, dry_run: bool,
+    script: str, args: tuple[str, ...],
+) -> None:  # fmt: skip
     """Start SCRIPT with the variables that torchrun sets, so that a DDP script runs unchanged."""
     from lockstep import runtime
     from lockstep.config.schema import RunSettings
@@ -60,8 +53,6 @@ def run(
 
 
 def _file(script: str) -> list[str]:
-    from lockstep.errors import ConfigError
-
     if not Path(script).is_file():
         hint = f"; a module is started with: lockstep run -m {script}" if _exists(script) else ""
         raise ConfigError(f"{script}: there is no such script{hint}")
@@ -69,15 +60,13 @@ def _file(script: str) -> list[str]:
 
 
 def _module(name: str) -> list[str]:
-    from lockstep.errors import ConfigError
-
     if not _exists(name):
         raise ConfigError(f"-m {name}: there is no module {name.split('.')[0]!r} here or on Python's path")
     return ["-m", name]
 
 
 def _exists(module: str) -> bool:
-    """Whether there is such a module or, since looking further would import it, the package that it is in."""
+    """Whether the module, or the package it is in, can be found without importing it."""
     top = module.split(".")[0]
     if not top.isidentifier():
         return False

@@ -1,22 +1,26 @@
-"""`lockstep runs`: the runs of a folder, and what may be removed. Needs no torch."""
+"""`lockstep runs`, `report`, `serve`, `sweep` and `profile`: commands that look at runs. Need no torch."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lockstep.cli.help import Group, examples
-from lockstep.cli.messages import say
-from lockstep.cli.options import JSON
+from lockstep.cli.common import JSON, Group, complete_run_dir, examples, run_dir, say
 from lockstep.config.nearest import nearest
 from lockstep.config.plain import columns, finite
 from lockstep.errors import ConfigError
+from lockstep.mirror.url import Url
 from lockstep.shown import in_a_line, size
 
 _COLOURS = {"completed": "green", "stopped early": "green", "running": "cyan", "failed": "red", "lost": "red"}
@@ -34,7 +38,7 @@ NAME = click.option(
 
 
 class _Runs(Group):
-    """What is none of its commands is the folder to list."""
+    """Takes what is not one of its commands as the folder to list."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in context.help_option_names):
@@ -104,14 +108,9 @@ def list_(
 @click.option("--yes", is_flag=True, help="Remove them; without it they are only listed.")
 @JSON
 def clean(
-    folder: Path,
-    statuses: tuple[str, ...],
-    patterns: tuple[str, ...],
-    older_than: str,
-    with_checkpoints: bool,
-    yes: bool,
-    as_json: bool,
-) -> None:
+    folder: Path, statuses: tuple[str, ...], patterns: tuple[str, ...], older_than: str, with_checkpoints: bool,
+    yes: bool, as_json: bool,
+) -> None:  # fmt: skip
     """List what may be removed from FOLDER (runs/ where not given), and remove it with --yes.
 
     Runs that failed, were lost or interrupted and have no checkpoint; with --status, those of that status. Never a
@@ -124,7 +123,7 @@ def clean(
     there = [each for each in table.found(folder) if each.folder.parent == folder]  # trials belong to their sweep
     fitting = table.matching(there, (), patterns)
     chosen = cleaning.choose(table.ordered(fitting, "name"), statuses, oldest, with_checkpoints, time.time())
-    told, failed = [], 0
+    results, failed = [], 0
     for each in chosen:
         problem = each.against
         if yes and problem is None:
@@ -132,22 +131,22 @@ def clean(
                 cleaning.remove(each.run.folder, with_checkpoints)
             except ConfigError as error:
                 problem, failed = str(error), failed + 1
-        told.append({**each.run.plain(), "bytes": each.bytes, "kept_because": problem,
-                     "removed": yes and problem is None})  # fmt: skip
+        results.append({**each.run.plain(), "bytes": each.bytes, "kept_because": problem,
+                        "removed": yes and problem is None})  # fmt: skip
     if as_json:
-        _print_json({"dry_run": not yes, "runs": told})
+        _print_json({"dry_run": not yes, "runs": results})
     else:
-        _tell_cleaned(folder, told, yes)
+        _say_cleaned(folder, results, yes)
     sys.exit(1 if failed else 0)
 
 
-def _tell_cleaned(folder: Path, told: list[dict[str, Any]], yes: bool) -> None:
-    going = [each for each in told if each["kept_because"] is None]
-    if told:
+def _say_cleaned(folder: Path, results: list[dict[str, Any]], yes: bool) -> None:
+    going = [each for each in results if each["kept_because"] is None]
+    if results:
         rows = [
             (each["name"], each["status"], size(each["bytes"]), "is kept: " + each["kept_because"]
              if each["kept_because"] else "removed" if yes else "would be removed")
-            for each in told
+            for each in results
         ]  # fmt: skip
         for line in columns([[in_a_line(cell) for cell in row] for row in rows]):
             click.echo(line)
@@ -161,7 +160,6 @@ def _tell_cleaned(folder: Path, told: list[dict[str, Any]], yes: bool) -> None:
 
 
 def _require(folder: Path) -> None:
-    """A folder that is none may be a command that was misspelt."""
     if folder.is_dir():
         return
     meant = nearest(str(folder), ("clean", "list"), 0.6)
@@ -173,3 +171,140 @@ def _require(folder: Path) -> None:
 
 def _print_json(value: Any) -> None:
     click.echo(json.dumps(finite(value), indent=1))
+
+
+@click.command(
+    epilog=examples(
+        "lockstep report runs/digits-20260101-120000",
+        "lockstep report runs/digits-20260101-120000 runs/digits-20260102-090000 -o both.html",
+    )
+)
+@click.argument(
+    "run_dirs", metavar="RUN [RUN]...", nargs=-1, required=True, type=run_dir, shell_complete=complete_run_dir
+)
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), default=None,
+    help="The file to write; else report.html in the folder of the run, or of several in the current folder.",
+)  # fmt: skip
+def report(run_dirs: tuple[Path | Url, ...], out: Path | None) -> None:
+    """Write a page of one run, or of several to compare, that opens in any browser and needs no network."""
+    from lockstep.runs.report import REPORT_FILE, write_report
+
+    folders = []
+    for each in run_dirs:
+        if isinstance(each, Url):
+            raise ConfigError(
+                f"RUN {each}: runs are looked at on a disk: copy the run's folder here first, with the tools of that "
+                "storage; its own report.html is there, too"
+            )
+        folders.append(each)
+    file = out or (folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE))
+    write_report(folders, file)
+    named = folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} runs"
+    say(f"{file}: {named}, {file.stat().st_size / 1000:,.0f} kB")
+
+
+@click.command(epilog=examples("lockstep serve", "lockstep serve experiments --port 8000"))
+@click.argument("runs", type=click.Path(path_type=Path), default="runs")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0 is any that is free.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; off loopback, with a token.")
+def serve(runs: Path, port: int, host: str) -> None:
+    """Show all runs in the folder RUNS in a browser, until Ctrl-C."""
+    from lockstep.runs.server import RunsFolder, Server
+
+    if not runs.is_dir():
+        raise ConfigError(f"RUNS {runs}: there is no such folder")
+    with Server(RunsFolder(runs), host, port) as server:
+        if server.token is not None:
+            say(f"--host {host}: not for this machine alone. Whoever has the token in the address sees the runs; it "
+                "travels in the clear: use a network that is yours, or SSH to a port on loopback")  # fmt: skip
+        say(f"{len(server.runs.names())} runs of {runs} at the address below; Ctrl-C ends it")
+        click.echo(server.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+@click.command(epilog=examples("lockstep sweep runs/digits-sweep-20260101-120000"))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--ended", nargs=2, type=int, default=None, metavar="TRIAL CODE", help="Note how a trial's job ended.")
+@JSON
+def sweep(folder: Path, ended: tuple[int, int] | None, as_json: bool) -> None:
+    """Show the trials of the sweep in FOLDER, and keep the best config of those that have ended."""
+    from lockstep.record import trials
+
+    asked = trials.read_sweep(folder)
+    with _alone(folder):
+        if ended is not None:
+            _note(folder / trials.trial_folder(ended[0]), ended[1])
+        found = trials.read_trials(folder, asked.metric)
+        code = trials.conclude(found, asked, folder, (lambda text: None) if as_json else say)
+    open_yet = sum(not each.has_ended for each in found)
+    if as_json:
+        best = trials.best_of(found, asked)
+        click.echo(json.dumps(finite({
+            "metric": asked.metric, "mode": asked.mode, "open": open_yet,
+            "best": None if best is None else best.number,
+            "trials": [{**asdict(each), "folder": str(folder / each.folder)} for each in found],
+        }), indent=1))  # fmt: skip
+    elif open_yet:
+        say(f"{open_yet} of {len(found)} trials have not ended")
+    sys.exit(0 if open_yet else code)
+
+
+def _note(run: Path, code: int) -> None:
+    """Records a job that failed before any rank could."""
+    from lockstep.record import run_folder
+
+    status = run_folder.read_summary(run).get("status", run_folder.RUNNING)
+    if code and status == run_folder.RUNNING:
+        run_folder.record(run, "failed", f"the job ended with exit code {code}; its output says more")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps trials that end at the same time from replacing the table by an older one, where the disk has locks."""
+    try:
+        lock = (folder / ".table.lock").open("a")
+    except OSError:  # another user's folder
+        yield
+        return
+    with lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@click.group(cls=Group)
+def profile() -> None:
+    """Look at traces of a run."""
+
+
+@profile.command(epilog=examples("lockstep profile view runs/digits-20260101-120000"))
+@click.argument("run_dir", type=click.Path(path_type=Path), shell_complete=complete_run_dir)
+@click.option("--host", default="127.0.0.1", help="Where TensorBoard listens (default: this machine alone).")
+@click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
+def view(run_dir: Path, host: str, port: int) -> None:
+    """Open the traces of the run in RUN_DIR in TensorBoard."""
+    from lockstep.profiler import view
+
+    traces, command = view.prepare(run_dir, host, port)
+    say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
+    for trace in traces:
+        say(f"  {trace}")
+    sys.stdout.flush()
+    os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
+
+
+@profile.command(
+    epilog=examples("lockstep profile capture --seconds 2", "lockstep profile capture 127.0.0.1:9012 127.0.0.1:9013")
+)
+@click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
+@click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")
+def capture(addresses: tuple[str, ...], seconds: float) -> None:
+    """Take a trace of ranks that are training with a profile section, at 127.0.0.1:9012 where no ADDRESS is given."""
+    from lockstep.profiler.demand import capture
+
+    failures = capture(addresses or ("127.0.0.1:9012",), seconds)
+    if failures:
+        raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
+    say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli import options
+from lockstep.cli.common import (
+    DRY_RUN,
+    OUT,
+    PROFILE,
+    RUN_DIR,
+    SET,
+    examples,
+    leaving_at_once,
+    say,
+    say_whose_code,
+    saying_what_is_logged,
+    with_profile,
+)
 from lockstep.cli.ending import conclude, saved_before
-from lockstep.cli.help import examples
-from lockstep.cli.interrupt import leaving_at_once
-from lockstep.cli.messages import say, say_whose_code, saying_what_is_logged
-from lockstep.cli.options import DRY_RUN, OUT, PROFILE, SET, with_profile
 from lockstep.errors import ConfigError
 from lockstep.launchers import batch_tasks, checking, cluster, fitting, restore_point, resuming
 from lockstep.launchers import folder as folders
@@ -46,14 +54,9 @@ if TYPE_CHECKING:
 @DRY_RUN
 @leaving_at_once
 def train(
-    config: Path,
-    overrides: tuple[str, ...],
-    out: Path | Url,
-    sweep: Path | None,
-    pod_name: str | None,
-    profile: bool,
+    config: Path, overrides: tuple[str, ...], out: Path | Url, sweep: Path | None, pod_name: str | None, profile: bool,
     dry_run: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Train what CONFIG describes."""
     from lockstep.config.load import load
 
@@ -106,9 +109,9 @@ def train(
         "lockstep resume runs/digits-20260101-120000 --best --set train.epochs=20",
     )
 )
-@options.RUN_DIR
+@RUN_DIR
 @click.option("--step", type=click.IntRange(min=0), default=None, help="Go on from the checkpoint of this step.")
-@click.option("--best", is_flag=True, help="Go on from the best restore_point, by restore_point.keep.")
+@click.option("--best", is_flag=True, help="Go on from the best checkpoint, by checkpoint.keep.")
 @SET
 @PROFILE
 @DRY_RUN
@@ -116,7 +119,7 @@ def train(
 def resume(
     run_dir: Path | Url, step: int | None, best: bool, overrides: tuple[str, ...], profile: bool, dry_run: bool
 ) -> None:
-    """Go on with the run in RUN_DIR, a folder or its URL, from its newest good restore_point, or from another one.
+    """Go on with the run in RUN_DIR, a folder or its URL, from its newest good checkpoint, or from another one.
 
     Checkpoints that are newer than a chosen one are set aside under another name.
     """
@@ -134,7 +137,6 @@ def resume(
             run = finding.enter_context(resuming.found(run_dir, wanted, topology, dry_run))
         if _start_script_again(run.start_files, wanted, {"--set": overrides, "--profile": profile}, dry_run):
             return
-        # As this version reads it: what a run of an older one does not say is the default, not a change.
         before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
         differing = changes(before, loaded.plain())
@@ -199,7 +201,7 @@ def _on_pod(config: RunConfig, name: str, out: Path | Url, dry_run: bool) -> Non
 
 
 def _start_script_again(run_dir: Path, wanted: restore_point.Wanted, options: dict[str, Any], dry_run: bool) -> bool:
-    """Where the folder is that of a script with its own loop, this process becomes that script."""
+    """Replaces this process by the script where the folder is that of a script with its own loop."""
     from lockstep.launchers import script
 
     again = script.start_again(run_dir, os.environ, options)
@@ -220,7 +222,7 @@ def _start_script_again(run_dir: Path, wanted: restore_point.Wanted, options: di
 
 
 def _on_disk(out: Path | Url) -> Path:
-    """Where a job of SLURM has its script, its output and its run: nodes find them before any rank has met another."""
+    """Refuses a URL: the nodes of a SLURM job read its script and its run from a shared folder."""
     if isinstance(out, Url):
         raise ConfigError(f"--out {out}: launch: slurm needs a folder that this machine and the nodes share")
     return out
@@ -232,7 +234,7 @@ def _tell_queued(queued: queue.Queued) -> None:
 
 
 def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
-    """Say what would be started, and what an import can tell of the config: a dry run may take its time."""
+    """Prints what would be started, after the checks that need the task's module."""
     from lockstep.distributed.topology import Topology, launched
     from lockstep.tasks.config_checks import ELSEWHERE, check_made, check_parts
 

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.help import examples
-from lockstep.cli.messages import say
-from lockstep.cli.options import JSON, complete_run_dir
-from lockstep.config.plain import finite
+from lockstep.cli.common import JSON, complete_run_dir, examples, say
+from lockstep.config.plain import columns, finite
 from lockstep.errors import ConfigError
 from lockstep.shown import in_a_line
 from lockstep.terminal import colour
@@ -25,8 +23,9 @@ if TYPE_CHECKING:
 
     from lockstep.runs.watching import Look
 
-# How often a run is looked at: on a terminal, where lines scroll by, and over SSH.
-_DRAWN_SECONDS, _LINES_SECONDS, _POD_SECONDS = 1.0, 5.0, 5.0
+# Seconds between two looks: on a terminal, and where lines scroll by or the run is on a pod.
+_DRAWN_SECONDS, _LINES_SECONDS = 1.0, 5.0
+_HEAD = ("rank", "host", "step", "doing", "memory", "lag")
 _GOOD_ENDS = ("completed", "stopped early")
 
 
@@ -57,14 +56,14 @@ def watch(run: Path | None, pod_name: str | None, once: bool, wait: float, every
         raise click.UsageError(f"RUN {run} and --pod {pod_name}: name one of them")
     looking = _on_pod(pod_name) if pod_name is not None else _here(run)
     drawn = not as_json and not once and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    pause = every or (_POD_SECONDS if pod_name else _DRAWN_SECONDS if drawn else _LINES_SECONDS)
+    pause = every or (_DRAWN_SECONDS if drawn and not pod_name else _LINES_SECONDS)
     try:
         if once:
             _print(looking(), as_json, whole=True)
             return
         seen = _begun(looking, wait, pause)
         seen = _draw(looking, seen, pause) if drawn else _follow(looking, seen, pause, as_json)
-        sys.exit(_code(seen))
+        sys.exit(0 if seen.status in _GOOD_ENDS else 1)
     except KeyboardInterrupt:
         sys.exit(0)
 
@@ -72,13 +71,10 @@ def watch(run: Path | None, pod_name: str | None, once: bool, wait: float, every
 def _here(run: Path | None) -> Callable[[], Look]:
     from lockstep.runs import watching
 
-    folder = _newest() if run is None else run if run.exists() or run.is_absolute() else _below_runs(run)
+    folder = _newest() if run is None else run
+    if not folder.exists() and (Path("runs") / folder).is_dir():
+        folder = Path("runs") / folder
     return lambda: watching.look(folder)
-
-
-def _below_runs(run: Path) -> Path:
-    there = Path("runs") / run
-    return there if there.is_dir() else run
 
 
 def _newest() -> Path:
@@ -91,7 +87,6 @@ def _newest() -> Path:
 
 
 def _on_pod(name: str) -> Callable[[], Look]:
-    """The newest run of a pod, as its head sees it."""
     from lockstep.launchers.ssh import record as records
     from lockstep.launchers.ssh.verbs import Pod
     from lockstep.runs.watching import look_of
@@ -104,21 +99,20 @@ def _on_pod(name: str) -> Callable[[], Look]:
 
 
 def _begun(looking: Callable[[], Look], wait: float, pause: float) -> Look:
-    """The first look at a run that is at work, or was."""
-    deadline, told = time.monotonic() + wait, False
+    """Waits for the run to begin and returns the first look at it."""
+    deadline, said = time.monotonic() + wait, False
     while not (seen := looking()).has_begun:
         if time.monotonic() >= deadline:
             missing = "there is no such folder" if not Path(seen.folder).is_dir() else "its ranks have not met"
             raise ConfigError(f"{seen.folder}: the run did not begin within {wait:g} s: {missing}. --wait waits longer")
-        if not told:
+        if not said:
             say(f"{in_a_line(seen.name)}: waiting up to {wait:g} s for it to begin")
-            told = True
+            said = True
         time.sleep(min(pause, 1.0))
     return seen
 
 
 def _follow(looking: Callable[[], Look], seen: Look, pause: float, as_json: bool) -> Look:
-    """Lines, until the run has ended."""
     _print(seen, as_json)
     while not seen.has_ended:
         time.sleep(pause)
@@ -128,7 +122,6 @@ def _follow(looking: Callable[[], Look], seen: Look, pause: float, as_json: bool
 
 
 def _draw(looking: Callable[[], Look], seen: Look, pause: float) -> Look:
-    """On a terminal, until the run has ended."""
     from rich.console import Console
     from rich.live import Live
 
@@ -154,7 +147,7 @@ def _view(seen: Look, plain: bool) -> RenderableType:
     style = "bold red" if seen.is_stale or (seen.has_ended and seen.status not in _GOOD_ENDS) else "bold"
     parts: list[Any] = [Text(in_a_line(watching.headline(seen)), style=style)]
     if seen.total_steps:
-        bar = Table.grid()  # which ends its line
+        bar = Table.grid()  # it ends its line, which the bar alone does not
         bar.add_row(ProgressBar(total=seen.total_steps, completed=seen.step, width=60))
         parts.append(bar)
     metrics = Table(box=None, pad_edge=False, show_header=False)
@@ -164,7 +157,7 @@ def _view(seen: Look, plain: bool) -> RenderableType:
         )
     parts.append(metrics)
     if seen.live is not None:
-        ranks = Table("rank", "host", "step", "doing", "memory", "lag", box=None, pad_edge=False)
+        ranks = Table(*_HEAD, box=None, pad_edge=False)
         shown, more = watching.ranks_shown(seen.live)
         for each in shown:
             ranks.add_row(*map(Text, watching.rank_cells(each)))
@@ -173,7 +166,6 @@ def _view(seen: Look, plain: bool) -> RenderableType:
 
 
 def _print(seen: Look, as_json: bool, whole: bool = False) -> None:
-    from lockstep.config.plain import columns
     from lockstep.runs import watching
 
     if as_json:
@@ -182,12 +174,7 @@ def _print(seen: Look, as_json: bool, whole: bool = False) -> None:
     click.echo(watching.line(seen))
     if whole and seen.live is not None and not seen.has_ended:
         shown, more = watching.ranks_shown(seen.live)
-        head = ("rank", "host", "step", "doing", "memory", "lag")
-        for line in columns([head, *map(watching.rank_cells, shown)]):
+        for line in columns([_HEAD, *map(watching.rank_cells, shown)]):
             click.echo(line)
         if more:
             click.echo(f"and {more} more ranks")
-
-
-def _code(seen: Look) -> int:
-    return 0 if not seen.has_ended or seen.status in _GOOD_ENDS else 1

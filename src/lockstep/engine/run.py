@@ -52,7 +52,7 @@ from lockstep.record import loggers, samples
 from lockstep.record.aggregator import MetricAggregator
 from lockstep.record.display import Display
 from lockstep.record.logger import Kind
-from lockstep.record.logger_queue import LoggerQueue
+from lockstep.record.loggers import LoggerQueue
 from lockstep.record.metric_writer import MetricWriter
 from lockstep.record.timeline import Timeline
 from lockstep.runtime.base import Runtime

@@ -30,8 +30,7 @@ from lockstep.mirror import mark, url
 from lockstep.mirror.mark import mirrored
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, loggers, run_folder
-from lockstep.runs.closing import closing_lines
-from lockstep.runs.report import leave_report
+from lockstep.runs.report import closing_lines, leave_report
 from lockstep.terminal import tell
 
 _calls = itertools.count(1)

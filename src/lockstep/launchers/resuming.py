@@ -34,7 +34,7 @@ def found(run_dir: Path | Url, wanted: Wanted, topology: Topology | None, dry_ru
     """The run in a folder or at a URL; `topology` where somebody else has started this process as a rank."""
     if isinstance(run_dir, Path):
         if topology is not None and topology.host_count > 1:
-            from lockstep.record.start_files import brought_here
+            from lockstep.record.run_folder import brought_here
 
             brought_here(run_dir, topology)
         yield Resumed(run_dir, lambda: run_dir)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.url import Url
-from lockstep.record.holder import Holder
+from lockstep.record.lease import Holder
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from lockstep.mirror.bucket import Bucket, cannot_be_used, said
 from lockstep.mirror.lease import BucketLease, LeaseLost, last_token
 from lockstep.mirror.mark import MARK_FILE, Mark
 from lockstep.mirror.sync import CHECKPOINTS, FolderSync, NotSent
-from lockstep.record.holder import Holder
+from lockstep.record.lease import Holder
 
 logger = logging.getLogger(__name__)
 

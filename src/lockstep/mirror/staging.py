@@ -22,7 +22,7 @@ from lockstep.mirror.mark import MARK_FILE, Mark, mark_of, own_place
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import Url
 from lockstep.record import folder_lock, run_folder
-from lockstep.record.start_files import START_FILES
+from lockstep.record.run_folder import START_FILES
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Keep
 from lockstep.errors import LockstepError
 from lockstep.mirror.remote import Remote
-from lockstep.record.run_folder import Anchor
-from lockstep.record.start_files import START_FILES
+from lockstep.record.run_folder import START_FILES, Anchor
 
 logger = logging.getLogger(__name__)
 

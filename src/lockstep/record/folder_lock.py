@@ -18,8 +18,7 @@ from pathlib import Path
 
 from lockstep import run_files
 from lockstep.errors import ConfigError, FolderLost
-from lockstep.record.holder import Holder
-from lockstep.record.lease import Lease, Taken
+from lockstep.record.lease import Holder, Lease, Taken
 from lockstep.record.run_folder import Anchor, check_links
 
 _RUN, _RANK = ".lock", ".lock-rank"

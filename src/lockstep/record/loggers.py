@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import json
+import logging
+import math
+import mmap
 import os
-from collections.abc import Callable, Mapping
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lockstep import run_files
 from lockstep.config.schema import Log, RunSettings
 from lockstep.config.secrets import redacted
 from lockstep.errors import ConfigError
-from lockstep.record.logger import About, Logger, check_methods
-from lockstep.record.logger_queue import LoggerQueue
+from lockstep.record.logger import About, Logger, Sample, check_methods, takes_samples
+from lockstep.record.writers import write_json
+from lockstep.shown import brief, in_a_line
 
 Find = Callable[[str, str], Any]  # an import path, and the YAML path that it is at -> what it stands for
 Construct = Callable[[Any, dict[str, Any], str], Any]
@@ -36,11 +48,11 @@ def check(settings: Log, environment: Mapping[str, str] = os.environ) -> None:
             )
     # Adaptors are imported where a config names them.
     if settings.wandb is not None:
-        from lockstep.record.to_wandb import WandbLogger
+        from lockstep.record.services import WandbLogger
 
         WandbLogger.check(settings.wandb, environment)
     if settings.mlflow is not None:
-        from lockstep.record.to_mlflow import MlflowLogger
+        from lockstep.record.services import MlflowLogger
 
         MlflowLogger.check(settings.mlflow, environment)
 
@@ -51,19 +63,19 @@ def create(folder: Path, settings: RunSettings, find: Find, construct: Construct
     check(log)
     made: dict[str, Logger] = {}
     if log.tensorboard:
-        from lockstep.record.to_tensorboard import TensorBoardLogger
+        from lockstep.record.services import TensorBoardLogger
 
         made["tensorboard"] = TensorBoardLogger()
     if log.wandb is not None:
-        from lockstep.record.to_wandb import WandbLogger
+        from lockstep.record.services import WandbLogger
 
         made["wandb"] = WandbLogger(log.wandb)
     if log.mlflow is not None:
-        from lockstep.record.to_mlflow import MlflowLogger
+        from lockstep.record.services import MlflowLogger
 
         made["mlflow"] = MlflowLogger(log.mlflow)
     if log.trackio is not None:
-        from lockstep.record.to_trackio import TrackioLogger
+        from lockstep.record.services import TrackioLogger
 
         made["trackio"] = TrackioLogger(log.trackio)
     for name, own in log.own.items():
@@ -73,3 +85,283 @@ def create(folder: Path, settings: RunSettings, find: Find, construct: Construct
     config = redacted(settings.model_dump(mode="json", by_alias=True)) if made else {}
     about = About(folder.name, "", folder, config, 0, log.timeout)
     return [LoggerQueue(name, each, about) for name, each in made.items()]
+
+
+_BYTES = 512
+_ENDING = ".call"
+
+
+class CallNote:
+    """The call that one logger is in."""
+
+    def __init__(self, folder: Path, logger: str) -> None:
+        self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
+        self._memory: mmap.mmap | None = None
+        with contextlib.suppress(OSError, ValueError):  # no room, or a disk that maps no files
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, bytes(_BYTES))
+                self._memory = mmap.mmap(descriptor, _BYTES)
+            finally:
+                os.close(descriptor)
+
+    def enter(self, method: str) -> None:
+        self._write(json.dumps({"logger": self._logger, "method": method, "since": time.time()}).encode())
+
+    def leave(self) -> None:
+        self._write(b"")
+
+    def close(self) -> None:
+        self._memory = None
+        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another logger's files are there
+            self._file.parent.rmdir()
+
+    def _write(self, text: bytes) -> None:
+        if self._memory is not None and len(text) <= _BYTES:
+            self._memory[:] = text.ljust(_BYTES, b"\0")
+
+
+def suspect(run_folder: Path, stalled: str) -> str:
+    """Returns a sentence on the logger that has been in a call for longest, where rank 0 went silent."""
+    found = []
+    for file in (run_folder / "loggers").glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(file.read_bytes()[:_BYTES].rstrip(b"\0"))
+            found.append((time.time() - float(note["since"]), str(note["logger"]), str(note["method"])))
+    if not found:
+        return ""
+    seconds, logger, method = max(found)
+    return (
+        f". The logger log.{logger} has been in {method} for {seconds:.0f} s: where its native code does not release "
+        "Python's lock, nothing else in that process runs. Leave it out, or log from another process"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "loggers"  # of the run's: what each logger goes on with after a restart
+MOST_CALLS, MOST_BYTES = 1000, 64_000_000  # that wait for a logger; what comes beyond is left out
+
+
+Backlog = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
+
+
+class Call(NamedTuple):
+    """One row, or one sample, that is yet to be sent."""
+
+    method: str
+    names: tuple[str, ...]  # of numbers; of a sample with its kind, so that it is not taken for a number
+    step: int
+    send: Callable[[], None]
+    size: int
+
+
+class LoggerQueue:
+    """One logger of rank 0's, from its start to its end. All methods return at once, but for `wait`."""
+
+    def __init__(self, name: str, to: Logger, about: About) -> None:
+        self.name, self._logger, self._about = name, to, about
+        self._file = about.folder / FOLDER / f"{name}.json"
+        self._kept = _Kept.read(self._file)
+        # What it has from before: a run that goes on from an older checkpoint computes it again, bit for bit.
+        self._before = {} if self.takes_back else dict(self._kept.sent)
+        self._waiting: deque[Call] = deque()
+        self._bytes = self._left_out = self._failed = 0
+        self._news = threading.Condition()
+        self._status: str | None = None  # once the run is over
+        self._given_up = self._over = False
+        self._at: tuple[str, float] | None = None  # the method that it is in, and since when
+        self._told: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def takes_back(self) -> bool:
+        return bool(getattr(self._logger, "takes_back", False))
+
+    def start(self, step: int, backlog: Backlog = tuple) -> None:
+        """Once it is known which step the run goes on from. `backlog` has what was written before that: it is sent
+        first, as far as it was not: a process that is killed takes along what waited."""
+        self._backlog = backlog
+        about = replace(self._about, step=step, id=self._kept.id, kept=self._kept.kept, calls=self._kept.calls)
+        self._thread = threading.Thread(target=self._work, args=(about,), name=f"lockstep-{self.name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        call = self._row(step, values)
+        if call is not None:
+            self._put(call)
+
+    def log_sample(self, sample: Sample, size: int) -> None:
+        name = f"{sample.kind} {sample.name}"
+        if not takes_samples(self._logger):
+            self._tell_once("samples", "takes no samples (it has no log_sample): they are in the run's folder alone")
+        elif sample.step > self._before.get(name, -1):
+            send = self._logger.log_sample  # type: ignore[attr-defined]  # as asked above
+            self._put(Call("log_sample", (name,), sample.step, lambda: send(sample), size))
+
+    def close(self, status: str) -> None:
+        """Nothing comes any more: send what waits, and finish."""
+        with self._news:
+            self._status = self._status or status
+            self._news.notify()
+
+    def wait(self, until: float) -> None:
+        """For the end of it, up to a moment of the monotonic clock; then the run goes on without it."""
+        if self._thread is None:
+            return
+        self._thread.join(max(until - time.monotonic(), 0.0))
+        with self._news:
+            self._given_up, at, left = True, self._at, len(self._waiting)
+        if self._thread.is_alive():
+            self._abandon()
+        lost = [f"{self._failed} calls failed"] if self._failed else []
+        lost += [f"{self._left_out} rows and samples were left out, since it was too slow"] if self._left_out else []
+        lost += [f"{left} were not sent any more"] if left and not self._over else []
+        if self._thread.is_alive() and at is not None:
+            lost.insert(0, f"{at[0]} has not returned for {time.monotonic() - at[1]:.0f} s, and is left alone")
+        if lost:
+            self._warn(f"{'; '.join(lost)}. The run's folder has all of it")
+
+    def look(self) -> None:
+        """Say so, once, where the logger is stuck in a call."""
+        at = self._at
+        if at is not None and time.monotonic() - at[1] > self._about.timeout:
+            with self._news:
+                waiting = len(self._waiting)
+            self._tell_once(
+                "stuck",
+                f"{at[0]} has not returned for {self._about.timeout:g} s. The run goes on; {waiting} calls wait",
+            )
+
+    def _row(self, step: int, values: Mapping[str, float]) -> Call | None:
+        new = {name: value for name, value in values.items() if step > self._before.get(name, -1)}
+        return Call("log", tuple(new), step, lambda: self._logger.log(step, new), 0) if new else None
+
+    def _put(self, call: Call) -> None:
+        with self._news:
+            full = len(self._waiting) >= MOST_CALLS or (self._bytes + call.size > MOST_BYTES and self._waiting)
+            if self._over or self._status is not None:
+                return
+            if full:
+                self._left_out += 1
+            else:
+                self._waiting.append(call)
+                self._bytes += call.size
+                self._news.notify()
+        if full:
+            self._tell_once("full", f"is too slow: {MOST_CALLS} calls wait, and what comes now is left out")
+
+    # The thread
+
+    def _work(self, about: About) -> None:
+        self._call_note = CallNote(self._file.parent, self.name)
+        self._note()  # the id that it starts with is the one that it goes on with, whatever happens
+        if self._called("start", lambda: self._keep(self._logger.start(about))):
+            for call in self._calls():
+                if self._called(call.method, call.send):
+                    self._kept.note(call, float(getattr(self._logger, "delay", 0.0)))
+                    self._note()
+                else:
+                    self._failed += 1
+            if not self._given_up and self._called("finish", lambda: self._logger.finish(str(self._status))):
+                self._kept.settle()
+                self._note()
+        else:
+            self._abandon()
+        self._call_note.close()
+        self._over = True
+
+    def _keep(self, returned: Mapping[str, Any] | None) -> None:
+        try:
+            self._kept.kept = json.loads(json.dumps(dict(returned or {})))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"what it returns is kept as JSON, got {returned!r} ({error})") from None
+        self._note()
+        if self._kept.kept.get("url"):
+            logger.info("log.%s: %s", self.name, in_a_line(str(self._kept.kept["url"])))
+
+    def _note(self) -> None:
+        if not getattr(self._logger, "keeps_nothing", False):
+            self._kept.write(self._file)
+
+    def _calls(self) -> Iterator[Call]:
+        if not self.takes_back:
+            with contextlib.suppress(OSError):
+                for step, values in self._backlog():
+                    if self._given_up:
+                        return
+                    if call := self._row(step, values):
+                        yield call
+        while (call := self._next()) is not None:
+            yield call
+
+    def _next(self) -> Call | None:
+        with self._news:
+            while not self._waiting and self._status is None:
+                self._news.wait()
+            if not self._waiting or self._given_up:
+                return None
+            call = self._waiting.popleft()
+            self._bytes -= call.size
+            return call
+
+    def _called(self, method: str, call: Callable[[], None]) -> bool:
+        self._at = (method, time.monotonic())
+        self._call_note.enter(method)
+        try:
+            call()
+        except BaseException as error:  # a logger that calls sys.exit ends its own thread, and nothing else
+            end = "It is left out of this run" if method == "start" else "The run goes on"
+            self._tell_once(method, f"{method} failed: {type(error).__name__}: {error}. {end}")
+            return False
+        finally:
+            self._at = None
+            self._call_note.leave()
+        return True
+
+    def _abandon(self) -> None:
+        """What a package has started may keep this process from ending, once nobody waits for it any more."""
+        with contextlib.suppress(Exception):
+            getattr(self._logger, "abandon", lambda: None)()
+
+    def _tell_once(self, what: str, text: str) -> None:
+        if what not in self._told and not self._given_up:
+            self._told.add(what)
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        logger.warning("log.%s: %s", self.name, in_a_line(brief(text, 500)))
+
+
+class _Kept:
+    """What is known of a logger from one start of the run to the next."""
+
+    def __init__(self, id: str, kept: dict[str, Any], sent: dict[str, int], calls: int) -> None:
+        self.id, self.kept, self.sent, self.calls = id, kept, sent, calls
+        self._recent: deque[tuple[float, Call]] = deque()  # that may be lost, if this process is killed now
+
+    @classmethod
+    def read(cls, file: Path) -> _Kept:
+        with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            found = json.loads(run_files.read_text(file, depth=2))
+            sent = {str(name): int(step) for name, step in found["sent"].items()}
+            return cls(str(found["id"]), dict(found["kept"]), sent, int(found["calls"]))
+        return cls(secrets.token_hex(8), {}, {}, 0)
+
+    def note(self, call: Call, delay: float) -> None:
+        """A call has returned; what it sent is safe so many seconds later."""
+        self.calls += 1
+        self._recent.append((time.monotonic() + delay, call))
+        self.settle(time.monotonic())
+
+    def settle(self, until: float = math.inf) -> None:
+        while self._recent and self._recent[0][0] <= until:
+            call = self._recent.popleft()[1]
+            for name in call.names:
+                self.sent[name] = max(call.step, self.sent.get(name, -1))
+
+    def write(self, file: Path) -> None:
+        with contextlib.suppress(OSError):  # a disk that is full is told of by whoever has to write
+            write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent}, depth=2)

@@ -14,7 +14,7 @@ from lockstep.config.schema import Keep, Log
 from lockstep.data.progress import Progress
 from lockstep.record.display import NEW_BEST, Display
 from lockstep.record.logger import Kind
-from lockstep.record.logger_queue import LoggerQueue
+from lockstep.record.loggers import LoggerQueue
 from lockstep.record.samples import Samples
 from lockstep.record.timeline import Timeline
 from lockstep.record.writers import SPEED, JsonlWriter, Row, drop_rows_after, read_rows

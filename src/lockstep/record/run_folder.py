@@ -18,6 +18,7 @@ from lockstep.config.load import parse_yaml, to_yaml, validate
 from lockstep.config.schema import RunConfig
 from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.distributed.failure import Result
+from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
 
 RUNNING = "running"  # the status of a summary whose run has not said how it ended
@@ -191,3 +192,33 @@ class Anchor:
             f"{self.folder}: the run's folder was deleted while the run was at work, with all that was saved in it. "
             "Start the run anew"
         )
+
+
+# The config of `lockstep train`, or how a script was started.
+START_FILES = (CONFIG_FILE, "launch.yaml")
+# How long ranks wait for it: it is what would tell them.
+_WAIT_SECONDS = 120.0
+
+
+def brought_here(folder: Path, topology: Topology) -> None:
+    """Make sure that the run's folder on this host, made where it is missing, has the files that count: rank 0's."""
+    from lockstep.distributed.rendezvous import from_rank_0
+
+    place, here = topology.place, {}
+    try:
+        for name in START_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                here[name] = run_files.read_text(folder / name)
+        sent = from_rank_0(topology, _WAIT_SECONDS, "how the run was started", json.dumps(here).encode())
+        if place.rank == 0:
+            return
+        told = json.loads(sent)
+        for name in START_FILES:
+            if name in told and told[name] != here.get(name):
+                folder.mkdir(parents=True, exist_ok=True)
+                run_files.write(folder / name, told[name])
+    except OSError as error:
+        raise ConfigError(
+            f"rank {place.rank} on {place.host}: {folder}: the run's folder, for this rank's log, cannot be used on "
+            f"this host: {error.strerror or error}. Make it writable for uid {os.getuid()}"
+        ) from None

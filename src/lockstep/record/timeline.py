@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import run_files
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.record.live_files import Aside
+from lockstep.record.writers import Aside
 
 if TYPE_CHECKING:
     from lockstep.distributed.failure import Failure, Result

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +70,92 @@ def write_json(path: Path, value: Any, depth: int = 1) -> None:
     """Write a whole JSON file or none."""
     with naming(path):
         run_files.write(path, json.dumps(finite(value), indent=1) + "\n", depth)
+
+
+# What is left to write while the disk does not answer; whatever is more is dropped.
+_LONGEST_QUEUE = 1000
+# How long the end of a run waits for what is left.
+_END_SECONDS = 2.0
+
+
+class Aside:
+    """Appends lines to files of a folder and replaces others, in the order in which it is told to."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
+        self._folder, self._warn = folder, warn
+        self._lines: list[tuple[str, str]] = []
+        self._newest: dict[str, Callable[[], Any]] = {}
+        self._told: set[str] = set()  # files that a warning was given of
+        self._news, self._closing = threading.Condition(), False
+        self._descriptor: int | None = None
+        # The folder as it is now: one that is moved away is followed, and whatever has its name later is left alone.
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._work, name="lockstep-aside", daemon=True)
+        if self._descriptor is not None:
+            self._thread.start()
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """A line of JSON at the end of a file."""
+        text = json.dumps(finite(line)) + "\n"
+        with self._news:
+            if len(self._lines) < _LONGEST_QUEUE:
+                self._lines.append((name, text))
+                self._news.notify()
+
+    def replace(self, name: str, make: Callable[[], Any]) -> None:
+        """A whole file of JSON, in one move. It is made by the thread, if nothing newer has come by then."""
+        with self._news:
+            self._newest[name] = make
+            self._news.notify()
+
+    def close(self) -> None:
+        """Write what is left, for at most two seconds."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        if self._descriptor is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _work(self) -> None:
+        assert self._descriptor is not None
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._lines or self._newest or self._closing)
+                lines, self._lines = self._lines, []
+                newest, self._newest = self._newest, {}
+                closing = self._closing
+            texts: dict[str, str] = {}
+            for name, text in lines:
+                texts[name] = texts.get(name, "") + text
+            for name, text in texts.items():
+                self._try(name, partial(self._append, name, text))
+            for name, make in newest.items():
+                self._try(name, partial(self._replace, name, make))
+            if closing:
+                os.close(self._descriptor)
+                return
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            if name not in self._told:
+                self._told.add(name)
+                why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                self._warn(f"{self._folder / name} cannot be written: {why}. The run goes on without it")
+
+    def _replace(self, name: str, make: Callable[[], Any]) -> None:
+        assert self._descriptor is not None
+        run_files.write_at(self._descriptor, name, json.dumps(finite(make())) + "\n")
+
+    def _append(self, name: str, text: str) -> None:
+        assert self._descriptor is not None
+        descriptor = run_files.open_at(self._descriptor, name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            # In one piece each, so that the lines of several writers do not mix.
+            data = text.encode()
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)

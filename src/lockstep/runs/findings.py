@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from lockstep.runs.lags import typical
 from lockstep.runs.reader import LOST, Run
-from lockstep.runs.records import number, text
-from lockstep.runs.timeline import seconds_by_kind
+from lockstep.runs.records import number, seconds_by_kind, text, typical
 
 # A rank that is behind the fastest by less than this of a step, or by less than a millisecond, is not worth mentioning.
 _SLOW_SHARE, _SLOW_SECONDS = 0.1, 0.001

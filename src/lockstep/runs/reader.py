@@ -20,12 +20,23 @@ from lockstep.config.load import parse_yaml
 from lockstep.config.strategy import MESH_TYPES
 from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.errors import ConfigError
-from lockstep.record.holder import Holder
+from lockstep.record.lease import Holder
 from lockstep.record.run_folder import CONFIG_FILE, RUNNING, SUMMARY_FILE, TOPOLOGY_FILE
-from lockstep.runs.lags import Lags, read_lags
-from lockstep.runs.live import Live, read_live
-from lockstep.runs.records import number, read_json, read_lines, text, whole
-from lockstep.runs.timeline import Entry, Span, read_timeline, spans_of
+from lockstep.runs.records import (
+    Entry,
+    Lags,
+    Live,
+    Span,
+    number,
+    read_json,
+    read_lags,
+    read_lines,
+    read_live,
+    read_timeline,
+    spans_of,
+    text,
+    whole,
+)
 
 # What a script with its own loop was started with.
 _LAUNCH_FILE = "launch.yaml"

@@ -23,10 +23,8 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.timeline import newest_row
 from lockstep.runs.findings import duration
-from lockstep.runs.live import read_live
 from lockstep.runs.reader import LOST, holder_is_there, status_of
-from lockstep.runs.records import number, whole
-from lockstep.runs.timeline import read_timeline
+from lockstep.runs.records import number, read_live, read_timeline, whole
 from lockstep.shown import brief, in_a_line
 
 QUEUED = "queued"  # the status of a run whose job has not begun

@@ -12,10 +12,19 @@ from typing import Any
 from lockstep import run_files
 from lockstep.record import folder_lock, run_folder
 from lockstep.runs.findings import duration, first_line
-from lockstep.runs.live import Live, LiveRank, live_of, read_live
 from lockstep.runs.reader import LOST, holder_is_there, status_of
-from lockstep.runs.records import number, read_json, text, whole
-from lockstep.runs.timeline import Entry, read_timeline
+from lockstep.runs.records import (
+    Entry,
+    Live,
+    LiveRank,
+    live_of,
+    number,
+    read_json,
+    read_live,
+    read_timeline,
+    text,
+    whole,
+)
 from lockstep.shown import brief, in_a_line, size
 
 # live.json is written about once a second: later than this, nobody writes it any more, or the disk does not answer.

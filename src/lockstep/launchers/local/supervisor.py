@@ -265,7 +265,7 @@ def _tell_who_was_late(error_files: list[Path]) -> None:
 
 def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path], folder: Path | None) -> Result:
     """Have every rank write down its stacks, end all of them, and say who was stuck where."""
-    from lockstep.record.logger_calls import suspect
+    from lockstep.record.loggers import suspect
 
     ranks.dump_stacks()
     time.sleep(_DUMP_SECONDS)

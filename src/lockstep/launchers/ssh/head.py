@@ -24,7 +24,7 @@ from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
 from lockstep.launchers.ssh.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
 from lockstep.launchers.ssh.order import Order, Share, shares
 from lockstep.record import timeline as chronicles
-from lockstep.record.logger_calls import suspect
+from lockstep.record.loggers import suspect
 from lockstep.record.timeline import Timeline
 from lockstep.terminal import tell
 
