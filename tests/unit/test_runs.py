@@ -19,7 +19,8 @@ from lockstep.runs.data import Curve, merged, page_data, title_of
 from lockstep.runs.data import thinned as thinned_curve
 from lockstep.runs.findings import findings, verdict
 from lockstep.runs.reader import LOST, read_run, status_of
-from lockstep.runs.records import Entry, Lags, Span, live_of, seconds_by_kind, spans_of, thinned
+from lockstep.runs.records import Entry, Lags, Span, live_of, seconds_by_kind, spans_of
+from lockstep.runs.records import thinned_lags as thinned
 from lockstep.runs.report import leave_report, report_page, write_report
 from run_folders import BEGAN, completed, failed, lines, rows
 

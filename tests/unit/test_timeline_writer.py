@@ -19,7 +19,7 @@ from lockstep.distributed.watch.stall import Limits, Seen
 from lockstep.engine.compile_guard import Phases
 from lockstep.record import timeline as chronicles
 from lockstep.record.timeline import Timeline, newest_row
-from lockstep.runs.records import read_lags, read_live, read_timeline, typical
+from lockstep.runs.records import read_lags, read_live, read_timeline, typical_lags
 
 
 def beat(step: int, busy: float | None = None, **more: Any) -> Beat:
@@ -70,7 +70,7 @@ def test_the_rest_of_the_lags_is_written_at_the_end(tmp_path: Path) -> None:
     for step in range(3):
         timeline.lags(step, [0.1, 0.3])
     timeline.close()
-    assert typical(read_lags(tmp_path)) == pytest.approx([0.0, 0.2])
+    assert typical_lags(read_lags(tmp_path)) == pytest.approx([0.0, 0.2])
 
 
 @pytest.mark.parametrize("gone", ["deleted", "moved"])

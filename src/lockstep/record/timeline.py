@@ -199,16 +199,23 @@ def _rank(seen: Seen, fastest: float) -> dict[str, Any]:
 
 
 def newest_row(file: Path) -> dict[str, Any] | None:
-    """The last whole row of metrics, from the end of a file that may be long."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), run_files.open_file(file) as stream:
+    rows = newest_rows(file, 16_384) or newest_rows(file, _LONGEST_ROW)
+    return rows[-1] if rows else None
+
+
+def newest_rows(file: Path, longest: int) -> list[dict[str, Any]]:
+    """Returns the rows in the last bytes of a file that may be long, and may be written to."""
+    rows, lines = [], [b""]
+    with contextlib.suppress(OSError), run_files.open_file(file) as stream:
         size = stream.seek(0, os.SEEK_END)
-        for length in (16_384, _LONGEST_ROW):
-            stream.seek(max(size - length, 0))
-            lines = stream.read(length).split(b"\n")
-            for line in reversed(lines[:-1] if size <= length else lines[1:-1]):
-                row = json.loads(line)
-                return row if isinstance(row, dict) else None
-    return None
+        stream.seek(max(size - longest, 0))
+        lines = stream.read(longest).split(b"\n")[0 if size <= longest else 1 :]
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
 
 
 def _short(value: Any) -> Any:

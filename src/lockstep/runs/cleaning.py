@@ -1,4 +1,4 @@
-"""Which runs may be removed, and how: never one that is at work, and never what is no run."""
+"""Chooses and removes runs for `lockstep runs clean`: never one that is at work, never a folder with foreign files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lockstep.record.run_folder import RUNNING
 from lockstep.runs.reader import LOST
 from lockstep.runs.table import QUEUED, Listed, is_surely_run, listed
 
-# What is removed where no status is named: ends that nobody goes on from, where there is no checkpoint.
+# The statuses that are removed where none is named, if the run has no checkpoint.
 USELESS = ("failed", LOST, "interrupted")
-# Checkpoints that were set aside, or that a save was about to replace. One of them may be the only one left.
+# Checkpoints that were set aside, or that a save was about to replace: one of them may be the only one left.
 _RENAMED = ("aside-step-*", "damaged-step-*", ".partial-replaced-*")
-# What a run's folder has. Whatever else is in it was put there by somebody, who may want it.
+# What Lockstep writes into a run's folder; anything else belongs to the user.
 OURS = (
     "config.yaml", "launch.yaml", "topology.json", "summary.json", "metrics.jsonl", "evaluations.jsonl", "live.json",
     "timeline.jsonl", "timeline-driver.jsonl", "lags.jsonl", "logs", "checkpoints", "tensorboard", "profile", "samples",
     "loggers", "code", "job.sh", "slurm", "wandb", "report.html", ".lock*", ".lease", "*.partial", ".gone_back",
     ".seen-by-all-*", ".nfs*",
 )  # fmt: skip
-# What a run writes into those of its folders that users put files into, too.
+# What it writes into folders where users put files, too.
 _INSIDE = {
     "logs": ("rank-[0-9]*.log", "ray.log", ".nfs*"),
     "samples": ("step-*", ".nfs*"),
@@ -41,15 +41,12 @@ _NAMED_FILES = 3
 
 @dataclass(frozen=True)
 class Chosen:
-    """A run that was asked for: to be removed, unless something speaks against it."""
-
     run: Listed
-    against: str | None
+    against: str | None  # why it must be kept
     bytes: int
 
 
 def age(text: str) -> float:
-    """Seconds that `7d` stands for."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)
     if match is None:
         raise ConfigError(f"--older-than {text}: not an age; write for example 12h, 7d or 4w")
@@ -59,8 +56,7 @@ def age(text: str) -> float:
 def choose(
     runs: Iterable[Listed], statuses: Sequence[str], older_than: float, with_checkpoints: bool, now: float
 ) -> list[Chosen]:
-    """The runs with one of the statuses, or useless ones where none is named, that nothing was written to for so
-    many seconds; and of each whether it may go."""
+    """Returns the runs with one of the statuses (USELESS by default) that are that old, and whether each may go."""
     asked = [each.replace("-", " ") for each in statuses] or USELESS
     return [
         Chosen(run, _against(run, with_checkpoints), size(run.folder))
@@ -72,9 +68,9 @@ def choose(
 
 
 def remove(folder: Path, with_checkpoints: bool) -> None:
-    """Remove a run, while nobody else can take it, and so that it is never seen half removed.
+    """Removes a run while holding its lock, so that it is never seen half removed.
 
-    Looked at once more: it may have been resumed since it was chosen. ConfigError says what speaks against it.
+    Raises ConfigError if it must be kept after all: it may have been resumed since it was chosen.
     """
     if not is_surely_run(folder):
         raise ConfigError(f"{folder} is not the folder of a run any more")
@@ -94,7 +90,6 @@ def remove(folder: Path, with_checkpoints: bool) -> None:
 
 
 def size(folder: Path) -> int:
-    """The bytes of all files below a folder; a link counts for itself."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:
@@ -106,7 +101,7 @@ def size(folder: Path) -> int:
 
 
 def _against(run: Listed, with_checkpoints: bool, ours: bool = False) -> str | None:
-    """What speaks against removing a run; `ours` where this process itself holds it."""
+    """Returns why a run must be kept; `ours` where this process itself holds it."""
     if not ours and (run.status == RUNNING or run.held_by is not None):
         return f"is at work: {run.held_by}"
     if run.status == QUEUED:

@@ -1,4 +1,4 @@
-"""Runs as the data of a page: plain JSON of a size that a browser takes at once, whatever the length of the runs."""
+"""The data of the page of runs: plain JSON, at most 2 MB whatever the length of the runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config.plain import finite
 from lockstep.config.secrets import redacted
 from lockstep.record.writers import SPEED
-from lockstep.runs import records as lagging
 from lockstep.runs.findings import Finding, duration, findings, verdict
 from lockstep.runs.reader import Run
-from lockstep.runs.records import PHASES, Span, number, seconds_by_kind, text
+from lockstep.runs.records import PHASES, Span, number, seconds_by_kind, text, thinned_lags
 
 _NO_CURVES = ("step", "epoch")
 
@@ -37,12 +35,11 @@ class Points:
 
     steps: tuple[float, ...]
     means: tuple[float, ...]
-    low: tuple[float, ...] = ()  # empty where every value has a point of its own
+    low: tuple[float, ...] = ()  # empty where every value is a point
     high: tuple[float, ...] = ()
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    """By the names of metrics."""
     found: dict[str, Curve] = {}
     for row in rows:
         step = number(row.get("step"))
@@ -54,10 +51,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
             curve = found.get(name)
             if curve is None:
                 curve = found[name] = Curve(name)
-            if type(value) is float and isfinite(value):
-                curve.steps.append(step)
-                curve.values.append(value)
-            elif (point := number(value)) is not None:
+            if (point := number(value)) is not None:
                 curve.steps.append(step)
                 curve.values.append(point)
             else:
@@ -66,7 +60,7 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def thinned(curve: Curve, most: int) -> Points:
-    """At most so many points, each of the same number of neighbouring values."""
+    """Returns at most so many points, each of the same number of neighbouring values."""
     steps, values = curve.steps, curve.values
     if any(after < before for before, after in itertools.pairwise(steps)):
         order = sorted(range(len(steps)), key=steps.__getitem__)
@@ -89,17 +83,16 @@ def _mean(part: Sequence[float]) -> float:
     return min(max(mean, min(part)), max(part))
 
 
-# Together these keep a page below 2 MB: of more curves fewer points are drawn, and of very many not all.
+# Together these keep a page below 2 MB.
 _POINTS, _FEWEST, _MOST, _MOST_CURVES = 36_000, 60, 600, 400
 _CELLS, _SPANS, _LEAVES, _TEXT = 30_000, 1500, 2000, 4000
-_RANKS = 512  # that are drawn, of more
+_RANKS = 512
 _MARKS = 200
 _SETS = ("train", "val", "test")
 _LAST = ("learning rate", "gradient norm", "examples per second")
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page of some runs shows."""
     found = [curves(run.rows) for run in runs]
     charts = _charts({name for each in found for name in each})
     names = [name for chart in charts for name in chart["names"]]
@@ -114,7 +107,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
             _run(run, {name: each[name] for name in each if name in drawn}, most, len(runs))
             for run, each in zip(runs, found, strict=True)
         ],
-    }  # fmt: skip
+    }
 
 
 def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str, Any]:
@@ -124,18 +117,14 @@ def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str
         "folder": str(run.folder),
         "status": run.status,
         "running": run.is_running,
-        "verdict": redacted(_told(verdict(run))),
-        "findings": [redacted(_told(each)) for each in findings(run)[:50]],
+        "verdict": _finding(verdict(run)),
+        "findings": [_finding(each) for each in findings(run)[:50]],
         "facts": _facts(run),
         "series": {name: _series(curve, most) for name, curve in found.items()},
         "timeline": _timeline(run, _SPANS // runs),
         "lags": _lags(run, _CELLS // runs),
         "topology": _topology(run),
-        "checkpoints": [
-            {"step": each.step, "epoch": each.epoch, "created": each.created, "size": each.size, "value": each.value,
-             "best": each.best, "problem": each.problem}
-            for each in run.checkpoints[-_MARKS:]
-        ],
+        "checkpoints": [asdict(each) for each in run.checkpoints[-_MARKS:]],
         "failures": [
             {"at": each.at, "headline": redacted(_short(each.headline)),
              "traceback": redacted(_short(each.traceback)), "restarted": each.restarted}
@@ -146,8 +135,8 @@ def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str
     }  # fmt: skip
 
 
-def _told(finding: Finding) -> dict[str, str]:
-    return {"kind": finding.kind, "text": _short(finding.text)}
+def _finding(finding: Finding) -> Any:
+    return redacted({"kind": finding.kind, "text": _short(finding.text)})
 
 
 def _facts(run: Run) -> list[list[str]]:
@@ -185,13 +174,12 @@ def _series(curve: Curve, most: int) -> dict[str, Any]:
 
 
 def _numbers(values: Sequence[float], digits: int = 5) -> list[float]:
-    """With as many digits as can be seen."""
     rounded = (float(f"{value:.{digits}g}") for value in values)
     return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
 
 
 def _charts(names: set[str]) -> list[dict[str, Any]]:
-    """Metrics that belong into one picture: a loss in training and validation."""
+    """Groups metrics that belong into one picture: a loss in training and validation."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         grouped.setdefault(title_of(name), []).append(name)
@@ -241,10 +229,7 @@ def _timeline(run: Run, most: int) -> dict[str, Any]:
 
 
 def merged(spans: Sequence[Span], most: int) -> list[Span]:
-    """No more than about so many: what is too short to be seen goes to what it is in the midst of.
-
-    What each kind took in all is told beside the picture, of all of them.
-    """
+    """Returns about so many spans at most: one that is too short to be seen becomes part of the one before it."""
     if len(spans) <= most:
         return list(spans)
     bins = (spans[-1].end - spans[0].begin) / most
@@ -262,7 +247,7 @@ def merged(spans: Sequence[Span], most: int) -> list[Span]:
 def _lags(run: Run, cells: int) -> dict[str, Any] | None:
     if not run.lags:
         return None
-    found = lagging.thinned(run.lags, cells)
+    found = thinned_lags(run.lags, cells)
     return {
         "begins": found.begins,
         "ends": found.ends,
@@ -289,7 +274,7 @@ def _topology(run: Run) -> dict[str, Any]:
 
 
 def _place(mesh: Mapping[str, int], rank: int) -> list[int]:
-    """Along every axis; the last runs fastest."""
+    """Returns the index of a rank along every axis; the last axis changes fastest."""
     found = []
     for size in reversed(list(mesh.values())):
         rank, at = divmod(rank, max(size, 1))
@@ -301,16 +286,11 @@ def _live(run: Run) -> dict[str, Any] | None:
     if not run.is_running or run.live is None:
         return None
     live = run.live
-    ranks = [
-        {"rank": each.rank, "host": each.host, "step": each.step, "doing": each.doing, "waits": each.waits,
-         "still": each.still, "where": each.where, "memory": each.memory, "lag": each.lag}
-        for each in live.ranks[:_RANKS]
-    ]  # fmt: skip
+    ranks = [asdict(each) for each in live.ranks[:_RANKS]]
     return {"at": live.at, "step": live.step, "total_steps": live.total_steps, "ranks": ranks}
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every value of a config by its path."""
     if isinstance(value, Mapping) and value:
         for name, each in value.items():
             yield from _leaves(each, f"{path}.{name}" if path else str(name))

@@ -1,4 +1,4 @@
-"""What there is to say of a run at a glance: how it went, what went wrong, and what is worth a look."""
+"""One sentence on how a run went, and further ones on what is worth a look."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from math import isfinite
 
 from lockstep.runs.reader import LOST, Run
-from lockstep.runs.records import number, seconds_by_kind, text, typical
+from lockstep.runs.records import number, seconds_by_kind, text, typical_lags
 
-# A rank that is behind the fastest by less than this of a step, or by less than a millisecond, is not worth mentioning.
-_SLOW_SHARE, _SLOW_SECONDS = 0.1, 0.001
-# A share of the time that something else than training may take before it is told.
-_LARGE_SHARE = 0.25
-_SHORTEST = 60.0  # seconds of a run whose shares say something
+# A rank is slow when it is behind the fastest by this fraction of a step and by so many seconds.
+_SLOW_FRACTION, _SLOW_SECONDS = 0.1, 0.001
+# A phase other than training is reported when it took this fraction of a run of at least so many seconds.
+_LARGE_FRACTION, _SHORTEST = 0.25, 60.0
+_PHASE_NAMES = {
+    "start": "getting started", "roll call": "the roll call", "compile": "compiling the first step",
+    "validate": "validation", "save": "saving", "restart": "restarting",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Finding:
 
 
 def verdict(run: Run) -> Finding:
-    """One sentence: how the run is, or how it ended."""
+    """Says in one sentence how the run is, or how it ended."""
     summary = run.summary
     where = f"step {run.step}"
     if run.is_running and run.live is not None and run.live.total_steps:
@@ -52,7 +55,7 @@ def kind_of(status: str) -> str:
 
 
 def findings(run: Run) -> list[Finding]:
-    """What else is worth a look, the worst first."""
+    """Returns what else is worth a look, the worst first."""
     found = [
         Finding("bad", f"restarted after step {_step_before(run, each.at)}: {first_line(each.headline)}")
         for each in run.failures
@@ -61,7 +64,7 @@ def findings(run: Run) -> list[Finding]:
     found += [Finding("bad", f"stalled: {first_line(each.note)}") for each in run.timeline if each.kind == "stall"]
     found += _not_finite(run)
     found += _slow_ranks(run)
-    found += _shares(run)
+    found += _phases(run)
     found += [Finding("bad", f"checkpoint step-{each.step:08d}: {each.problem}") for each in run.checkpoints
               if each.problem]  # fmt: skip
     return found
@@ -75,7 +78,6 @@ def _step_before(run: Run, at: float | None) -> int:
 
 
 def _not_finite(run: Run) -> list[Finding]:
-    """Metrics that were no numbers, by name; several in one sentence."""
     first: dict[str, int] = {}
     for row in run.rows:
         for name, value in row.items():
@@ -89,13 +91,12 @@ def _not_finite(run: Run) -> list[Finding]:
 
 
 def _slow_ranks(run: Run) -> list[Finding]:
-    behind = typical(run.lags)
+    behind = typical_lags(run.lags)
     if not behind:
         return []
-    train = seconds_by_kind(run.spans).get("train", 0.0)
-    per_step = train / max(run.step, 1)
+    per_step = seconds_by_kind(run.spans).get("train", 0.0) / max(run.step, 1)
     worst = sorted(range(len(behind)), key=lambda rank: -behind[rank])
-    slow = [rank for rank in worst if behind[rank] > max(_SLOW_SECONDS, _SLOW_SHARE * per_step)]
+    slow = [rank for rank in worst if behind[rank] > max(_SLOW_SECONDS, _SLOW_FRACTION * per_step)]
     if not slow or len(slow) > max(len(behind) // 2, 1):
         return []
     hosts = {each.rank: each.host for each in run.topology.ranks}
@@ -108,22 +109,20 @@ def _slow_ranks(run: Run) -> list[Finding]:
     return [Finding("note", f"behind the fastest rank in a step: {named}{more}; the others wait for it")]
 
 
-def _shares(run: Run) -> list[Finding]:
+def _phases(run: Run) -> list[Finding]:
     spent = seconds_by_kind(run.spans)
     whole = sum(spent.values())
     if whole < _SHORTEST:
         return []
-    told = {"start": "getting started", "roll call": "the roll call", "compile": "compiling the first step",
-            "validate": "validation", "save": "saving", "restart": "restarting"}  # fmt: skip
     return [
-        Finding("note", f"{told[kind]} took {100 * seconds / whole:.0f} % of the time ({duration(seconds)})")
+        Finding("note", f"{_PHASE_NAMES[kind]} took {100 * seconds / whole:.0f} % of the time ({duration(seconds)})")
         for kind, seconds in spent.items()
-        if kind in told and seconds > _LARGE_SHARE * whole
+        if kind in _PHASE_NAMES and seconds > _LARGE_FRACTION * whole
     ]
 
 
-def first_line(told: str) -> str:
-    line = told.strip().split("\n")[0]
+def first_line(message: str) -> str:
+    line = message.strip().split("\n")[0]
     return line if len(line) <= 400 else f"{line[:400]} ..."
 
 

@@ -1,11 +1,12 @@
-"""A run as its folder tells it: one frozen object, read at once, also while the run is at work."""
+"""A run as its folder describes it: one frozen object, read at once, also while the run is at work."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lockstep.runs.records import (
     Live,
     Span,
     number,
+    parsed,
     read_json,
     read_lags,
     read_lines,
@@ -38,11 +40,10 @@ from lockstep.runs.records import (
     whole,
 )
 
-# What a script with its own loop was started with.
-_LAUNCH_FILE = "launch.yaml"
-# A run that is not seen from here, and was heard of this long ago, is at work; later than that, it is gone.
+_LAUNCH_FILE = "launch.yaml"  # how a script with its own loop was started
+# A run whose process cannot be seen from here is running if it wrote something within this time, else lost.
 ALIVE_SECONDS = 60.0
-LOST = "lost"  # the status of a run that says nothing any more, and never said how it ended
+LOST = "lost"  # it writes nothing any more, and did not write how it ended
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RankPlace:
-    rank: int
-    host: str
-    device: str
+    rank: int = 0
+    host: str = ""
+    device: str = ""
     physical_device: str = ""
     pid: int | None = None
 
@@ -75,8 +76,6 @@ class Topology:
 
 @dataclass(frozen=True)
 class Failure:
-    """One start of the run that failed: when, who, and why in a sentence."""
-
     at: float | None
     headline: str
     rank: int | None = None
@@ -87,8 +86,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """All that is known of a run."""
-
     folder: Path
     name: str
     config: Mapping[str, Any]
@@ -116,7 +113,6 @@ class Run:
 
     @property
     def _started(self) -> float:
-        """When it was last started, or restarted."""
         return max((each.at for each in self.timeline if each.kind in ("start", "restart")), default=0.0)
 
 
@@ -127,8 +123,7 @@ def is_run(folder: Path) -> bool:
 def read_run(
     folder: Path, now: float | None = None, over: bool = False, rows: Sequence[Mapping[str, Any]] | None = None
 ) -> Run:
-    """ConfigError where there is no run. `over` is for whoever knows that nobody is at work in it any more, `rows` for
-    whoever has them already."""
+    """Reads a run; raises ConfigError where there is none. `over` says that no process works on it any more."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not the folder of a run: there is no such folder")
     if not is_run(folder):
@@ -158,9 +153,9 @@ def read_run(
 def status_of(
     summary: Mapping[str, Any], timeline: Sequence[Entry], live: Live | None, now: float, at_work: bool | None = None
 ) -> str:
-    """As the summary says; where that is of an earlier start, or was not written, as the timeline and the ranks do.
+    """Returns the status in the summary, or by the timeline and the ranks where the summary is of an earlier start.
 
-    `at_work` is whether the process that holds the folder is there, where that is known.
+    `at_work` says whether the process that holds the folder exists, where that is known.
     """
     said = text(summary.get("status")) or RUNNING
     marks = [each for each in timeline if each.kind in ("start", "end", "restart", "train")]
@@ -175,7 +170,7 @@ def status_of(
 
 
 def holder_is_there(folder: Path) -> bool | None:
-    """Whether a process holds the folder; None where that cannot be known: it would be on another host."""
+    """Whether a process holds the folder; None where that cannot be known, because it is on another host."""
     for name in (".lock", ".lock-rank"):
         with contextlib.suppress(OSError):
             holder = Holder.decode(run_files.read_bytes(folder / name, 4096))
@@ -199,40 +194,27 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _topology(folder: Path, config: Mapping[str, Any]) -> Topology:
-    told = read_json(folder / TOPOLOGY_FILE)
-    ranks = told.get("ranks")
+    found = read_json(folder / TOPOLOGY_FILE)
+    ranks = found.get("ranks")
     if not isinstance(ranks, list):
         return Topology()
-    places = [
-        RankPlace(
-            whole(each.get("rank")) or 0, text(each.get("host")), text(each.get("device")),
-            text(each.get("physical_device")), whole(each.get("pid")),
-        )
-        for each in ranks
-        if isinstance(each, dict)
-    ]  # fmt: skip
-    first = next((each for each in ranks if isinstance(each, dict)), {})
+    known = [each for each in ranks if isinstance(each, dict)]
+    places = [parsed(RankPlace, each) for each in known]
+    first = known[0] if known else {}
     versions = {name: text(first.get(name)) for name in ("lockstep", "torch", "python") if text(first.get(name))}
-    size = whole(told.get("world_size")) or len(places)
+    size = whole(found.get("world_size")) or len(places)
     return Topology(size, tuple(sorted(places, key=lambda each: each.rank)), _mesh(config, size), versions)
 
 
 def _mesh(config: Mapping[str, Any], size: int) -> dict[str, int]:
-    """The axes that ranks lie along; none where the mesh is not one of processes."""
+    """Returns the axes of the mesh, or none where it is not one of processes."""
     strategy = config.get("strategy")
     axes = strategy.get("mesh") if isinstance(strategy, dict) and strategy.get("type") in MESH_TYPES else None
     if not isinstance(axes, dict) or not all(type(each) is int for each in axes.values()):
         return {}
-    known = 1
-    for each in axes.values():
-        known *= each if each > 0 else 1
-    if known < 1:
-        return {}
+    known = math.prod(each for each in axes.values() if each > 0)
     found = {str(axis): size // known if each == -1 else each for axis, each in axes.items()}
-    product = 1
-    for each in found.values():
-        product *= each
-    return found if product == size else {}
+    return found if math.prod(found.values()) == size else {}
 
 
 def _checkpoints(folder: Path, config: Mapping[str, Any]) -> list[SavedCheckpoint]:
@@ -243,22 +225,19 @@ def _checkpoints(folder: Path, config: Mapping[str, Any]) -> list[SavedCheckpoin
     mode = text(keep.get("mode")) if isinstance(keep, dict) else ""
     best = best_first([Saved(each.step, each.value) for each in found], mode or "min")
     chosen = best[0].step if best else None
-    return [_marked(each, each.step == chosen) for each in found]
-
-
-def _marked(saved: SavedCheckpoint, best: bool) -> SavedCheckpoint:
-    return SavedCheckpoint(**{**vars(saved), "best": best})
+    return [replace(each, best=each.step == chosen) for each in found]
 
 
 def _checkpoint(storage: CheckpointStorage, step: int) -> SavedCheckpoint | None:
     try:
-        told = storage.look(step, manifest.read)
-        size = sum(each["bytes"] for each in told["files"].values())
+        found = storage.look(step, manifest.read)
+        size = sum(each["bytes"] for each in found["files"].values())
     except (Damaged, Unreadable, OSError, KeyError, TypeError, AttributeError) as error:
         return SavedCheckpoint(step, problem=str(error))
     except Removed:
         return None
-    return SavedCheckpoint(step, number(told.get("epoch")), text(told.get("created")), size, number(told.get("value")))
+    read = parsed(SavedCheckpoint, {name: found.get(name) for name in ("epoch", "created", "value")} | {"step": step})
+    return replace(read, size=size)
 
 
 def _failures(summary: Mapping[str, Any], timeline: Sequence[Entry], status: str) -> list[Failure]:

@@ -1,4 +1,7 @@
-"""JSON that others wrote, and may be writing: whole files and lines of them, as far as they can be read."""
+"""The JSON files of a run's folder, read while others may be writing them: metrics, timeline, lags and live.json.
+
+Nothing here raises for a file that is missing, half written or nonsense: what cannot be read is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,24 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep import run_files
 from lockstep.record.timeline import LIVE_FILE
 
+# A run is in one of these until the next begins; SPANS have their own end within them.
+_BASES = ("start", "train", "restart")
+SPANS = ("roll call", "compile", "validate", "save")
+# The phases of a run's time, in the order in which they are shown.
+PHASES = ("start", "roll call", "compile", "train", "validate", "save", "restart")
+
+Record = TypeVar("Record")
+
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What a file says; nothing where there is none, or half of one."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(run_files.read_text(file))
         return found if isinstance(found, dict) else {}
@@ -24,9 +34,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; what is no object, as a last line that is still being written, is left
-    out."""
-    decode = json.JSONDecoder().decode  # there may be a hundred thousand of them
+    """Yields the objects of a file of JSON lines."""
+    decode = json.JSONDecoder().decode  # there may be a hundred thousand lines
     with contextlib.suppress(OSError), run_files.open_file(file) as stream:
         for _, line in run_files.lines(stream):
             try:
@@ -38,14 +47,14 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or none."""
+    """Returns a finite number, or None."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         found = float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return None
     return found if math.isfinite(found) else None
 
@@ -58,6 +67,21 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+def parsed(cls: type[Record], found: Mapping[str, Any]) -> Record:
+    """Makes a dataclass of numbers, texts and flags from JSON; values of another type are left at their defaults."""
+    kinds = {each.name: str(each.type).removesuffix(" | None") for each in fields(cls)}  # type: ignore[arg-type]
+    values = {name: _READ[kind](found.get(name)) for name, kind in kinds.items() if kind in _READ}
+    return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": whole,
+    "float": number,
+    "str": lambda value: value if isinstance(value, str) else None,
+    "bool": lambda value: value is True,
+}
+
+
 @dataclass(frozen=True)
 class Lags:
     """A column per stretch of time, a value per rank: seconds of a step that the rank was behind the fastest."""
@@ -66,7 +90,7 @@ class Lags:
     ends: tuple[float, ...] = ()
     steps: tuple[int, ...] = ()
     behind: tuple[tuple[float, ...], ...] = ()
-    ranks_in_a_row: int = 1  # of so many ranks, and columns, each value is that of the slowest
+    ranks_in_a_row: int = 1  # each value is that of the slowest of so many ranks, and of so many columns
     merged: int = 1
 
     def __bool__(self) -> bool:
@@ -75,56 +99,54 @@ class Lags:
 
 def read_lags(folder: Path) -> Lags:
     begins, ends, steps, behind = [], [], [], []
-    for told in read_lines(folder / "lags.jsonl"):
-        at, since, busy = number(told.get("at")), number(told.get("since")), told.get("busy")
+    for line in read_lines(folder / "lags.jsonl"):
+        at, since, busy = number(line.get("at")), number(line.get("since")), line.get("busy")
         if at is None or not isinstance(busy, list) or not busy:
             continue
         values = [number(each) or 0.0 for each in busy]
-        fastest = min(values)
         begins.append(at if since is None else since)
         ends.append(at)
-        steps.append(whole(told.get("step")) or 0)
-        behind.append(tuple(each - fastest for each in values))
+        steps.append(whole(line.get("step")) or 0)
+        behind.append(tuple(each - min(values) for each in values))
     return Lags(tuple(begins), tuple(ends), tuple(steps), tuple(behind))
 
 
-def thinned(lags: Lags, cells: int, most_rows: int = 128) -> Lags:
-    """With no more values than so many: the slowest of neighbouring ranks, and of neighbouring stretches of time."""
+def thinned_lags(lags: Lags, cells: int, most_rows: int = 128) -> Lags:
+    """Returns at most so many values: the slowest of neighbouring ranks, and of neighbouring stretches of time."""
     if not lags:
         return lags
     ranks = max(map(len, lags.behind))
     group = -(-ranks // most_rows)
     rows = -(-ranks // group)
     merged = max(-(-len(lags.ends) * rows // cells), 1)
-    behind = [_grouped(column, group, rows) for column in lags.behind]
+    behind = []
+    for column in lags.behind:
+        grouped = [max(column[at : at + group]) for at in range(0, len(column), group)]
+        behind.append([*grouped, *([0.0] * (rows - len(grouped)))])
     starts = range(0, len(behind), merged)
+    lasts = [min(at + merged, len(behind)) - 1 for at in starts]
     return Lags(
         begins=tuple(lags.begins[at] for at in starts),
-        ends=tuple(lags.ends[min(at + merged, len(behind)) - 1] for at in starts),
-        steps=tuple(lags.steps[min(at + merged, len(behind)) - 1] for at in starts),
+        ends=tuple(lags.ends[at] for at in lasts),
+        steps=tuple(lags.steps[at] for at in lasts),
         behind=tuple(tuple(map(max, zip(*behind[at : at + merged], strict=True))) for at in starts),
         ranks_in_a_row=group,
         merged=merged,
     )
 
 
-def typical(lags: Lags) -> list[float]:
-    """By rank, the middle of what it was behind: what it is behind for a moment says little of a rank."""
+def typical_lags(lags: Lags) -> list[float]:
+    """Returns the median lag of each rank, over the columns with the newest number of ranks."""
     if not lags:
         return []
     ranks = len(lags.behind[-1])
-    columns = [column for column in lags.behind if len(column) == ranks]  # of the newest number of ranks
+    columns = [column for column in lags.behind if len(column) == ranks]
     return [sorted(column[rank] for column in columns)[len(columns) // 2] for rank in range(ranks)]
-
-
-def _grouped(column: Sequence[float], group: int, rows: int) -> list[float]:
-    found = [max(column[at : at + group]) for at in range(0, len(column), group)]
-    return [*found, *([0.0] * (rows - len(found)))]
 
 
 @dataclass(frozen=True)
 class LiveRank:
-    """One rank. `lag` is how many seconds of a step it is behind the fastest, `still` how long it has not got on."""
+    """One rank. `lag` is how many seconds of a step it is behind the fastest, `still` how long it made no progress."""
 
     rank: int
     host: str = ""
@@ -133,7 +155,7 @@ class LiveRank:
     waits: bool = False  # for other ranks
     still: float = 0.0
     where: str = ""  # the line of the user's code, where it has been there for a while
-    memory: int | None = None  # bytes: the most of its device so far, or what its process holds on a CPU
+    memory: int | None = None  # bytes: the peak of its device, or what its process holds on a CPU
     lag: float | None = None
 
 
@@ -142,62 +164,39 @@ class Live:
     """All ranks at one moment."""
 
     at: float  # unix seconds
-    world_size: int
-    step: int
-    total_steps: int | None
-    ranks: tuple[LiveRank, ...]
+    world_size: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    ranks: tuple[LiveRank, ...] = ()
     latest: Mapping[str, Any] = field(default_factory=dict)  # the newest row of metrics
 
     def age(self, now: float | None = None) -> float:
-        """Seconds since it was written: more than a few say that nobody writes it any more."""
+        """Returns the seconds since it was written, which is done about once a second."""
         return max((time.time() if now is None else now) - self.at, 0.0)
 
 
 def read_live(folder: Path) -> Live | None:
-    """What a run's live.json says; None where there is none, or nothing that makes sense."""
     return live_of(read_json(folder / LIVE_FILE))
 
 
-def live_of(told: Mapping[str, Any]) -> Live | None:
-    at, ranks = number(told.get("at")), told.get("ranks")
+def live_of(found: Mapping[str, Any]) -> Live | None:
+    at, ranks, latest = number(found.get("at")), found.get("ranks"), found.get("latest")
     if at is None or not isinstance(ranks, list):
         return None
-    found = tuple(_rank(each) for each in ranks if isinstance(each, dict) and whole(each.get("rank")) is not None)
-    latest = told.get("latest")
+    known = [parsed(LiveRank, each) for each in ranks if isinstance(each, dict) and whole(each.get("rank")) is not None]
     return Live(
         at=at,
-        world_size=whole(told.get("world_size")) or len(found),
-        step=whole(told.get("step")) or 0,
-        total_steps=whole(told.get("total_steps")),
-        ranks=tuple(sorted(found, key=lambda each: each.rank)),
+        world_size=whole(found.get("world_size")) or len(known),
+        step=whole(found.get("step")) or 0,
+        total_steps=whole(found.get("total_steps")),
+        ranks=tuple(sorted(known, key=lambda each: each.rank)),
         latest=latest if isinstance(latest, dict) else {},
     )
 
 
-def _rank(told: Mapping[str, Any]) -> LiveRank:
-    return LiveRank(
-        rank=told["rank"],
-        host=text(told.get("host")),
-        step=whole(told.get("step")) or 0,
-        doing=text(told.get("doing")),
-        waits=told.get("waits") is True,
-        still=number(told.get("still")) or 0.0,
-        where=text(told.get("where")),
-        memory=whole(told.get("memory")),
-        lag=number(told.get("lag")),
-    )
-
-
-# Where a run is until the next of these, beside what has an end of its own in the midst of it.
-_BASES = ("start", "train", "restart")
-SPANS = ("roll call", "compile", "validate", "save")
-# What the time of a run is divided into, in the order in which it is told.
-PHASES = ("start", "roll call", "compile", "train", "validate", "save", "restart")
-
-
 @dataclass(frozen=True)
 class Entry:
-    """A phase that began `at` and is over, goes on until another begins, or something that happened then."""
+    """A phase that began `at` and is over, lasts until another begins, or something that happened then."""
 
     at: float  # unix seconds
     kind: str
@@ -228,35 +227,16 @@ class Span:
 
 
 def read_timeline(folder: Path) -> list[Entry]:
-    """All entries, oldest first. A driver that shares no disk with rank 0 writes a file of its own."""
-    found = [entry for file in sorted(folder.glob("timeline*.jsonl")) for entry in _entries(file)]
+    """Returns all entries, oldest first. A driver that shares no disk with rank 0 writes its own file."""
+    lines = (line for file in sorted(folder.glob("timeline*.jsonl")) for line in read_lines(file))
+    found = [parsed(Entry, line) for line in lines if number(line.get("at")) is not None and text(line.get("kind"))]
     return sorted(found, key=lambda each: each.at)
 
 
-def _entries(file: Path) -> Iterator[Entry]:
-    for told in read_lines(file):
-        at, kind = number(told.get("at")), text(told.get("kind"))
-        if at is None or not kind:
-            continue
-        yield Entry(
-            at=at,
-            kind=kind,
-            until=number(told.get("until")),
-            step=whole(told.get("step")),
-            rank=whole(told.get("rank")),
-            host=text(told.get("host")),
-            note=text(told.get("note")),
-            status=text(told.get("status")),
-            traceback=text(told.get("traceback")),
-            world_size=whole(told.get("world_size")),
-            attempt=whole(told.get("attempt")),
-        )
-
-
 def spans_of(entries: Sequence[Entry], until: float | None = None) -> list[Span]:
-    """The time of a run divided into phases, without overlaps; between an end and the next start there is nothing.
+    """Divides the time of a run into phases without overlaps; between an end and the next start there is none.
 
-    `until` is how far a run that has not said its end is known to have come.
+    `until` is when a run that has not ended was last heard of.
     """
     last = max((each.until or each.at for each in entries), default=0.0)
     horizon = max(last, until or 0.0)
@@ -275,7 +255,7 @@ def spans_of(entries: Sequence[Entry], until: float | None = None) -> list[Span]
 
 
 def _around(bases: Sequence[Span], inside: Sequence[Span]) -> Iterator[Span]:
-    """Both, with the bases cut where something is in the midst of them, and what overlaps cut to what came first."""
+    """Yields both, the bases cut around what is inside them, and overlaps cut to what came first."""
     free: list[Span] = []
     for each in sorted(inside, key=lambda span: (span.begin, -span.end)):
         begin = max(each.begin, free[-1].end) if free else each.begin

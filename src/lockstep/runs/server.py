@@ -1,7 +1,7 @@
-"""The pages of runs in a browser, following them: a server for one user, on loopback unless told otherwise.
+"""Serves the pages of runs, which follow their runs, to one user: on loopback unless asked otherwise.
 
-On loopback, a request has to name a host that is this machine: a page of somebody else's, whose name was made to lead
-here, is refused. Anywhere else a request has to bring the token that the user was told.
+On loopback, a request must name this machine as its host, so that a foreign page whose name was made to resolve to it
+is refused. On any other address, a request must bring the token that was printed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN = 4  # metrics of a run in the list
 
 @dataclass
 class _Rows:
-    """The rows of a file that grows, up to where it was read."""
+    """The rows of a growing file, up to where it was read."""
 
     file: tuple[int, int] = (0, 0)
     offset: int = 0
@@ -52,7 +52,7 @@ class _Rows:
 
 
 class RunsFolder:
-    """Runs in a folder and, as those of a sweep, in folders below it. Names never lead out of it."""
+    """The runs in a folder and, for sweeps, in the folders below it. Names never lead out of it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -61,14 +61,12 @@ class RunsFolder:
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """All runs, the newest first."""
         if self.alone:
             return [self.root.name]
         found = [(_changed(folder), str(folder.relative_to(self.root))) for folder in self._folders()]
         return [name for _, name in sorted(found, reverse=True)]
 
     def read(self, name: str) -> Run:
-        """ConfigError where there is no such run."""
         folder = self.path(name)
         with self._lock:
             return read_run(folder, rows=list(self._newest_rows(name, folder / "metrics.jsonl")))
@@ -78,19 +76,13 @@ class RunsFolder:
             return self.root
         parts = Path(name).parts
         folder = (self.root / name).resolve() if parts and "\0" not in name else self.root
-        hidden = any(part.startswith(".") for part in parts)  # .. is one of these
-        if (
-            hidden
-            or len(parts) > 2
-            or not folder.is_relative_to(self.root)
-            or folder == self.root
-            or not is_run(folder)
-        ):
+        hidden = any(part.startswith(".") for part in parts)  # `..` too
+        outside = folder == self.root or not folder.is_relative_to(self.root)
+        if hidden or outside or len(parts) > 2 or not is_run(folder):
             raise ConfigError(f"there is no run {name!r} in {self.root}")
         return folder
 
     def listed(self) -> dict[str, Any]:
-        """What a list of them shows, without reading all of each."""
         names = self.names()
         return {
             "title": f"Runs in {self.root.name}",
@@ -105,8 +97,8 @@ class RunsFolder:
         status = status_of(summary, read_timeline(folder), live, time.time(), holder_is_there(folder))
         row = newest_row(folder / "metrics.jsonl") or {}
         metrics = summary.get("metrics") if status != "running" else row
-        told = metrics if isinstance(metrics, dict) and metrics else row
-        values = [(key, number(value)) for key, value in told.items() if key not in ("step", "epoch")]
+        known = metrics if isinstance(metrics, dict) and metrics else row
+        values = [(key, number(value)) for key, value in known.items() if key not in ("step", "epoch")]
         words = [f"{key} {value:.4g}" for key, value in values if value is not None]
         steps = [number(summary.get("step")), number(row.get("step"))]
         return {
@@ -126,7 +118,7 @@ class RunsFolder:
                 yield from (each for each in _below(folder) if is_run(each))
 
     def _newest_rows(self, name: str, file: Path) -> list[dict[str, Any]]:
-        """All rows by now: of a file that only grew since the last time, what is new is read."""
+        """Returns all rows; of a file that only grew, the new ones are read."""
         known = self._rows.pop(name, None) or _Rows()
         self._rows[name] = known
         while len(self._rows) > _KEPT:
@@ -160,7 +152,6 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _changed(folder: Path) -> float:
-    """When something was last written to a run."""
     times = []
     for name in ("live.json", "metrics.jsonl", "summary.json", "config.yaml"):
         with contextlib.suppress(OSError):
@@ -170,7 +161,7 @@ def _changed(folder: Path) -> float:
 
 _COOKIE = "lockstep_token"
 _MOST_RUNS = 20  # on one page
-_SECONDS = 30.0  # that a connection may take to say what it wants
+_SECONDS = 30.0  # limit of a request
 
 
 def is_loopback(host: str) -> bool:
@@ -183,7 +174,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the runs of a folder from the moment that it is made; `url` is where to look."""
+    """Serves the runs of a folder at `url` from the moment it is made."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -200,7 +191,7 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: a port is a number from 0 to 65535") from None
 
     def server_bind(self) -> None:
-        """Without asking a name server for the name of this host, which http.server would."""
+        """Binds without a name server lookup, which http.server does."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -213,7 +204,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{host}:{self.server_port}/{query}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is nothing to tell."""
+        """Ignores a browser that went away."""
 
 
 def _refused(host: str, port: int, error: OSError) -> str:
@@ -263,7 +254,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._data(page_data(found))
 
     def _host_is_this(self) -> bool:
-        """Only on loopback: elsewhere the token is asked for, which nobody else's page has."""
         if self.server.token is not None:
             return True
         try:
@@ -283,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
         return cookie is not None and self._is_token(cookie.value)
 
     def _take_token(self, path: str, query: dict[str, list[str]]) -> None:
-        """The token of the address becomes a cookie, and is not in the address any more."""
+        """Moves the token from the address to a cookie."""
         if not any(self._is_token(each) for each in query.pop("token", [])):
             self._say(
                 HTTPStatus.FORBIDDEN, "the token is missing or wrong: use the address that lockstep serve printed"
@@ -291,7 +281,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         rest = urlencode(query, doseq=True)
         self.send_response(HTTPStatus.SEE_OTHER)
-        # Of this server alone, whatever the path says: two slashes would lead to another host.
+        # One slash only: two would lead to another host.
         self.send_header("Location", f"/{path.strip('/')}{f'?{rest}' if rest else ''}")
         self.send_header("Set-Cookie", f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")
         self._end()
@@ -326,4 +316,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: an address may have the token in it."""
+        """Logs nothing: an address may contain the token."""

@@ -1,4 +1,4 @@
-"""The runs of a folder, a line each: how they went, how far they got, and the best that was measured."""
+"""The table of `lockstep runs`: status, progress, best value and duration of every run in a folder."""
 
 from __future__ import annotations
 
@@ -27,40 +27,38 @@ from lockstep.runs.reader import LOST, holder_is_there, status_of
 from lockstep.runs.records import number, read_live, read_timeline, whole
 from lockstep.shown import brief, in_a_line
 
-QUEUED = "queued"  # the status of a run whose job has not begun
+QUEUED = "queued"  # the job has not begun
 _STARTS = (run_folder.CONFIG_FILE, "launch.yaml")  # the second: of a script with its own loop
 _STAMP = re.compile(r"-(\d{8}-\d{6})(?:-\d+)?$")
 _LONGEST_REASON = 60
-# That section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
+# The section of a config: to parse all of it takes ten times as long, and there may be a thousand runs.
 _CHECKPOINT = re.compile(r"^checkpoint:.*\n(?:[ \t].*\n|\n)*", re.M)
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run as the table shows it."""
-
     folder: Path
     name: str  # below the folder that was listed
-    status: str  # as summary.json has it; running only where somebody is at work, else lost; queued before all that
+    status: str  # as in summary.json; running only while a process works on it, else lost; queued before that
     reason: str
     epoch: int | None
     step: int | None
-    metric: str | None  # what the best is judged by
+    metric: str | None
     mode: str
     best: float | None
     best_step: int | None
     seconds: float | None
     started: float  # seconds since the epoch
-    changed: float  # when something was last written down
+    changed: float  # when something was last written
     checkpoints: int
-    held_by: str | None  # the process that is at work in its folder
+    held_by: str | None
 
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder)}
 
 
 def is_surely_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, and not a link, a project or anything else that has a config.yaml."""
+    """Whether a folder is that of a run, and no link or project with a config.yaml."""
     return (
         folder.is_dir()
         and not folder.is_symlink()
@@ -70,7 +68,7 @@ def is_surely_run(folder: Path) -> bool:
 
 
 def found(folder: Path) -> list[Listed]:
-    """All runs of a folder, and those of the sweeps in it."""
+    """Returns all runs of a folder, and those of the sweeps in it."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; runs are in runs/, or where --out was")
     if is_surely_run(folder):
@@ -85,7 +83,6 @@ def found(folder: Path) -> list[Listed]:
 
 
 def listed(folder: Path, name: str = "") -> Listed:
-    """What the files of a run's folder say of it."""
     summary = run_folder.read_summary(folder)
     holder, live = folder_lock.held_by(folder), read_live(folder)
     timeline = read_timeline(folder)
@@ -128,7 +125,7 @@ def _newest(*values: Any) -> int | None:
 
 
 def matching(runs: Iterable[Listed], statuses: Sequence[str], patterns: Sequence[str]) -> list[Listed]:
-    """Those with one of the statuses and a name that fits one of the patterns; a plain word may be anywhere in it."""
+    """Returns the runs with one of the statuses and a name that fits a pattern; a plain word fits anywhere in it."""
     return [
         each
         for each in runs
@@ -152,7 +149,7 @@ SORTS: dict[str, Callable[[Listed], float | str | None]] = {
 
 
 def ordered(runs: Iterable[Listed], by: str = "started", reverse: bool = False) -> list[Listed]:
-    """The newest, the furthest, the best or the longest first; those that have no such value are last either way."""
+    """Sorts the newest, furthest, best or longest first; runs without such a value are last either way."""
     key, runs = SORTS[by], sorted(runs, key=lambda run: run.name)
     known = [run for run in runs if key(run) is not None and key(run) == key(run)]
     rest = [run for run in runs if not any(run is each for each in known)]
@@ -160,7 +157,7 @@ def ordered(runs: Iterable[Listed], by: str = "started", reverse: bool = False) 
 
 
 def rows(runs: Iterable[Listed]) -> list[list[str]]:
-    """A head and the cells of every run."""
+    """Returns the head of the table and the cells of every run."""
     cells: list[Sequence[str]] = [("run", "status", "epoch", "step", "best", "", "duration", "started", "")]
     for run in runs:
         best = "" if run.best is None else f"{run.best:.4g}"
@@ -183,10 +180,10 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | None, int | None]:
-    """The best value and its step: as the summary has it or, before there is one, the checkpoints that are kept."""
-    told = summary.get("best")
-    if isinstance(told, Mapping):
-        return number(told.get("value")), whole(told.get("step"))
+    """Returns the best value and its step, from the summary or else from the checkpoints."""
+    best = summary.get("best")
+    if isinstance(best, Mapping):
+        return number(best.get("value")), whole(best.get("step"))
     with contextlib.suppress(CheckpointError):
         for each in best_first(CheckpointStorage(folder / "checkpoints").saved(), mode):
             return each.value, each.step
@@ -194,7 +191,7 @@ def _best(folder: Path, summary: Mapping[str, Any], mode: str) -> tuple[float | 
 
 
 def _judged_by(folder: Path) -> tuple[str | None, str]:
-    """The metric that best checkpoints are kept by, and whether less of it is better."""
+    """Returns the metric that best checkpoints are kept by, and its mode."""
     with contextlib.suppress(OSError, yaml.YAMLError):
         config = run_files.read_text(folder / run_folder.CONFIG_FILE, LONGEST_CONFIG)
         section = _CHECKPOINT.search(config)
@@ -214,7 +211,6 @@ def _started(folder: Path) -> float:
 
 
 def _begun(folder: Path) -> float:
-    """When its config was written; a resume writes it again."""
     return max(_written(folder / name) for name in _STARTS)
 
 
