@@ -1,4 +1,4 @@
-"""What the user sees when something is wrong: one class per kind of mistake, each with its exit code.
+"""The errors of Lockstep: one class per kind of mistake, each with its exit code.
 
 A message says what failed, where (rank, host, YAML path, file), the value received and what to do.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """The base of every error that Lockstep raises for its user."""
+    """The base class of every error that Lockstep raises for its user."""
 
-    exit_code = 1
-    # Whether it is about the ranks together, so that no single one can be called the one that failed.
+    exit_code = 5
+    # Whether it is about all ranks, so that none is named as the one that failed.
     concerns_all_ranks = False
 
 
@@ -33,7 +33,7 @@ class LaunchError(LockstepError):
 
 
 class RollCallError(LockstepError):
-    """The processes that met are not the run that was asked for."""
+    """The processes that met are not the run that the config describes."""
 
     exit_code = 3
     concerns_all_ranks = True
@@ -60,61 +60,45 @@ class RankStalled(LockstepError):
 class OutOfStep(LockstepError):
     """Ranks met at different places of the program: one of them took another branch."""
 
-    exit_code = 5
     concerns_all_ranks = True
 
 
 class ReplicasDiffer(LockstepError):
     """The replicas of the model are no longer equal on all ranks."""
 
-    exit_code = 5
     concerns_all_ranks = True
 
 
 class PeerLost(LockstepError):
-    """Another rank went away while this one was talking to it: always a consequence, never a cause."""
-
-    exit_code = 5
+    """Another rank ended while this one was communicating with it: a consequence, never a cause."""
 
 
 class RankLeft(LockstepError):
     """The user's code ended a rank before its work was done."""
 
-    exit_code = 5
-
 
 class BadMessage(LockstepError):
-    """What came from another rank is not what ranks send each other."""
-
-    exit_code = 5
+    """A message from another rank is malformed."""
 
 
 class ClusterLost(LockstepError):
     """The cluster that a run is on does not answer any more."""
 
-    exit_code = 5
-
 
 class RankZeroFailed(LockstepError):
-    """What rank 0 was asked to do for everybody failed there: a consequence on all other ranks."""
-
-    exit_code = 5
+    """Work that rank 0 did for all ranks failed: a consequence on the other ranks."""
 
 
 class CheckpointError(LockstepError):
     """A checkpoint could not be written or read."""
 
-    exit_code = 5
-
 
 class FolderLost(LockstepError):
     """The run's folder was moved, deleted or taken over while the run was at work."""
 
-    exit_code = 5
-
 
 class BucketBehind(LockstepError):
-    """The run is over, and what its folder on this host has did not all get into its bucket."""
+    """The run is over, but not all of its folder was uploaded to its bucket."""
 
     exit_code = 6
     concerns_all_ranks = True
@@ -122,8 +106,6 @@ class BucketBehind(LockstepError):
 
 class NonFiniteLoss(LockstepError):
     """The loss became NaN or infinite."""
-
-    exit_code = 5
 
     def __init__(self, step: int, rank: int, value: float) -> None:
         super().__init__(
@@ -140,7 +122,6 @@ class NonFiniteLoss(LockstepError):
 class NonFiniteWeights(LockstepError):
     """A parameter became NaN or infinite."""
 
-    exit_code = 5
     concerns_all_ranks = True
 
     def __init__(self, step: int, name: str, ranks: str) -> None:
@@ -159,35 +140,29 @@ class NonFiniteWeights(LockstepError):
 class NonFiniteGradients(LockstepError):
     """Step after step was skipped: the gradients are not finite any more."""
 
-    exit_code = 5
     concerns_all_ranks = True
 
 
 class Recompiled(LockstepError):
     """The step was compiled anew more often than the config allows."""
 
-    exit_code = 5
     concerns_all_ranks = True
 
 
 class CallbackFailed(LockstepError):
-    """A callback of the user's own raised something, which is the cause."""
-
-    exit_code = 5
+    """A user callback raised an error."""
 
     def __init__(self, callback: str, method: str, step: int, rank: int, error: BaseException | str) -> None:
-        told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        super().__init__(f"callback {callback}.{method} failed after step {step} on rank {rank}: {told}")
-        self.callback, self.method, self.step, self.rank, self.told = callback, method, step, rank, told
+        cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        super().__init__(f"callback {callback}.{method} failed after step {step} on rank {rank}: {cause}")
+        self.callback, self.method, self.step, self.rank, self.cause = callback, method, step, rank, cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.callback, self.method, self.step, self.rank, self.told)
+        return type(self), (self.callback, self.method, self.step, self.rank, self.cause)
 
 
 class WorkerFailed(LockstepError):
     """A process of the run ended before its work was done."""
-
-    exit_code = 5
 
     def __init__(self, rank: int, host: str, cause: str, exit_code: int = 5) -> None:
         super().__init__(cause)

@@ -1,23 +1,23 @@
-"""Where our own processes import from: never from the folder that a command happens to be given in.
+"""Keeps the current folder off the import path of Lockstep's processes.
 
-A `random.py` or `yaml.py` there would be executed in place of the module that was meant. Imported before anything else
-of the package, so it imports nothing itself that Python has not loaded anyway.
+A `random.py` or `yaml.py` there would be imported in place of the module that was meant. This module is imported before
+any other of the package, so it imports only what Python has loaded anyway.
 """
 
 import os
 import sys
 
 _SAFE = "PYTHONSAFEPATH"
-_OURS = "lockstep"  # a value by which we know the variable for our own; Python asks only whether there is one
+_OURS = "lockstep"  # the value that Lockstep sets; Python asks only whether there is one
 
-# Folders of tasks that are on the path by us, the newest first.
+# The folders of tasks that were added to the path, the newest first.
 _task_folders: list[str] = []
 
 
 def leave_out_current_folder() -> None:
-    """Where this is `python -m lockstep`, take back the folder that Python has put first on the path for that.
+    """Removes the folder that Python puts first on the path for `python -m lockstep`.
 
-    It comes last where the package itself lies in it, since nothing else would find it.
+    It is moved to the end where it holds the package itself, which could not be found otherwise.
     """
     if sys.flags.safe_path or sys.argv[:1] != ["-m"] or not _runs_us() or not sys.path:
         return
@@ -27,7 +27,7 @@ def leave_out_current_folder() -> None:
 
 
 class safe_interpreters:
-    """While a block runs, interpreters that it starts do not look in the current folder, as with `python -P`."""
+    """Makes interpreters that are started in the context ignore the current folder, as with `python -P`."""
 
     def __enter__(self) -> None:
         self._before = os.environ.get(_SAFE)
@@ -42,29 +42,26 @@ class safe_interpreters:
 
 
 def forget_safe_interpreters() -> None:
-    """In an interpreter that was started so: what it starts in turn is the user's, and looks where Python looks."""
+    """Undoes safe_interpreters in an interpreter that was started so: processes that it starts are the user's."""
     if os.environ.get(_SAFE) == _OURS:
         del os.environ[_SAFE]
 
 
 def add_task_folder(folder: str) -> None:
-    """Let modules be found in the folder of a task: behind the standard library and all that is installed.
-
-    The folder of the newest task comes before those of earlier ones.
-    """
+    """Adds the folder of a task to the path, after installed packages and before the folders of earlier tasks."""
     if folder in _task_folders:
         _task_folders.remove(folder)
         if folder in sys.path:
             sys.path.remove(folder)
     if folder in sys.path:
-        return  # whoever put it there wanted it there
+        return  # the user put it there
     earlier = next((index for index, each in enumerate(sys.path) if each in _task_folders), len(sys.path))
     sys.path.insert(earlier, folder)
     _task_folders.insert(0, folder)
 
 
 def _runs_us() -> bool:
-    """Whether the module that Python was told to run is of this package: the argument before those in sys.argv."""
+    """Whether Python runs a module of this package: its name comes before the arguments in sys.orig_argv."""
     index = len(sys.orig_argv) - len(sys.argv)
     name = sys.orig_argv[index].removeprefix("-m") if 0 < index < len(sys.orig_argv) else ""
     return name.split(".")[0] == __package__

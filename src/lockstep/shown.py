@@ -1,31 +1,31 @@
-"""Text of others on a terminal: exceptions, names of metrics and files, values of a config.
+"""Makes foreign text safe for a terminal: exceptions, names of metrics and files, values of a config.
 
-A terminal obeys what it is sent. So whatever is not plain text is written out (`\\x1b` for escape), and what is too
-long for anybody to read there is cut; the logs keep it as it was.
+A terminal obeys control characters, so they are written out (`\\x1b` for escape), and very long text is cut. The logs
+keep it as it was.
 """
 
 from __future__ import annotations
 
 import unicodedata
 
-# Of what is longer, so much of its beginning and of its end is shown: the headline, and the last line of a traceback.
+# Longer text is shown with its beginning and its end: the headline, and the last line of a traceback.
 LONGEST, _BEGINNING, _END = 6000, 4000, 1500
 
 
 def visible(text: str) -> str:
-    """With everything written out that is no plain character; lines and tabs stay."""
+    """Writes out every control character except newlines and tabs."""
     if text.isprintable():
         return text
     return "".join(map(_visible, text.replace("\r\n", "\n")))
 
 
 def in_a_line(text: str) -> str:
-    """The same for what must not begin a line of its own: a name, a message that came over the network."""
+    """Writes out newlines and tabs, too: for a name, or a message that came over the network."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def shown(text: str) -> str:
-    """As it goes to a terminal: visible, and cut in its middle where it is very long."""
+    """Returns visible text, cut in its middle where it is very long."""
     text = visible(text)
     if len(text) <= LONGEST:
         return text
@@ -34,12 +34,12 @@ def shown(text: str) -> str:
 
 
 def brief(text: str, longest: int = 200) -> str:
-    """For a value that is quoted in a sentence."""
+    """Shortens a value that is quoted in a sentence."""
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
 def size(count: int) -> str:
-    """Bytes, as people say it."""
+    """Formats a number of bytes: `1.5 MB`."""
     number, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if number < 1000:

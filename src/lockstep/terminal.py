@@ -1,7 +1,7 @@
-"""Standard output and error that never break a run: what cannot be written there is dropped.
+"""Standard output and error that never break a run: what cannot be written is dropped.
 
-Whoever reads them may be gone (`| head`, a `tee` that Ctrl-C ended), the disk behind them full, or they were closed
-from the start. The log files of a run have everything that matters.
+Their reader may be gone (`| head`, a `tee` that Ctrl-C ended), the disk may be full, or they were closed from the
+start. The log files of a run have everything that matters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROOM_SECONDS = 1.0
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Say something on standard error, if anybody hears it."""
+    """Writes to standard error, and ignores an error."""
     try:
         sys.stderr.write(f"{shown(text)}{end}")
         sys.stderr.flush()
@@ -29,8 +29,8 @@ def tell(text: str, end: str = "\n") -> None:
 
 
 def colour(environment: Mapping[str, str]) -> bool | None:
-    """Whether to write in colour: always, never, or (None) where the stream is a terminal. As other programs do:
-    NO_COLOR (no-color.org) counts more than FORCE_COLOR, and a terminal that is dumb shows none."""
+    """Whether to write in colour; None where that depends on the stream. NO_COLOR (no-color.org) counts more than
+    FORCE_COLOR."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR", "") not in ("", "0"):
@@ -39,13 +39,13 @@ def colour(environment: Mapping[str, str]) -> bool | None:
 
 
 def make_safe() -> None:
-    """From here on, nothing that this process prints can raise: in the user's code neither."""
+    """Replaces standard output and error by streams that never raise, in the user's code neither."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:  # closed, so that the next file to be opened would become standard output
-            # For the processes that this one starts as well: else theirs would be closed, and whatever they open first
-            # (a pipe by which a rank knows that its launcher lives) would become their output, and be written over.
+            # Inheritable: else the first file that a child process opens (a pipe to its launcher) would become its
+            # standard output.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = _safe(sys.stdout, 1)
     sys.stderr = _safe(sys.stderr, 2)
@@ -54,7 +54,7 @@ def make_safe() -> None:
 def _safe(stream: Any, number: int) -> TextIO:
     try:
         if stream is not None and stream.fileno() != number:
-            return stream  # type: ignore[no-any-return]  # somebody has replaced it, and knows why
+            return stream  # type: ignore[no-any-return]  # replaced on purpose
         if stream is not None:
             stream.flush()
     except io.UnsupportedOperation:

@@ -1,4 +1,4 @@
-"""Which Lockstep this is, and which version of another package is installed."""
+"""Returns the version of Lockstep, or of another package that is installed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def installed() -> str:
-    """The version of the installation, which has it from pyproject.toml; a copy that was not installed has none."""
+    """Returns the version of the installation; a copy that was not installed has none."""
     return version_of("lockstep-train") or "unknown"
 
 
 def version_of(distribution: str) -> str | None:
-    """As importlib.metadata says it, by the same folder, but without all that it imports: hosts are asked often."""
+    """Returns what importlib.metadata would, without importing it, which takes long: hosts are asked often."""
     beginning = f"{distribution.replace('-', '_').lower()}-"
     for place in sys.path:
         try:
@@ -22,12 +22,7 @@ def version_of(distribution: str) -> str | None:
         for name in names:
             if name.endswith(".dist-info") and name.lower().startswith(beginning):
                 return name[len(beginning) : -len(".dist-info")]
-    return _otherwise(distribution)
-
-
-def _otherwise(distribution: str) -> str | None:
-    """Of what was installed in a rarer way: an egg, a zip file, a finder of its own."""
-    from importlib import metadata
+    from importlib import metadata  # for an egg, a zip file or a custom finder
 
     try:
         return metadata.version(distribution)

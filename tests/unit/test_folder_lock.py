@@ -206,7 +206,7 @@ def test_one_that_was_taken_for_gone_and_was_only_stopped_writes_nothing_more(no
         other.write_bytes(Holder("its launcher").encode(token="theirs", beat="000000000001"))
         other.replace(tmp_path / ".lock-lease")
         deadline = time.monotonic() + 10
-        with pytest.raises(FolderLost, match="somebody else has taken this run's folder over"):
+        with pytest.raises(FolderLost, match="another process has taken this run's folder over"):
             while time.monotonic() < deadline:
                 held.check()
                 time.sleep(0.05)

@@ -1,10 +1,11 @@
-"""`lockstep plan`: whether a run fits devices that nobody has rented yet, and what a step of it costs."""
+"""`lockstep plan`: whether a run fits devices, and what a step costs, without having the devices."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,19 +46,10 @@ _REMEDIES_SECONDS = 600.0
 @SET
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, with an object per target.")
 def plan(
-    config: Path | None,
-    targets: tuple[str, ...],
-    devices: Path | None,
-    price: float | None,
-    quick: bool,
-    search: bool,
-    write: Path | None,
-    page: Path | None,
-    trace_to: Path | None,
-    lists: bool,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+    config: Path | None, targets: tuple[str, ...], devices: Path | None, price: float | None, quick: bool,
+    search: bool, write: Path | None, page: Path | None, trace_to: Path | None, lists: bool,
+    overrides: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
     """Trace a step of CONFIG on this machine, without any GPU and without memory for the model: what it needs there.
 
     Exit code 0 where it fits all targets, 1 where it does not.
@@ -152,7 +144,7 @@ def _trace(config: Path, overrides: tuple[str, ...], targets: list[Target], file
 
 
 def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: bool) -> int:
-    """Compile a step that was traced before, for the slice that it was traced for, or for others of as many devices."""
+    """Compiles a step that was traced before, for its slice or for others of as many devices."""
     from lockstep.planner.devices import target
     from lockstep.planner.plan import of_file
     from lockstep.planner.table import lines
@@ -175,9 +167,7 @@ def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: b
 
 
 def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: Plan) -> Iterator[str]:
-    """What would make it fit, the cheapest first."""
-    import time
-
+    """Yields what would make it fit, the cheapest first."""
     from lockstep.planner import remedies
     from lockstep.planner.traces import Traces
 
@@ -186,16 +176,10 @@ def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: P
 
 
 def _search(
-    file: Path,
-    config: RunConfig,
-    overrides: tuple[str, ...],
-    targets: list[Target],
-    price: float | None,
-    write: Path | None,
-    page: Path | None,
-    as_json: bool,
-) -> int:
-    """The exit code: 1 where nothing fits one of the targets."""
+    file: Path, config: RunConfig, overrides: tuple[str, ...], targets: list[Target], price: float | None,
+    write: Path | None, page: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Returns the exit code: 1 where nothing fits one of the targets."""
     from lockstep.planner import search
     from lockstep.planner.plan import make
 

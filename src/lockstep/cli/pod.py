@@ -31,12 +31,12 @@ _EXEC_SECONDS = 24 * 3600.0
 @click.group(cls=Group)
 def pod() -> None:
     """Train on hosts that are reached by SSH, or on Cloud TPU pods by gcloud."""
-    # At the end, nothing of what was imported is looked through for garbage: that takes as long as to log in somewhere.
+    # A garbage collection at exit takes as long as a login.
     atexit.register(gc.freeze)
 
 
 def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tuple[Pod, Record]:
-    """A pod by its name, with the config that is given or the one that is remembered."""
+    """Returns a pod by its name, with the given config or the one of its record."""
     from lockstep.config.load import load
     from lockstep.launchers import folder as folders
     from lockstep.launchers.ssh import record as records
@@ -51,8 +51,7 @@ def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tup
     before = records.find(name)
     code = str(made.code.folder) if made.code.folder is not None else None
     fresh = records.Record(name=name, config=records.plain(loaded), code=code)
-    record = before.model_copy(update={"config": fresh.config, "code": code}) if before else fresh
-    return made, record
+    return made, before.model_copy(update={"config": fresh.config, "code": code}) if before else fresh
 
 
 def _print(commands: Sequence[Command]) -> None:

@@ -1,1 +1,1 @@
-"""What a run shows and writes down: rows of metrics, logs, the screen, its folder."""
+"""Records a run: metrics, loggers, logs, display, timeline and the run's folder."""

@@ -1,4 +1,4 @@
-"""What ranks note while they train, brought together: rows to write, sums to decide by, and the check for NaN."""
+"""Aggregates metrics across ranks: rows to write, sums to decide by, and the check for NaN."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lockstep.runtime.base import Runtime
 
 logger = logging.getLogger(__name__)
 
-# So many skipped steps one after the other are no accident: the weights themselves are not finite any more.
+# After so many skipped steps in a row the weights themselves are not finite any more.
 SKIPS_IN_A_ROW = 100
 _NO_METRICS = ("step", "epoch", "examples", "skipped_steps", "lr")
 
 
 @dataclass
 class Pending:
-    """A row whose numbers are on their way from the device, and all that belongs into it as it was at its step."""
+    """A row whose numbers are on their way from the device, with everything else as it was at its step."""
 
     step: int
     epoch: int
@@ -39,7 +39,7 @@ class Pending:
 
 @dataclass
 class Apart:
-    """Values that were noted outside of any batch: they get a row of their own, of the step that they were noted at."""
+    """Values that were noted outside of any batch: they become a row of the step they were noted at."""
 
     step: int
     epoch: int
@@ -47,7 +47,7 @@ class Apart:
 
 
 class MetricAggregator:
-    """One rank's notes. Bringing them together is a gathering, so all ranks do it at the same steps."""
+    """The metrics of one rank. Aggregating is a gather, so all ranks do it at the same steps."""
 
     def __init__(
         self,
@@ -57,50 +57,50 @@ class MetricAggregator:
         runtime: Runtime | None = None,
         is_dp_leader: bool = True,
     ) -> None:
-        """A rank that works on the same share of a batch as another, which `speaks` for both, adds nothing to sums."""
-        self._speaks = is_dp_leader
-        self._group, self._metric_writer, self._runtime = group, metric_writer, runtime  # only rank 0 has a recorder
+        """Only rank 0 has a writer. Of the ranks with the same part of a batch, only the leader adds to sums."""
+        self._is_dp_leader = is_dp_leader
+        self._group, self._metric_writer, self._runtime = group, metric_writer, runtime
         self._due = Due(every)
         self._meter = Meter(runtime)
         self._apart: list[Apart] = []
         self._pending: Pending | None = None
         self._since_row = Totals()
         self.since_validation = Totals()
-        self.latest: dict[str, Any] = {}  # the newest value of everything that was ever written
+        self.latest: dict[str, Any] = {}  # the newest value of every metric
         self._busy_seconds = self._next_memory = 0.0
-        self.learning_rates: dict[str, Any] = {}  # that the last step was made with
-        self.forgive_nan = False  # a loss that is not finite is left out of the means, and does not end the run
-        self._skips = {"since_row": 0, "in_a_row": 0, "last": 0}  # steps that left the weights as they were
+        self.learning_rates: dict[str, Any] = {}  # of the last step
+        self.forgive_nan = False  # leave losses that are not finite out of the means, instead of ending the run
+        self._skips = {"since_row": 0, "in_a_row": 0, "last": 0}  # steps that did not change the weights
         self._last_gathered_step = self._last_row_step = 0
-        # Called with every row on every rank, at the same steps: for whoever else wants to know of them.
+        # Called with every row on every rank, at the same steps.
         self.listener: Callable[[Mapping[str, Any]], None] | None = None
 
     def note(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
-        """Values of this rank that are means over so many examples of a step."""
+        """Notes values of this rank that are means over so many examples of a step."""
         self._meter.add(step, examples, values)
 
     def note_total(self, step: int, name: str, total: Any, count: Any) -> None:
-        """A sum of this rank over so much of a step."""
+        """Notes a sum of this rank, and what it is a sum over."""
         self._meter.add_total(step, name, total, count)
 
     def note_apart(self, progress: Progress) -> Meter:
-        """For values that belong to no batch: they get a row of their own when ranks next come together."""
+        """Returns a meter for values that belong to no batch: they become a row at the next gather."""
         step, epoch = progress.step, progress.epochs_done
         if not self._apart or (self._apart[-1].step, self._apart[-1].epoch) != (step, epoch):
             self._apart.append(Apart(step, epoch, Meter(self._runtime)))
         return self._apart[-1].meter
 
     def note_loss(self, step: int, loss: Any) -> None:
-        """The loss that a step computes gradients of: nothing is saved after one that is not finite."""
+        """Notes the loss of a backward pass: nothing is saved after one that is not finite."""
         self._meter.add_loss(step, loss)
 
     def note_busy(self, seconds: float) -> None:
-        """Time that this rank took before it was ready to exchange gradients: what makes others wait."""
+        """Notes how long this rank took until it was ready to exchange gradients."""
         self._busy_seconds += seconds
 
     def skipped(self, step: int, why: str | None = None) -> None:
-        """A step left the weights as they were: its gradients were not finite, which for float16 is nothing unusual and
-        has a reason (`why`). Known to all ranks alike."""
+        """Notes, on all ranks alike, a step whose gradients were not finite. `why` is the reason where that is usual,
+        as with float16."""
         skips = self._skips
         if skips["last"] == step:  # by another optimizer
             return
@@ -123,23 +123,22 @@ class MetricAggregator:
             self._metric_writer.begin(progress, total_steps)
 
     def bring_together(self, progress: Progress) -> None:
-        """Add up what all ranks noted since the last time; refuses to go on with a loss that is not a number."""
+        """Sums what all ranks noted since the last time; raises NonFiniteLoss for a loss that is not finite."""
         self.write_pending_row()
         busy = self._take_busy(progress.step)
         self._exchange(progress.step, self._meter.begin_reading(self.forgive_nan), busy)
 
     def write_due_row(self, progress: Progress, clock: float, wait: bool = True) -> None:
-        """The row of this step, if `log.every` says that there is one and it has none yet.
+        """Writes the row of this step, if one is due and not written yet.
 
-        Without `wait`, where that is worth it, its numbers are left to come from the device by themselves:
-        write_pending_row writes it.
+        Without `wait`, its numbers may be left to arrive from the device: write_pending_row writes it then.
         """
         if progress.step == self._last_row_step or not self._due.now(progress, clock):
             return
         self.write_last_row(progress, wait)
 
     def write_last_row(self, progress: Progress, wait: bool = True) -> None:
-        """A row of what was noted since the one before, unless this step has one."""
+        """Writes a row of what was noted since the one before, unless this step has one."""
         if progress.step == self._last_row_step:
             return
         self.write_pending_row()
@@ -160,7 +159,7 @@ class MetricAggregator:
             self.write_pending_row()
 
     def write_pending_row(self, wait: bool = True) -> None:
-        """Write the row whose numbers were left to come; ranks do so together, and then wait for what has not."""
+        """Writes the pending row, on all ranks together; with `wait`, also if its numbers have not arrived."""
         pending = self._pending
         if pending is None or not (wait or pending.reading.arrived()):
             return
@@ -170,18 +169,17 @@ class MetricAggregator:
         self._write({"step": pending.step, "epoch": pending.epoch, **row}, pending.time)
 
     def write_rest(self) -> None:
-        """At the end of a run: values outside of any batch that ranks have not come together for since. Rank 0 writes
-        its own: they may not all have logged them."""
+        """Writes rank 0's values outside of any batch at the end of a run: other ranks may have logged none."""
         self.write_pending_row()
         noted, self._apart = self._apart, []
         self._write_apart([[[each.step, each.epoch, each.meter.read().sums] for each in noted]])
 
     def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        """Write a row of metrics, on rank 0; elsewhere only a listener hears of it."""
+        """Writes a row of metrics on rank 0; other ranks only call the listener."""
         self._write({"step": progress.step, "epoch": progress.epochs_done, **values}, time.perf_counter())
 
     def start_at(self, step: int, state: dict[str, Any] | None = None) -> None:
-        """Forget rows after a step: of a run that is restored there, or that ended before its first checkpoint."""
+        """Drops rows after a step: the run was restored there, or ended before its first checkpoint."""
         self._last_gathered_step = self._last_row_step = step
         if state is not None:
             self._load_state_dict(state)
@@ -208,9 +206,9 @@ class MetricAggregator:
         self._last_row_step = state.get("last_row_step", self._last_row_step)
 
     def sample(self, step: int, name: str, kind: Kind, make: Callable[..., Any], *given: Any) -> None:
-        """Something to look at, of rank 0; what others give is ignored. `make` checks it, and brings it to the host."""
+        """Keeps rank 0's sample; `make` checks it and brings it to the host. Other ranks' are ignored."""
         path = f"run.log_{make.__name__}({name!r}) at step {step}"
-        # Under XLA a value that one rank alone asked for would have it run a program that the others do not.
+        # Under XLA all ranks must read the value, or one would run a program that the others do not.
         if self._metric_writer is None and not (self._runtime is not None and self._runtime.compiles_everything):
             return
         check_name(name, path)
@@ -219,7 +217,7 @@ class MetricAggregator:
             self._metric_writer.sample(step, name, kind, value)
 
     def close(self, status: str = "completed", limit: float | None = None) -> None:
-        """The end of all loggers, within `log.timeout` or a limit below that."""
+        """Ends all loggers within `log.timeout`, or a lower limit."""
         if self._metric_writer is not None:
             with self._group.activity.within("the end of the loggers", limit=self._group.activity.patience):
                 self._metric_writer.close(status, limit)
@@ -234,7 +232,8 @@ class MetricAggregator:
             found = reading.read()
             apart = [[each.step, each.epoch, each.meter.read().sums] for each in self._apart]
         self._apart = []
-        message: Any = {"sums": found.sums if self._speaks else {}, "bad": found.bad, "busy": busy, "apart": apart}
+        sums = found.sums if self._is_dp_leader else {}
+        message: Any = {"sums": sums, "bad": found.bad, "busy": busy, "apart": apart}
         messages = self._group.gather(message, f"metrics of step {step}")
         bad = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
         if bad:
@@ -249,8 +248,8 @@ class MetricAggregator:
         self._write_apart([each["apart"] for each in messages])
 
     def _note_memory(self) -> None:
-        """At most once a second, and from this thread: another would wait, with Python's lock, for an allocator that
-        waits for its device."""
+        """At most once a second, and from this thread: another would hold Python's lock while it waits for the
+        allocator."""
         now = time.monotonic()
         if self._runtime is not None and self._runtime.name == "cuda" and now >= self._next_memory:
             self._next_memory = now + 1.0
@@ -265,7 +264,7 @@ class MetricAggregator:
             self._write({"step": step, "epoch": epoch, **totals.means()}, time.perf_counter())
 
     def _write(self, row: dict[str, Any], at: float) -> None:
-        single = {name: value for name, value in row.items() if not isinstance(value, list)}  # what rows alone have
+        single = {name: value for name, value in row.items() if not isinstance(value, list)}
         self.latest.update({name: value for name, value in single.items() if name.partition("/")[0] not in _NO_METRICS})
         if self._metric_writer is not None:
             self._metric_writer.write(dict(row), at)

@@ -23,9 +23,9 @@ _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def keep_code(folder: Path, root: Path, digests: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Write the source files below `root`, the commit and the uncommitted changes to `code/N`.
+    """Writes the source files below `root`, the commit and the uncommitted changes to `code/N`.
 
-    A later start with the same source writes nothing. One with another source says what changed, and adds `code/N+1`.
+    A later start with the same source writes nothing; with another source it warns of what changed, and adds a copy.
     """
     home = folder / FOLDER
     if home.is_symlink():  # nothing is written through a link
@@ -64,7 +64,7 @@ def _write(place: Path, root: Path, digests: Mapping[str, str]) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Text without values that are assigned to names of keys and passwords, or that the environment has under such."""
+    """Hides values of keys and passwords: those assigned to such names, and those of the environment."""
     return "\n".join(redacted([_ASSIGNED.sub(_hidden, line) for line in text.split("\n")]))
 
 
@@ -74,7 +74,7 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git says; None where there is no git, no repository or no answer in time."""
+    """Returns git's output; None where there is no git, no repository or no answer in time."""
     try:
         done = subprocess.run(
             [*_GIT, "-C", str(root), *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS,

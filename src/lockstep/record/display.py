@@ -1,4 +1,4 @@
-"""What rank 0 shows while training: a live display on a terminal, plain lines anywhere else."""
+"""Shows rank 0's progress: a live display on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEW_BEST = "new best"  # what a row is marked with for the display alone
+NEW_BEST = "new best"  # marks a row for the display alone
 _NOT_METRICS = ("step", "epoch", "lr", "examples_per_second", NEW_BEST)
 # A lag is shown where it costs this fraction of a step and at least so many seconds.
 _LAG_FRACTION, _LAG_SECONDS = 0.05, 0.010
@@ -33,7 +33,6 @@ class Display:
         self._began = time.monotonic()
 
     def begin(self, step: int, epoch: int, total_steps: int | None) -> None:
-        """Training starts (or goes on) at this step."""
         self._start_step, self._total_steps = step, total_steps
         self._began = time.monotonic()
 
@@ -115,14 +114,14 @@ class LiveDisplay(Display):
         self._progress.stop()
 
     def make_way(self) -> None:
-        """Plain lines from here on: what is drawn four times a second would be drawn over a debugger's prompt."""
+        """Switches to plain lines: the bar would be drawn over a debugger's prompt."""
         self._bar = None
         self.close()
 
 
 @functools.cache
 def _drawn() -> weakref.WeakSet[LiveDisplay]:
-    """The displays that a debugger would have to share its terminal with; one that is started ends them."""
+    """Returns the displays that are drawn; a debugger that starts ends them."""
     displays: weakref.WeakSet[LiveDisplay] = weakref.WeakSet()
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:
@@ -130,7 +129,7 @@ def _drawn() -> weakref.WeakSet[LiveDisplay]:
             for each in list(displays):
                 each.make_way()
 
-    sys.addaudithook(listen)  # there is no way to take one back, so there is one for all of them
+    sys.addaudithook(listen)  # a hook cannot be removed, so there is one for all displays
     return displays
 
 
@@ -139,7 +138,7 @@ def create(console: Console | None) -> Display:
 
 
 def terminal() -> Console | None:
-    """The terminal to draw on, if there is one."""
+    """Returns the terminal to draw on, if there is one."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
     from rich.console import Console

@@ -1,9 +1,9 @@
-"""One writer per folder: who holds a run's folder, and what others are told.
+"""Locks a run's folder, so that only one run writes to it.
 
-Two files, because a launcher and its ranks end one by one. The launcher holds `.lock` for the whole run; where nobody
-of ours has started the ranks, rank 0 does. Under a launcher that holds it, rank 0 holds `.lock-rank` beside it: ranks
-whose launcher was killed still save and leave, and until then nobody else may begin. Locks are the system's, which lets
-go of them when a process ends, however it does; where the file system has none, there is a lease.
+There are two files, because a launcher and its ranks end one by one. The launcher holds `.lock` for the whole run;
+under a foreign launcher, rank 0 does. Under a launcher that holds it, rank 0 holds `.lock-rank`: ranks whose launcher
+was killed still save and leave, and until then no other run may begin. The system releases its locks when a process
+ends, however it ends; a file system without locks gets a lease.
 """
 
 from __future__ import annotations
@@ -34,39 +34,37 @@ class Held:
         self._anchor, self._lock = anchor, lock
 
     def check(self) -> None:
-        """Raise FolderLost where the folder is not where it was, or not this run's any more."""
+        """Raises FolderLost if the folder was moved, deleted or taken over."""
         self._anchor.check()
         if isinstance(self._lock, Lease) and self._lock.is_lost:
             raise FolderLost(
-                f"{self._anchor.folder}: somebody else has taken this run's folder over: this process was stopped, or "
+                f"{self._anchor.folder}: another process has taken this run's folder over: this one was stopped, or "
                 "its file system did not answer, for so long that it was taken for gone. Nothing more is written"
             )
 
 
 @contextlib.contextmanager
 def locked(folder: Path, what: str = "its launcher", patience: float = 0.0) -> Iterator[Held]:
-    """Hold a run's folder for the whole run, so that no other run writes into it; `what` this process is to the run.
+    """Holds a run's folder for the whole run; `what` names this process to others ("rank 0").
 
-    Raises ConfigError, naming the holder, where the folder is still held after so many seconds.
+    Raises ConfigError, naming the holder, if the folder is still held after `patience` seconds.
     """
     check_links(folder)
     with _held(folder, _RUN, what, patience) as held:
         with _held(folder, _RANK, what, patience):
-            pass  # only to see whether ranks of a launcher that was killed are still there
+            pass  # fails while ranks of a launcher that was killed are still there
         yield held
 
 
-@contextlib.contextmanager
-def locked_by_rank(folder: Path, patience: float = 0.0) -> Iterator[Held]:
-    """The same for rank 0 of a launcher that holds the folder."""
-    with _held(folder, _RANK, "rank 0", patience) as held:
-        yield held
+def locked_by_rank(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager[Held]:
+    """Holds the folder as rank 0 of a launcher that holds it, too."""
+    return _held(folder, _RANK, "rank 0", patience)
 
 
 def held_by(folder: Path) -> Holder | None:
-    """Who is at work in a run's folder, as far as can be told without taking it or waiting: for whoever only looks.
+    """Returns the process that holds a run's folder, as far as can be known without taking it or waiting.
 
-    A lease of another machine counts as held as long as it is there; whoever takes it finds out.
+    A lease of another machine counts as held as long as it exists.
     """
     for name in (_RUN, _RANK):
         holder = _named(folder / name)
@@ -79,7 +77,7 @@ def held_by(folder: Path) -> Holder | None:
 
 
 def _named(path: Path) -> Holder | None:
-    """Whom a lock or a lease names: a lock that was let go of is empty."""
+    """Returns the holder that a lock or a lease names: a released lock is empty."""
     try:
         with run_files.open_file(path) as stream:
             return Holder.decode(stream.read(_LONGEST))
@@ -88,8 +86,8 @@ def _named(path: Path) -> Holder | None:
 
 
 def _is_at_work(path: Path, holder: Holder) -> bool:
-    """Whether a lock is held that names somebody. One that is here is known by its process; of another, the lock tells,
-    which is shared for a moment: nobody who writes is kept from it for longer."""
+    """Whether the named holder still holds the lock: known by its process on this machine, else by the lock, which is
+    shared for a moment."""
     if holder.is_here and holder.started:
         return not holder.is_gone
     try:
@@ -150,14 +148,14 @@ def _refusal(folder: Path, name: str, holder: Holder | None) -> str:
 
 
 class _SystemLock:
-    """A lock of the system on a file, which is never removed: who waits for it must wait for the same file."""
+    """A lock of the system on a file. The file is never removed: all must wait for the same one."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     @classmethod
     def take(cls, path: Path, holder: Holder) -> _SystemLock | Lease:
-        """The lock, or a lease where there are no locks; raises Taken where somebody else has it."""
+        """Returns the lock, or a lease where there are no locks; raises Taken if it is held."""
         descriptor = run_files.open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +168,7 @@ class _SystemLock:
             if error.errno not in _NO_LOCKS:
                 raise
             return Lease.take(path.with_name(f"{path.name}-lease"), holder)
-        with contextlib.suppress(OSError):  # a full disk: held all the same
+        with contextlib.suppress(OSError):  # a full disk; the lock is held all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder.encode(), 0)
         return cls(descriptor)
@@ -178,7 +176,7 @@ class _SystemLock:
     def release(self) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
-        with contextlib.suppress(OSError):  # also where a process that was forked a moment ago has not let go yet
+        with contextlib.suppress(OSError):  # a process that was just forked may not have let go yet
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
 
@@ -192,7 +190,7 @@ _held_here: list[_SystemLock | Lease] = []  # by this process
 
 
 def _forget_all() -> None:
-    """A process that is forked (a data worker) has our descriptors too, and would keep the folder held after us."""
+    """Lets go in a forked process (a data worker), which would hold the folder longer than this one."""
     for lock in _held_here:
         lock.forget()
     _held_here.clear()

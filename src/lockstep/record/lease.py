@@ -1,7 +1,7 @@
-"""A lease: what holds a folder where the file system has no locks.
+"""Holds a run's folder by a lease where the file system has no locks, and names the process that holds it.
 
-A file that only its holder writes, every few seconds. Whoever finds one watches it: a lease that does not change for a
-while, by the watcher's own clock, is that of a holder that is gone. No two clocks are compared.
+A lease is a file that its holder rewrites every few seconds. A process that finds one watches it: if it does not change
+for a while, by the watcher's clock, its holder is gone. No two clocks are compared.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 from lockstep import run_files
 
-_LONGEST_of_holder = 4096  # of what is read of a file that anybody may have written
+_LONGEST = 4096  # of what is read of a file that anybody may have written
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process, so that another one can say whether it is still there."""
+    """The process that holds a run's folder, so that another one can tell whether it still exists."""
 
-    what: str  # it is to the run
+    what: str  # "rank 0", "its launcher"
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     since: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S %z"))
@@ -42,30 +42,30 @@ class Holder:
 
     @classmethod
     def decode(cls, data: bytes) -> Holder | None:
-        """Whom a lock names; nobody where it says nothing that can be understood."""
+        """Returns the holder that a lock names; None where it cannot be understood."""
         try:
-            told = json.loads(data[:_LONGEST_of_holder].decode())
-            texts = [told[name] for name in ("what", "host", "since", "machine", "started")]
-            if not all(isinstance(each, str) and each.isprintable() for each in texts) or type(told["pid"]) is not int:
+            found = json.loads(data[:_LONGEST].decode())
+            texts = [found[name] for name in ("what", "host", "since", "machine", "started")]
+            if not all(isinstance(each, str) and each.isprintable() for each in texts) or type(found["pid"]) is not int:
                 return None
             what, host, since, machine, started = texts
-            return cls(what, host, told["pid"], since, machine, started)
+            return cls(what, host, found["pid"], since, machine, started)
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process that this one would see."""
+        """Whether it is, or was, a process that this one can see."""
         return self.machine == _machine()
 
     @property
     def is_gone(self) -> bool:
-        """For one that is here: whether it has ended, even where its number belongs to another process by now."""
+        """Whether it has ended, even if another process has its number by now. Only for one that is here."""
         return _start_of(self.pid) != self.started
 
 
 def _machine() -> str:
-    """This boot of this host, and this namespace of process numbers: two containers may share a name."""
+    """Identifies this boot of this host and the namespace of process numbers: two containers may have one name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116  a link that leads to no file
@@ -74,7 +74,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process was started, in ticks since the boot; none where there is no such process, or a dead one."""
+    """Returns when a process was started, in ticks since the boot; None where it is gone or dead."""
     try:
         _, _, rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
     except OSError:
@@ -89,13 +89,12 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 45.0  # nine beats
 _LOOK_SECONDS = 0.2
 _LET_GO_SECONDS = 2.0
-# Between taking over and believing it: of two that take over at once, one then finds the other.
+# After a takeover, before it counts: of two processes that take over at once, one then finds the other.
 _SETTLE_SECONDS = 1.0
-_LONGEST = 4096
 
 
 class Taken(Exception):
-    """Somebody else has it, as far as is known."""
+    """Another process holds the folder."""
 
     def __init__(self, holder: Holder | None) -> None:
         super().__init__(str(holder))
@@ -103,7 +102,7 @@ class Taken(Exception):
 
 
 class Lease:
-    """Held from `take` to `release`, or until somebody who took this process for gone has taken it over."""
+    """Held from `take` to `release`, or until another process has taken it over."""
 
     def __init__(self, path: Path, holder: Holder) -> None:
         self._path, self._holder, self._token = path, holder, uuid.uuid4().hex
@@ -115,7 +114,7 @@ class Lease:
 
     @classmethod
     def take(cls, path: Path, holder: Holder) -> Lease:
-        """The lease, once it is free; raises Taken where somebody holds it, OSError where nothing can be written."""
+        """Returns the lease once it is free; raises Taken if it is held, OSError if it cannot be written."""
         lease = cls(path, holder)
         while not lease._create():
             found = _read(path)
@@ -136,7 +135,7 @@ class Lease:
             self.forget()
 
     def forget(self) -> None:
-        """In a process that was forked from the holder, and has no thread that beats: it holds nothing."""
+        """Lets go in a process that was forked from the holder."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -184,7 +183,7 @@ class Lease:
 
 
 def _is_stale(path: Path, found: bytes) -> bool:
-    """Whether a holder is gone; False where its lease is. Raises Taken where it is at work."""
+    """Whether the holder is gone; False where the lease is gone. Raises Taken while the holder is at work."""
     holder = Holder.decode(found)
     if holder is not None and holder.is_here:
         if holder.is_gone:

@@ -1,11 +1,11 @@
-"""What a logger is: three methods, called in this order, by one thread, on rank 0 alone. A fourth takes samples.
+"""The interface of a logger: three methods, called in this order, by one thread, on rank 0. A fourth takes samples.
 
-    start(about)          begin, or go on: `about.kept` is what it returned the last time
+    start(about)          begin, or resume: `about.kept` is what it returned the last time
     log(step, values)     numbers by name
     finish(status)        completed, stopped early, preempted, interrupted or failed
     log_sample(sample)    may be left out: an image, a text, a table
 
-It may raise, and it may take its time: the run goes on without it.
+It may raise, and it may be slow: the run does not wait for it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Kind = Literal["image", "text", "table"]
 
 @dataclass(frozen=True)
 class About:
-    """What a logger is told of the run at its start."""
+    """The run, as a logger gets it at its start."""
 
     name: str  # of the run: that of its folder
     id: str  # the same after every restart, and no other run's
     folder: Path
     config: dict[str, Any]  # as config.yaml has it, without keys and passwords
-    step: int  # 0, or that of the checkpoint that the run goes on from
+    step: int  # 0, or that of the checkpoint that the run resumes from
     timeout: float  # seconds that `finish` may take
     kept: dict[str, Any] = field(default_factory=dict)  # what `start` returned before a restart
     calls: int = 0  # of log and log_sample that returned, before a restart
@@ -42,7 +42,7 @@ class About:
 
 @dataclass(frozen=True)
 class Sample:
-    """Something to look at, as it is kept in the run's folder."""
+    """An image, a text or a table, as it is kept in the run's folder."""
 
     step: int
     name: str
@@ -59,14 +59,14 @@ class Table:
 
 class Logger(Protocol):
     def start(self, about: About) -> Mapping[str, Any] | None:
-        """Connect. Plain data that is returned is kept in the run's folder, and is in `about.kept` after a restart; a
+        """Connects. Plain data that is returned is kept in the run's folder and is in `about.kept` after a restart; a
         `url` in it is shown."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Every number of a name once, also where a run that was interrupted computes a step a second time.
+        """Gets every number of a name once, also where an interrupted run computes a step a second time.
 
-        With a class attribute `takes_back = True`, `start` forgets what it has of steps after `about.step` instead.
-        With `delay = 30.0`, what was given to it less than so many seconds before a kill is sent once more.
+        With a class attribute `takes_back = True`, `start` drops the steps after `about.step` instead. With
+        `delay = 30.0`, what it was given less than so many seconds before a kill is sent again.
         """
 
     def finish(self, status: str) -> None: ...
@@ -77,7 +77,7 @@ def takes_samples(logger: Logger) -> bool:
 
 
 def check_methods(cls: Any, path: str, where: str) -> None:
-    """Whether it has the methods of a logger, and takes what they are given; nothing is made."""
+    """Raises ConfigError if a class lacks a method of a logger, or one takes other arguments."""
     own = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
     problems = []
     for name in METHODS:
@@ -115,7 +115,7 @@ def _misfit(cls: Any, name: str, path: str, where: str) -> str | None:
 
 
 def check_arguments(given: Mapping[str, Any], package: str, ours: Collection[str]) -> None:
-    """Whether a package's `init` takes these arguments of the config, but for those that we give it."""
+    """Raises ConfigError for an argument that a package's `init` does not take, or that Lockstep sets."""
     known = list(inspect.signature(importlib.import_module(package).init).parameters)
     for name in given:
         if name in ours:

@@ -1,4 +1,8 @@
-"""The loggers that a config names: whether each can be used at all, known before training, and their making."""
+"""The loggers of a run: made from the config, each with a thread and a queue, so that none holds a step back.
+
+A logger that raises, or takes longer than it may, costs a warning, and what it misses is counted at the end. Rows are
+in metrics.jsonl and samples in the run's folder all the same.
+"""
 
 from __future__ import annotations
 
@@ -27,57 +31,46 @@ from lockstep.record.logger import About, Logger, Sample, check_methods, takes_s
 from lockstep.record.writers import write_json
 from lockstep.shown import brief, in_a_line
 
-Find = Callable[[str, str], Any]  # an import path, and the YAML path that it is at -> what it stands for
+logger = logging.getLogger(__name__)
+
+Find = Callable[[str, str], Any]  # imports an object by its path; the second argument is the path in the YAML
 Construct = Callable[[Any, dict[str, Any], str], Any]
 
-# By the name in the config: the package to import, and the extra of ours that brings it.
-PACKAGES = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "mlflow": ("mlflow", "mlflow"),
-    "trackio": ("trackio", "trackio"),
-}
+SERVICES = ("tensorboard", "wandb", "mlflow", "trackio")  # the sections of `log`, packages and extras alike
 
 
 def check(settings: Log, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse what cannot work here: a package that is not installed, a service without a key. Nothing is imported."""
-    for name, (package, extra) in PACKAGES.items():
-        if getattr(settings, name) and importlib.util.find_spec(package) is None:
+    """Refuses what cannot work here: a package that is not installed, a service without a key. Imports no package."""
+    for name in SERVICES:
+        if getattr(settings, name) and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"log.{name}: needs {package}: pip install 'lockstep-train[{extra}]', or leave log.{name} out"
+                f"log.{name}: needs {name}: pip install 'lockstep-train[{name}]', or leave log.{name} out"
             )
-    # Adaptors are imported where a config names them.
-    if settings.wandb is not None:
-        from lockstep.record.services import WandbLogger
+    if settings.wandb is not None or settings.mlflow is not None:
+        from lockstep.record.services import MlflowLogger, WandbLogger
 
-        WandbLogger.check(settings.wandb, environment)
-    if settings.mlflow is not None:
-        from lockstep.record.services import MlflowLogger
-
-        MlflowLogger.check(settings.mlflow, environment)
+        if settings.wandb is not None:
+            WandbLogger.check(settings.wandb, environment)
+        if settings.mlflow is not None:
+            MlflowLogger.check(settings.mlflow, environment)
 
 
 def create(folder: Path, settings: RunSettings, find: Find, construct: Construct) -> list[LoggerQueue]:
-    """An outbox for each, not started yet; everything that can be known to be wrong is raised here."""
+    """Returns a queue for each logger of the config, not started yet. Raises ConfigError for one that cannot work."""
     log = settings.log
     check(log)
     made: dict[str, Logger] = {}
-    if log.tensorboard:
-        from lockstep.record.services import TensorBoardLogger
+    if any(getattr(log, name) for name in SERVICES):
+        from lockstep.record import services
 
-        made["tensorboard"] = TensorBoardLogger()
-    if log.wandb is not None:
-        from lockstep.record.services import WandbLogger
-
-        made["wandb"] = WandbLogger(log.wandb)
-    if log.mlflow is not None:
-        from lockstep.record.services import MlflowLogger
-
-        made["mlflow"] = MlflowLogger(log.mlflow)
-    if log.trackio is not None:
-        from lockstep.record.services import TrackioLogger
-
-        made["trackio"] = TrackioLogger(log.trackio)
+        if log.tensorboard:
+            made["tensorboard"] = services.TensorBoardLogger()
+        if log.wandb is not None:
+            made["wandb"] = services.WandbLogger(log.wandb)
+        if log.mlflow is not None:
+            made["mlflow"] = services.MlflowLogger(log.mlflow)
+        if log.trackio is not None:
+            made["trackio"] = services.TrackioLogger(log.trackio)
     for name, own in log.own.items():
         cls = find(own.type, f"log.{name}")
         check_methods(cls, f"log.{name}", own.type)
@@ -92,7 +85,11 @@ _ENDING = ".call"
 
 
 class CallNote:
-    """The call that one logger is in."""
+    """Notes in shared memory which method a logger is in.
+
+    A logger whose native code holds Python's lock stops its whole process, heartbeats included. The launcher reads
+    here which logger that was.
+    """
 
     def __init__(self, folder: Path, logger: str) -> None:
         self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
@@ -124,7 +121,7 @@ class CallNote:
 
 
 def suspect(run_folder: Path, stalled: str) -> str:
-    """Returns a sentence on the logger that has been in a call for longest, where rank 0 went silent."""
+    """Returns a sentence on the logger that has been in a call longest, where rank 0 went silent."""
     found = []
     for file in (run_folder / "loggers").glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -139,33 +136,30 @@ def suspect(run_folder: Path, stalled: str) -> str:
     )
 
 
-logger = logging.getLogger(__name__)
-
-FOLDER = "loggers"  # of the run's: what each logger goes on with after a restart
-MOST_CALLS, MOST_BYTES = 1000, 64_000_000  # that wait for a logger; what comes beyond is left out
-
+FOLDER = "loggers"  # in the run's folder: the state of each logger, for a restart
+MOST_CALLS, MOST_BYTES = 1000, 64_000_000  # that wait for a logger; the rest is left out
 
 Backlog = Callable[[], Iterable[tuple[int, Mapping[str, float]]]]
 
 
 class Call(NamedTuple):
-    """One row, or one sample, that is yet to be sent."""
+    """A row or a sample that is yet to be sent."""
 
     method: str
-    names: tuple[str, ...]  # of numbers; of a sample with its kind, so that it is not taken for a number
+    names: tuple[str, ...]  # of numbers; a sample's begins with its kind
     step: int
     send: Callable[[], None]
     size: int
 
 
 class LoggerQueue:
-    """One logger of rank 0's, from its start to its end. All methods return at once, but for `wait`."""
+    """One logger of rank 0, from start to end. All methods return at once, except `wait`."""
 
     def __init__(self, name: str, to: Logger, about: About) -> None:
         self.name, self._logger, self._about = name, to, about
         self._file = about.folder / FOLDER / f"{name}.json"
         self._kept = _Kept.read(self._file)
-        # What it has from before: a run that goes on from an older checkpoint computes it again, bit for bit.
+        # The steps it has from before: a run that resumes from an older checkpoint computes them again, bit for bit.
         self._before = {} if self.takes_back else dict(self._kept.sent)
         self._waiting: deque[Call] = deque()
         self._bytes = self._left_out = self._failed = 0
@@ -173,7 +167,7 @@ class LoggerQueue:
         self._status: str | None = None  # once the run is over
         self._given_up = self._over = False
         self._at: tuple[str, float] | None = None  # the method that it is in, and since when
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
 
     @property
@@ -181,8 +175,8 @@ class LoggerQueue:
         return bool(getattr(self._logger, "takes_back", False))
 
     def start(self, step: int, backlog: Backlog = tuple) -> None:
-        """Once it is known which step the run goes on from. `backlog` has what was written before that: it is sent
-        first, as far as it was not: a process that is killed takes along what waited."""
+        """Starts the thread, once it is known at which step the run resumes. Of `backlog`, the rows written before,
+        it sends what was never sent: what waits is lost when a process is killed."""
         self._backlog = backlog
         about = replace(self._about, step=step, id=self._kept.id, kept=self._kept.kept, calls=self._kept.calls)
         self._thread = threading.Thread(target=self._work, args=(about,), name=f"lockstep-{self.name}", daemon=True)
@@ -196,19 +190,19 @@ class LoggerQueue:
     def log_sample(self, sample: Sample, size: int) -> None:
         name = f"{sample.kind} {sample.name}"
         if not takes_samples(self._logger):
-            self._tell_once("samples", "takes no samples (it has no log_sample): they are in the run's folder alone")
+            self._warn_once("samples", "takes no samples (it has no log_sample): they are in the run's folder alone")
         elif sample.step > self._before.get(name, -1):
             send = self._logger.log_sample  # type: ignore[attr-defined]  # as asked above
             self._put(Call("log_sample", (name,), sample.step, lambda: send(sample), size))
 
     def close(self, status: str) -> None:
-        """Nothing comes any more: send what waits, and finish."""
+        """Lets the thread send what waits, and finish."""
         with self._news:
             self._status = self._status or status
             self._news.notify()
 
     def wait(self, until: float) -> None:
-        """For the end of it, up to a moment of the monotonic clock; then the run goes on without it."""
+        """Waits for its end up to a moment of the monotonic clock, and warns of what was lost."""
         if self._thread is None:
             return
         self._thread.join(max(until - time.monotonic(), 0.0))
@@ -225,12 +219,12 @@ class LoggerQueue:
             self._warn(f"{'; '.join(lost)}. The run's folder has all of it")
 
     def look(self) -> None:
-        """Say so, once, where the logger is stuck in a call."""
+        """Warns, once, of a logger that is stuck in a call."""
         at = self._at
         if at is not None and time.monotonic() - at[1] > self._about.timeout:
             with self._news:
                 waiting = len(self._waiting)
-            self._tell_once(
+            self._warn_once(
                 "stuck",
                 f"{at[0]} has not returned for {self._about.timeout:g} s. The run goes on; {waiting} calls wait",
             )
@@ -251,13 +245,13 @@ class LoggerQueue:
                 self._bytes += call.size
                 self._news.notify()
         if full:
-            self._tell_once("full", f"is too slow: {MOST_CALLS} calls wait, and what comes now is left out")
+            self._warn_once("full", f"is too slow: {MOST_CALLS} calls wait, and what comes now is left out")
 
     # The thread
 
     def _work(self, about: About) -> None:
         self._call_note = CallNote(self._file.parent, self.name)
-        self._note()  # the id that it starts with is the one that it goes on with, whatever happens
+        self._note()  # a restart must find the id that this one starts with
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls():
                 if self._called(call.method, call.send):
@@ -314,7 +308,7 @@ class LoggerQueue:
             call()
         except BaseException as error:  # a logger that calls sys.exit ends its own thread, and nothing else
             end = "It is left out of this run" if method == "start" else "The run goes on"
-            self._tell_once(method, f"{method} failed: {type(error).__name__}: {error}. {end}")
+            self._warn_once(method, f"{method} failed: {type(error).__name__}: {error}. {end}")
             return False
         finally:
             self._at = None
@@ -322,13 +316,13 @@ class LoggerQueue:
         return True
 
     def _abandon(self) -> None:
-        """What a package has started may keep this process from ending, once nobody waits for it any more."""
+        """Ends what a package has started, which may keep this process from ending."""
         with contextlib.suppress(Exception):
             getattr(self._logger, "abandon", lambda: None)()
 
-    def _tell_once(self, what: str, text: str) -> None:
-        if what not in self._told and not self._given_up:
-            self._told.add(what)
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned and not self._given_up:
+            self._warned.add(what)
             self._warn(text)
 
     def _warn(self, text: str) -> None:
@@ -336,11 +330,11 @@ class LoggerQueue:
 
 
 class _Kept:
-    """What is known of a logger from one start of the run to the next."""
+    """The state of a logger from one start of the run to the next."""
 
     def __init__(self, id: str, kept: dict[str, Any], sent: dict[str, int], calls: int) -> None:
         self.id, self.kept, self.sent, self.calls = id, kept, sent, calls
-        self._recent: deque[tuple[float, Call]] = deque()  # that may be lost, if this process is killed now
+        self._recent: deque[tuple[float, Call]] = deque()  # calls that a kill would lose
 
     @classmethod
     def read(cls, file: Path) -> _Kept:
@@ -351,7 +345,7 @@ class _Kept:
         return cls(secrets.token_hex(8), {}, {}, 0)
 
     def note(self, call: Call, delay: float) -> None:
-        """A call has returned; what it sent is safe so many seconds later."""
+        """Notes a call that returned; what it sent is safe `delay` seconds later."""
         self.calls += 1
         self._recent.append((time.monotonic() + delay, call))
         self.settle(time.monotonic())
@@ -363,5 +357,5 @@ class _Kept:
                 self.sent[name] = max(call.step, self.sent.get(name, -1))
 
     def write(self, file: Path) -> None:
-        with contextlib.suppress(OSError):  # a disk that is full is told of by whoever has to write
+        with contextlib.suppress(OSError):  # a full disk is reported by those who must write
             write_json(file, {"id": self.id, "kept": self.kept, "calls": self.calls, "sent": self.sent}, depth=2)

@@ -24,7 +24,7 @@ from lockstep.shown import shown
 if TYPE_CHECKING:
     from rich.console import Console
 
-# For what belongs into a rank's file alone, whatever handlers others have given the root logger.
+# Logs to the rank's file alone, whatever handlers others have given the root logger.
 file_only = logging.getLogger("lockstep.file_only")
 file_only.propagate = False
 
@@ -35,7 +35,7 @@ _SECONDS_BETWEEN = 10.0
 def rank_log(
     folder: Path, rank: int, console: Console | None, redirect: bool, to_screen: logging.Handler | None = None
 ) -> Iterator[Path]:
-    """Log to logs/rank-N.log while the block runs; with redirect, other ranks' output goes there altogether."""
+    """Logs to logs/rank-N.log while the context is open; with redirect, other ranks' whole output goes there."""
     _make(folder, rank)
     path = folder / f"rank-{rank}.log"
     if redirect and rank != 0:
@@ -65,7 +65,7 @@ def rank_log(
 
 
 def _make(folder: Path, rank: int) -> None:
-    """On a host that does not see rank 0's disk, the run's folder is made for this."""
+    """Makes the folder of logs, with the run's folder on a host that does not see rank 0's disk."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with run_files.folder(folder, make=True):
@@ -116,7 +116,7 @@ class Pace(logging.Filter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written (the disk is full) does not add to the trouble that it was to report."""
+    """A log file; a full disk loses lines, and nothing else."""
 
     def _open(self) -> TextIOWrapper:
         return os.fdopen(run_files.append(Path(self.baseFilename), depth=2), "a", encoding="utf-8")
@@ -173,7 +173,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def _redirect_output(path: Path) -> None:
-    """Send everything that this process prints, from Python or below it, to its log."""
+    """Sends everything that this process prints, from Python or below it, to its log."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = run_files.append(path, depth=2)

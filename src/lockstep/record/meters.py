@@ -1,4 +1,4 @@
-"""Numbers about a run: collected without waiting for the device, and summed exactly over ranks."""
+"""Collects metrics of a rank without waiting for the device, and sums them exactly over ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bad(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One value as it was noted. A mean counts for so many examples; a total comes with what it is a sum over."""
+    """One value: a mean over `count` examples, or a total over `count`."""
 
     name: str
     step: int
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Numbers on their way to the host: whether they are there, and how to wait for them."""
+    """Numbers on their way to the host: whether they have arrived, and how to wait for them."""
 
     arrived: Callable[[], bool]
     read: Callable[[], Found]
@@ -44,44 +44,44 @@ class Reading:
 
 @dataclass(frozen=True)
 class Found:
-    """What was read: sums of everything that was noted, and the first loss that is no number."""
+    """The sums of everything noted, and the first loss that is not finite."""
 
     sums: Sums
     bad: Bad | None
 
 
 class Meter:
-    """Values of this rank since the last reading, kept where they were computed until somebody reads them."""
+    """Values of this rank since the last reading, kept on their device until they are read."""
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime = runtime
         self._entries: list[Entry] = []
         self._losses: list[tuple[int, torch.Tensor]] = []
-        # The tensor that was noted last, its version, and the copy that is kept of it.
+        # The tensor that was noted last, its version and its copy.
         self._last: tuple[Any, int, Any] = (lambda: None, 0, None)
 
     def add(self, step: int, examples: int, values: Mapping[str, Any]) -> None:
-        """Note values that are means over so many examples."""
+        """Notes values that are means over so many examples."""
         for name, value in values.items():
             self._entries.append(Entry(name, step, self._kept(name, value), examples, False))
 
     def add_total(self, step: int, name: str, total: Any, count: Any) -> None:
-        """Note a sum, and what it is a sum over."""
+        """Notes a sum, and what it is a sum over."""
         self._entries.append(Entry(name, step, self._kept(name, total), self._kept(name, count), True))
 
     def add_loss(self, step: int, loss: torch.Tensor) -> None:
-        """Note a loss that gradients were computed of: it has to be finite, whatever is logged and under which name."""
+        """Notes a loss that gradients were computed of, which has to be finite."""
         self._losses.append((step, self._kept("loss", loss)))
 
     def read(self, leave_out_bad: bool = False) -> Found:
-        """The sums, with one wait for the device where it can be, and the first step whose loss is not finite.
+        """Returns the sums, with one wait for the device if possible, and the first loss that is not finite.
 
-        With `leave_out_bad`, values that are not finite are left out of the sums, and nothing is called bad.
+        `leave_out_bad` leaves values that are not finite out of the sums and reports none.
         """
         return self.begin_reading(leave_out_bad).read()
 
     def begin_reading(self, leave_out_bad: bool = False) -> Reading:
-        """Begin to bring everything noted so far to the host, and start anew; what is returned waits for it."""
+        """Starts to copy everything noted so far to the host; the reading waits for it."""
         entries, losses = self._entries, self._losses
         self._entries, self._losses = [], []
         wanted = [each.value for each in entries] + [each.count for each in entries] + [loss for _, loss in losses]
@@ -97,7 +97,7 @@ class Meter:
         return Reading(coming.arrived, finish)
 
     def _kept(self, name: str, value: Any) -> Any:
-        """A copy of a value, which the loop may write to. A loss is usually logged and trained on: it is kept once."""
+        """Copies a value, which the loop may write to later. A loss that is logged and trained on is copied once."""
         if not isinstance(value, torch.Tensor):
             return value
         version = -1 if value.is_inference() else value._version
@@ -126,18 +126,18 @@ class Totals:
         return {name: total / weight for name, (total, weight) in self.sums.items() if weight}
 
     def take(self) -> dict[str, float]:
-        """The means, starting anew."""
+        """Returns the means and resets the sums."""
         means, self.sums = self.means(), {}
         return means
 
 
 def numbers(values: list[Any]) -> list[float]:
-    """Single values as numbers, with one wait for the device where it can be."""
+    """Returns single values as numbers, with one wait for the device if possible."""
     return Numbers(values).read()
 
 
 class Numbers:
-    """Single values on their way to the host: copies from the device are under way from now on, where they can be."""
+    """Single values whose copies to the host are under way, where the device can do that."""
 
     def __init__(self, values: list[Any], runtime: Runtime | None = None) -> None:
         self._values = values
@@ -155,7 +155,7 @@ class Numbers:
 
 def _read_now(tensors: list[torch.Tensor]) -> list[float]:
     kinds = {(each.device, each.dtype) for each in tensors}
-    # Putting them together on an XLA device would be one more program to compile, for every number of values.
+    # Stacking them on an XLA device would compile one more program for every number of values.
     if len(kinds) != 1 or any(each.device.type == "xla" for each in tensors):
         return [float(each) for each in tensors]
     return [float(each) for each in torch.stack([each.reshape(()) for each in tensors]).double().cpu().tolist()]

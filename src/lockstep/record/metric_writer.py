@@ -1,4 +1,4 @@
-"""What rank 0 writes down as it goes: rows of metrics to files and loggers, samples, progress to the screen."""
+"""Writes rank 0's rows of metrics to files and loggers, samples to the folder, and progress to the display."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricWriter:
-    """Opens files and loggers when the run begins, or the first row comes: only then it is known whether the run was
+    """Opens files and loggers when the run begins or the first row comes: only then it is known whether the run was
     restored."""
 
     def __init__(
@@ -37,7 +37,6 @@ class MetricWriter:
         timeline: Timeline | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """`keep` says what the best is judged by."""
         self._folder, self._settings, self._display, self._loggers = folder, settings, display, loggers
         self._best = Best(keep) if keep is not None and keep.best else None
         self._timeline = timeline
@@ -45,14 +44,13 @@ class MetricWriter:
         self._jsonl: JsonlWriter | None = None
         self._opened = False
         self._restored_step = 0
-        self._before: dict[tuple[int, str], Any] = {}  # what rows said that are about to be written again
-        self._last = (time.perf_counter(), 0)  # when, and examples so far
-        self.rows = 0  # written so far, of the whole run
+        self._before: dict[tuple[int, str], Any] = {}  # values of rows that are about to be written again
+        self._last = (time.perf_counter(), 0)  # the time, and examples so far
+        self.rows = 0  # of the whole run so far
         self._lags: list[float] = []
 
     def forget_after(self, step: int, row_step: int, rows: int | None) -> None:
-        """Drop what is about to be written again: all but the first rows, where it is known how many there were, else
-        rows of later steps."""
+        """Drops what is about to be written again: all but the first `rows`, or the rows of later steps."""
         self._restored_step = step
         self.rows, dropped = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
         self._before = {(row.get("step", 0), name): value for row in dropped for name, value in _numbers(row).items()}
@@ -67,7 +65,7 @@ class MetricWriter:
         self._display.begin(progress.step, progress.epochs_done, total_steps)
 
     def write(self, row: Row, at: float) -> None:
-        """Write a row whose values are of a moment that may be a little past."""
+        """Writes a row whose values are of the moment `at`."""
         if "examples" in row:
             row = self._with_speed(row, at)
         self._open()
@@ -83,13 +81,13 @@ class MetricWriter:
         self._display.row({**row, NEW_BEST: True} if is_best else row, self._lags)
 
     def note_lags(self, step: int, busy: list[float]) -> None:
-        """How long each rank took for a step before it was ready to exchange gradients, by rank."""
+        """Notes by rank how long each took for a step until it was ready to exchange gradients."""
         self._lags = busy
         if self._timeline is not None and len(busy) > 1:
             self._timeline.lags(step, busy)
 
     def sample(self, step: int, name: str, kind: Kind, value: Any) -> None:
-        """Keep something to look at in the run's folder, and send it to the loggers that can show it."""
+        """Keeps a sample in the run's folder, and sends it to the loggers that can show it."""
         self._open()
         found = self._samples.keep(step, name, kind, value)
         if found is not None:
@@ -98,10 +96,10 @@ class MetricWriter:
                 each.look()
 
     def close(self, status: str, limit: float | None = None) -> None:
-        """The loggers together may take so long, `log.timeout` where it is not said."""
+        """Ends the loggers, which together may take `log.timeout` or a lower limit."""
         if self._jsonl is not None:
             self._jsonl.close()
-        self._jsonl, self._opened = None, False  # a row that comes after all is written
+        self._jsonl, self._opened = None, False  # a later row opens them again
         for each in self._loggers:
             each.close(status)
         until = time.monotonic() + min(self._settings.timeout, math.inf if limit is None else limit)
@@ -117,20 +115,20 @@ class MetricWriter:
         return row
 
     def _compare(self, step: int, values: Row) -> None:
-        """Say so, once, where a run that went back makes another history than the one that loggers have already."""
+        """Warns, once, if a restored run computes other values than the loggers have already."""
         keeping = [each.name for each in self._loggers if not each.takes_back]
         changed = [name for name in values if keeping and not _same(self._before.get((step, name)), name, values[name])]
         if changed:
             logger.warning(
                 "step %d: %s is %.6g, and was %.6g before the run went back to step %d. %s: what was sent stays; "
-                "metrics.jsonl has the new values. For a run of its own there, delete loggers/%s.json",
+                "metrics.jsonl has the new values. For a separate run there, delete loggers/%s.json",
                 step, changed[0], values[changed[0]], self._before[step, changed[0]], self._restored_step,
                 ", ".join(f"log.{name}" for name in keeping), keeping[0],
             )  # fmt: skip
             self._before = {}
 
     def _written(self, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The first rows of the record, of so many: those that a run which goes on has behind it."""
+        """Yields the first rows of metrics.jsonl, which a resumed run has behind it."""
         for row in read_rows(self._folder / METRICS_FILE)[:count] if count else ():
             yield row.get("step", 0), _numbers(row)
 
@@ -145,7 +143,6 @@ class MetricWriter:
 
 
 def _numbers(row: Row) -> dict[str, Any]:
-    """What a row has for a chart."""
     return {
         name: value for name, value in row.items() if name not in ("step", "epoch") and isinstance(value, (int, float))
     }
@@ -156,14 +153,14 @@ def _same(before: Any, name: str, now: Any) -> bool:
 
 
 class Best:
-    """Of the rows of a run, in their order; of a run that goes on, those before first."""
+    """The best value so far, over the rows of a run in their order."""
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
         self._value: float | None = None
 
     def reached(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has a value that is better than all before it."""
+        """Whether a row's value is better than all before it."""
         value = row.get(self._keep.metric)
         if SPEED in row or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return False

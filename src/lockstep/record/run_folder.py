@@ -1,4 +1,4 @@
-"""A run's folder: named once, by the launcher or rank 0, and passed on; ranks never each make their own."""
+"""A run's folder: made once, by the launcher or rank 0, with its config and summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.distributed.failure import Result
 from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
 
-RUNNING = "running"  # the status of a summary whose run has not said how it ended
+RUNNING = "running"  # the status until the end is written
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
 _WRITTEN = (
     CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE, "launch.yaml", "metrics.jsonl", "evaluations.jsonl", "live.json",
@@ -33,7 +33,7 @@ _LEFTOVER_SECONDS = 60.0
 
 
 def create(out: Path, name: str, setting: str = "--out") -> Path:
-    """A new folder `<name>-<timestamp>`; a second run in the same second gets a number. `setting` named `out`."""
+    """Makes a folder `<name>-<timestamp>`, with a number for a second run in the same second. `setting` named `out`."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         folder = out / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
@@ -54,7 +54,7 @@ def create(out: Path, name: str, setting: str = "--out") -> Path:
 
 
 def require_folder(out: Path, setting: str) -> None:
-    """Make the folder that runs are made in, so that a mistake in its name is told before anything is started."""
+    """Makes the folder for runs, so that a mistake in its name is reported before anything is started."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +101,6 @@ def write_text(file: Path, text: str, depth: int = 1) -> None:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The config of an existing run."""
     return validate(RunConfig, read_plain_config(folder), {}, str(folder / CONFIG_FILE))
 
 
@@ -120,7 +119,7 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What summary.json says; nothing where there is none, or half of one."""
+    """Returns summary.json; empty where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         summary = json.loads(run_files.read_text(folder / SUMMARY_FILE))
         return summary if isinstance(summary, dict) else {}
@@ -128,14 +127,14 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def record(folder: Path, status: str, reason: str | None) -> None:
-    """Say in summary.json how the run ended, whatever rank 0 got to write there before."""
+    """Writes to summary.json how the run ended, over what rank 0 wrote before."""
     summary = {**read_summary(folder), "status": status, "reason": reason}
     with contextlib.suppress(ConfigError):  # a full disk must not hide the failure that it caused
         write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
 
 
 def note_end(folder: Path, result: Result) -> None:
-    """In summary.json, what rank 0 did not get to write of the end of a launch."""
+    """Writes to summary.json how a launch ended, where rank 0 could not."""
     if result.failure is not None:
         record(folder, "failed", result.failure.cause)
     elif result.nothing_to_save:
@@ -145,26 +144,24 @@ def note_end(folder: Path, result: Result) -> None:
 
 
 def has_begun(folder: Path) -> None:
-    """A summary from the first moment on, which is all that a run leaves whose every process is killed at once."""
+    """Writes a summary from the start: a run whose processes are all killed at once leaves nothing else."""
     if not read_summary(folder):
         record(folder, RUNNING, None)
 
 
 def has_ended_before(summary: Mapping[str, Any]) -> bool:
-    """Whether a summary is that of a start that came to an end."""
     return bool(summary) and summary.get("status") != RUNNING
 
 
 class Anchor:
-    """A run's folder as it is now, to be told from whatever has its name later."""
+    """A run's folder as it is now, to detect that it was moved, deleted or replaced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Held open: its number is nobody else's as long as it is, and the system knows where it is moved to.
+        # While it is open, its number is unique, and the system knows where it was moved to.
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def check(self) -> None:
-        """Raise FolderLost where the folder was moved or deleted."""
         opened = os.fstat(self._descriptor)
         try:
             found = self.folder.stat()
@@ -175,12 +172,12 @@ class Anchor:
         else:
             if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
                 return
-        raise FolderLost(self._told(deleted=opened.st_nlink == 0))
+        raise FolderLost(self._message(deleted=opened.st_nlink == 0))
 
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def _told(self, deleted: bool) -> str:
+    def _message(self, deleted: bool) -> str:
         with contextlib.suppress(OSError):
             now = os.readlink(f"/proc/self/fd/{self._descriptor}")  # noqa: PTH115  a name, not a path to go by
             if not deleted and not now.endswith(" (deleted)"):
@@ -194,14 +191,13 @@ class Anchor:
         )
 
 
-# The config of `lockstep train`, or how a script was started.
+# The config of `lockstep train`, or the start of a script.
 START_FILES = (CONFIG_FILE, "launch.yaml")
-# How long ranks wait for it: it is what would tell them.
 _WAIT_SECONDS = 120.0
 
 
 def brought_here(folder: Path, topology: Topology) -> None:
-    """Make sure that the run's folder on this host, made where it is missing, has the files that count: rank 0's."""
+    """Brings rank 0's start files over the store to hosts that do not see its disk: ranks need them to meet."""
     from lockstep.distributed.rendezvous import from_rank_0
 
     place, here = topology.place, {}
@@ -212,11 +208,11 @@ def brought_here(folder: Path, topology: Topology) -> None:
         sent = from_rank_0(topology, _WAIT_SECONDS, "how the run was started", json.dumps(here).encode())
         if place.rank == 0:
             return
-        told = json.loads(sent)
+        found = json.loads(sent)
         for name in START_FILES:
-            if name in told and told[name] != here.get(name):
+            if name in found and found[name] != here.get(name):
                 folder.mkdir(parents=True, exist_ok=True)
-                run_files.write(folder / name, told[name])
+                run_files.write(folder / name, found[name])
     except OSError as error:
         raise ConfigError(
             f"rank {place.rank} on {place.host}: {folder}: the run's folder, for this rank's log, cannot be used on "

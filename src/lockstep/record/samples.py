@@ -1,7 +1,7 @@
-"""Samples: images, texts and tables to look at, checked where they are given and kept in the run's folder.
+"""Samples (images, texts and tables): checked where they are logged, and kept in the run's folder.
 
-`samples/step-00000010/NAME.png`, `.txt` or `.json` is there whatever loggers there are. What a run that goes on from an
-older checkpoint makes again takes the place of what it made before.
+They are in `samples/step-00000010/NAME.png`, `.txt` or `.json`, whatever loggers there are. A run that resumes from an
+older checkpoint replaces what it makes again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lockstep.config.text_file import naming
 from lockstep.errors import ConfigError
 from lockstep.record.logger import Kind, Sample, Table
 
-_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # channels -> as PNG numbers gray, RGB and RGBA
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # channels -> PNG's number for gray, RGB and RGBA
 
 
 def encoded_png(pixels: NDArray[np.uint8]) -> bytes:
-    """An array [height, width, channels] as a PNG file; channels are 1, 3 or 4."""
+    """Returns an array [height, width, channels] as a PNG file; channels are 1, 3 or 4."""
     height, width, channels = pixels.shape
-    lines = np.zeros((height, 1 + width * channels), np.uint8)  # a line begins with its filter, which is none
+    lines = np.zeros((height, 1 + width * channels), np.uint8)  # a line begins with its filter, 0 for none
     lines[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")]
@@ -46,18 +46,18 @@ FOLDER = "samples"
 _STEP = "step-"
 _ENDINGS: dict[Kind, str] = {"image": ".png", "text": ".txt", "table": ".json"}
 _CHANNELS = (1, 3, 4)
-_ROUNDING = 1e-3  # by which a float that was computed to be 0 or 1 may miss it
+_ROUNDING = 1e-3  # how far a float pixel may be outside 0 to 1
 
 
 class Samples:
-    """Those of a run's folder, by rank 0."""
+    """The samples in a run's folder, on rank 0."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._step, self._given = -1, set[tuple[str, str]]()
 
     def keep(self, step: int, name: str, kind: Kind, value: Any) -> tuple[Sample, int] | None:
-        """Write one down, and its size; None for a second of a name at the same step, as of every micro-batch."""
+        """Writes a sample and returns it with its size; None for a second one of a name at the same step."""
         if step != self._step:
             self._step, self._given = step, set()
         if (kind, name) in self._given:
@@ -70,7 +70,7 @@ class Samples:
         return Sample(step, name, kind, value, file), len(data) if kind != "image" else value.nbytes
 
     def forget_after(self, step: int) -> None:
-        """Drop what is about to be made again, or would not be made by the run that goes on."""
+        """Drops the samples of later steps, which a resumed run makes again."""
         for folder in self._folder.glob(f"{_STEP}*") if run_files.is_folder(self._folder) else ():
             with contextlib.suppress(ValueError):
                 if int(folder.name.removeprefix(_STEP)) > step:
@@ -78,7 +78,7 @@ class Samples:
 
 
 def check_name(name: Any, path: str) -> None:
-    """It is a file's name, too: parts of letters, digits and a few signs, with a slash between them."""
+    """Refuses a name that cannot be a file's: parts of letters, digits and a few signs, with slashes between."""
     part = r"\w[\w .=+-]*"
     if not isinstance(name, str) or len(name) > 200 or not re.fullmatch(f"{part}(/{part})*", name):
         raise ConfigError(
@@ -88,7 +88,7 @@ def check_name(name: Any, path: str) -> None:
 
 
 def image(given: Any, path: str) -> NDArray[np.uint8]:
-    """Pixels [height, width, channels] of a tensor, an array or an image of PIL's."""
+    """Returns the pixels [height, width, channels] of a tensor, an array or a PIL image."""
     pixels = _array(given, path)
     if pixels.ndim == 2:
         pixels = pixels[:, :, None]
@@ -127,7 +127,7 @@ def table(columns: Any, rows: Any, path: str) -> Table:
 
 
 def figure(given: Any, path: str) -> NDArray[np.uint8]:
-    """The pixels of a figure of matplotlib's, drawn here and now: the figure may be closed after that."""
+    """Draws a matplotlib figure and returns its pixels; it may be closed after that."""
     if not hasattr(given, "canvas") or not hasattr(given, "set_canvas"):
         raise ConfigError(f"{path}: a figure of matplotlib's (plt.figure()) is needed, got {_what(given)}")
     from importlib import import_module
@@ -158,7 +158,7 @@ def _array(given: Any, path: str) -> NDArray[Any]:
 
 
 def _channels_last(pixels: NDArray[Any], first_by_custom: bool, path: str) -> NDArray[Any]:
-    """Channels are where there are 1, 3 or 4; where both may be, first in a tensor and last in an array."""
+    """Moves the channels, the axis of size 1, 3 or 4, to the end; where both fit, tensors have them first."""
     first, last = pixels.shape[0] in _CHANNELS, pixels.shape[2] in _CHANNELS
     if not first and not last:
         raise ConfigError(f"{path}: an image has 1, 3 or 4 channels, first or last; got shape {list(pixels.shape)}")

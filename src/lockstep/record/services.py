@@ -1,4 +1,8 @@
-"""TensorBoard's event files, in the run's folder."""
+"""Loggers for TensorBoard, Weights & Biases, MLflow and Trackio, each through its own package.
+
+https://docs.wandb.ai/ref/python/, https://huggingface.co/docs/trackio,
+https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from lockstep.record.timeline import LIVE_FILE, TIMELINE_FILE
 
 class TensorBoardLogger:
     takes_back = True  # a resumed run hides what it is about to write again
-    keeps_nothing = True  # its own files are all that it goes on with
+    keeps_nothing = True  # its event files are its whole state
 
     _writer: Any
     _details: Details
@@ -65,8 +69,8 @@ def _markdown(columns: list[str], rows: list[list[Any]]) -> str:
 
 
 _EVERY_SECONDS = 5.0
-_RANKS = 64  # of more, only the slowest and the fullest have a chart
-_PHASES = ("roll call", "compile", "validate", "save")  # what has an end of its own, beside training
+_RANKS = 64  # with more, only the largest lag and memory have a chart
+_PHASES = ("roll call", "compile", "validate", "save")
 
 
 class Details:
@@ -75,7 +79,7 @@ class Details:
         self._next = 0.0
 
     def newest(self) -> dict[str, float]:
-        """By name, every few seconds; nothing in between, and nothing of what cannot be read."""
+        """Returns numbers by name every few seconds, and nothing in between."""
         if time.monotonic() < self._next:
             return {}
         self._next = time.monotonic() + _EVERY_SECONDS
@@ -96,7 +100,7 @@ class Details:
         return found
 
     def _of_phases(self) -> dict[str, float]:
-        """Seconds so far, of all starts of the run."""
+        """Returns the seconds in each phase so far, over all starts of the run."""
         spent = dict.fromkeys(_PHASES, 0.0)
         training, since = 0.0, None
         try:
@@ -120,7 +124,7 @@ _EXIT_CODES = {"completed": 0, "stopped early": 0}
 
 
 class WandbLogger:
-    delay = 60.0  # its own process writes, or uploads, every 15 s, and ends at once where ours is killed
+    delay = 60.0  # its process writes, or uploads, every 15 s, and ends at once when ours is killed
 
     def __init__(self, settings: Wandb) -> None:
         self._settings = settings
@@ -129,7 +133,7 @@ class WandbLogger:
 
     @staticmethod
     def check(settings: Wandb, environment: Mapping[str, str]) -> None:
-        """Before training: a key, where one is needed."""
+        """Refuses to start without a key, where one is needed."""
         mode, server = _mode_and_server(settings, environment)
         if mode == "online" and not _has_key(server, environment):
             raise ConfigError(
@@ -141,7 +145,7 @@ class WandbLogger:
         wandb: Any = importlib.import_module("wandb")
         given = self._settings.arguments
         settings = {
-            "console": "off",  # what is printed is in logs/
+            "console": "off",  # the output is in logs/
             "silent": True,
             "x_disable_meta": True,  # command lines may hold keys
             "init_timeout": about.timeout,
@@ -162,7 +166,7 @@ class WandbLogger:
         return {"id": self._run.id, "url": self._run.url if self._run.settings.mode == "online" else None}
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        # It takes steps in their order alone, and ignores what it has already: so what is sent once more does no harm.
+        # It takes steps in their order only, and ignores what it has already.
         self._step = max(step, self._step)
         self._run.log(dict(values), step=self._step)
 
@@ -182,15 +186,15 @@ class WandbLogger:
         self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
 
     def abandon(self) -> None:
-        """At exit its package waits for a process of its own, which waits for a server that does not answer. What that
-        process has written down stays, for `wandb sync`."""
+        """Kills the package's process, which at exit would wait for a server that does not answer. What it has written
+        stays, for `wandb sync`."""
         connection = sys.modules["wandb.sdk.wandb_setup"]._singleton._connection  # there is no public way to it
         connection._cleanup()
         connection._proc._process.kill()
 
 
 def _mode_and_server(settings: Wandb, environment: Mapping[str, str]) -> tuple[str, str]:
-    """As wandb finds them: the config, the environment, its settings files."""
+    """Returns them as wandb finds them: in the config, the environment, its settings files."""
     files = configparser.ConfigParser()
     here = Path(environment.get("WANDB_DIR", ".")) / "wandb" / "settings"
     own = Path(environment.get("WANDB_CONFIG_DIR", Path.home() / ".config" / "wandb")) / "settings"
@@ -217,7 +221,7 @@ def _has_key(server: str, environment: Mapping[str, str]) -> bool:
     return False
 
 
-_ID = "lockstep.id"  # the tag by which a run is found again that was made a moment before its process was killed
+_ID = "lockstep.id"  # a tag, which finds a run that was made just before its process was killed
 _STATUSES = {"completed": "FINISHED", "stopped early": "FINISHED", "failed": "FAILED"}
 _BY_SERVER = ("http", "https", "databricks")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -231,7 +235,7 @@ class MlflowLogger:
 
     @staticmethod
     def check(settings: Mlflow, environment: Mapping[str, str]) -> None:
-        """Before training: a place to log to that the installed packages can use."""
+        """Refuses a tracking URI that is missing, or that the installed packages cannot use."""
         place = settings.tracking_uri or environment.get("MLFLOW_TRACKING_URI")
         if not place:
             raise ConfigError(
@@ -245,13 +249,11 @@ class MlflowLogger:
 
     def start(self, about: About) -> dict[str, Any]:
         given = self._settings.tracking_uri or os.environ["MLFLOW_TRACKING_URI"]
-        # A folder that is named by where we are is still meant after a resume from elsewhere.
+        # A relative folder means the same one after a resume from elsewhere.
         same = about.kept.get("given") == given
         place = str(about.kept["tracking_uri"]) if same else _absolute(given)
         if place.startswith("file:"):
-            os.environ.setdefault(
-                "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # which the config has asked for by naming a folder
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow: Any = importlib.import_module("mlflow")
         self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
         self._client = mlflow.MlflowClient(tracking_uri=place)
@@ -294,7 +296,7 @@ class MlflowLogger:
 
 
 def _absolute(place: str) -> str:
-    """A folder as a URL; other URLs as they are."""
+    """Returns a folder as a URL, and other URLs as they are."""
     if "://" in place and not place.startswith("file:"):
         return place
     path = place.removeprefix("file://").removeprefix("file:")
@@ -302,7 +304,7 @@ def _absolute(place: str) -> str:
 
 
 def _name(name: str) -> str:
-    """As it takes names: a path of letters, digits and a few signs. It refuses a whole row for another one."""
+    """Returns a name that MLflow takes: it refuses a whole row for one with other characters."""
     parts = [re.sub(r"[^\w.\- :]", "_", part).strip() for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST_NAME]
 
@@ -316,7 +318,7 @@ def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class TrackioLogger:
-    delay = 30.0  # what it was given waits for a thread of its own, which is killed with ours
+    delay = 30.0  # its thread, which sends later, is killed with ours
 
     def __init__(self, settings: Trackio) -> None:
         self._settings = settings
@@ -326,12 +328,11 @@ class TrackioLogger:
     def start(self, about: About) -> dict[str, Any]:
         self._trackio: Any = importlib.import_module("trackio")
         given = self._settings.arguments
-        # It knows its runs by their names, and a run's folder may have that of another elsewhere.
+        # It identifies runs by name, and another run's folder may have the same one elsewhere.
         name = str(about.kept.get("name") or given.pop("name", None) or f"{about.name}-{about.id[:6]}")
         chosen = {"project": self._settings.project, **given, "name": name}
         self._run = self._trackio.init(**chosen, config=about.config, resume="allow")
-        # It would keep a step that is sent once more a second time. It counts on from the last that it has, which may
-        # not be complete.
+        # It would keep a step that is sent again twice. The last step that it has may not be complete.
         self._has = int(getattr(self._run, "_next_step", 0)) - 1
         return {"name": name, "project": self._settings.project}
 

@@ -1,10 +1,10 @@
-"""What a run leaves for whoever looks at it: when it did what, where its ranks are now, and who kept whom waiting.
+"""The timeline of a run, for reports and `lockstep watch`: what it did when, where its ranks are, who is slow.
 
-    timeline.jsonl  a line per change of phase: of starts, restarts and failures by the launcher, of the rest by rank 0
-    live.json       where every rank is, replaced about once a second by whoever sees all heartbeats
-    lags.jsonl      how long each rank took for a step before it was ready to exchange gradients, over time
+    timeline.jsonl  a line per change of phase: starts, restarts and failures by the launcher, the rest by rank 0
+    live.json       where every rank is, replaced about once a second by the process that sees all heartbeats
+    lags.jsonl      how long each rank took for a step until it was ready to exchange gradients, over time
 
-None of it is needed to go on: what cannot be written costs a warning. Nothing here happens once per step.
+None of it is needed to resume: an error costs a warning. Nothing here happens once per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import run_files
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
-from lockstep.record.writers import Aside
+from lockstep.record.writers import LiveFiles
 
 if TYPE_CHECKING:
     from lockstep.distributed.failure import Failure, Result
@@ -29,38 +29,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TIMELINE_FILE, LIVE_FILE, LAGS_FILE = "timeline.jsonl", "live.json", "lags.jsonl"
-# By the driver of a run on Ray: rank 0's own may be on another disk, and is copied over what is here.
+# Written by the driver of a run on Ray: rank 0's may be on another disk, and is copied over the one here.
 DRIVER_TIMELINE_FILE = "timeline-driver.jsonl"
 
 _LIVE_SECONDS = 1.0
 _LONGEST_TEXT, _LONGEST_ROW = 4000, 1_000_000
-# A line of lags once a second at first, and then whenever the run has become a hundredth longer: a run of a month has
-# about a thousand.
+# A line of lags once a second at first, then whenever the run is 1 % longer: about a thousand in a month.
 _LAG_SECONDS, _LAG_LINES = 1.0, 100
 
 
 class Timeline:
-    """One process's part of it. Every method returns at once, whatever the disk does."""
+    """One process's part of the timeline. Every method returns at once; without a folder nothing is written."""
 
     def __init__(
-        self, folder: Path, warn: Callable[[str], object] = logger.warning, timeline: str = TIMELINE_FILE
+        self, folder: Path | None, warn: Callable[[str], object] = logger.warning, timeline: str = TIMELINE_FILE
     ) -> None:
-        self.folder: Path | None = folder
-        self._folder, self._timeline = folder, timeline
-        self._aside = Aside(folder, warn)
+        self.folder, self._timeline = folder, timeline
+        self._files = LiveFiles(folder, warn) if folder is not None else None
         self._next_live = 0.0
         self._lags = _Lags()
 
     def note(self, kind: str, at: float | None = None, until: float | None = None, **more: Any) -> None:
-        """A phase that began `at` (now, if not said) and is over, or goes on; or something that happened then."""
+        """Notes a phase that began `at` (now by default), or something that happened then."""
+        if self._files is None:
+            return
         began = time.time() if at is None else at
-        told = {name: _short(value) for name, value in more.items() if value is not None}
-        line = {"at": round(began, 3), "until": None if until is None else round(until, 3), "kind": kind, **told}
-        self._aside.append(self._timeline, line)
+        rest = {name: _short(value) for name, value in more.items() if value is not None}
+        line = {"at": round(began, 3), "until": None if until is None else round(until, 3), "kind": kind, **rest}
+        self._files.append(self._timeline, line)
 
     @contextlib.contextmanager
     def during(self, kind: str, **more: Any) -> Iterator[None]:
-        """A phase, noted when it is over, however that comes."""
+        """Notes a phase when it is over, also by an exception."""
         began = time.time()
         try:
             yield
@@ -68,7 +68,7 @@ class Timeline:
             self.note(kind, began, time.time(), **more)
 
     def failed(self, kind: str, failure: Failure, world_size: int, **more: Any) -> None:
-        """A start that ended by a failure: the run is over, or is restarted."""
+        """Notes a start that failed: the run is over, or is restarted."""
         who = None if failure.concerns_all_ranks else failure.rank
         self.note(
             kind, rank=who, host=failure.host, note=failure.cause, world_size=world_size, exit_code=failure.exit_code,
@@ -83,50 +83,40 @@ class Timeline:
         self.note("end", status=status.get(result.exit_code, "failed"), exit_code=result.exit_code)
 
     def show(self, everyone: Sequence[Seen]) -> None:
-        """Where all ranks are, unless that was shown less than a second ago."""
-        if time.monotonic() >= self._next_live:
+        """Writes live.json, unless that was done less than a second ago."""
+        folder = self.folder
+        if self._files is not None and folder is not None and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_SECONDS
-            self._aside.replace(LIVE_FILE, lambda: _live(list(everyone), time.time(), self._folder))
+            self._files.replace(LIVE_FILE, lambda: _live(list(everyone), time.time(), folder))
 
     def lags(self, step: int, busy: Sequence[float]) -> None:
-        """How long each rank was busy in a step of late, by rank."""
-        line = self._lags.add(time.time(), step, busy, self._folder)
+        """Notes by rank how long each was busy in a step."""
+        if self._files is None or self.folder is None:
+            return
+        line = self._lags.add(time.time(), step, busy, self.folder)
         if line is not None:
-            self._aside.append(LAGS_FILE, line)
+            self._files.append(LAGS_FILE, line)
 
     def close(self) -> None:
+        if self._files is None:
+            return
         line = self._lags.rest(time.time())
         if line is not None:
-            self._aside.append(LAGS_FILE, line)
-        self._aside.close()
+            self._files.append(LAGS_FILE, line)
+        self._files.close()
 
 
 @contextlib.contextmanager
 def opened(folder: Path | None, warn: Callable[[str], object], file: str = TIMELINE_FILE) -> Iterator[Timeline]:
-    """For a launcher; without a folder nothing is written."""
-    timeline = Timeline(folder, warn, file) if folder is not None else _Nowhere()
+    timeline = Timeline(folder, warn, file)
     try:
         yield timeline
     finally:
         timeline.close()
 
 
-class _Nowhere(Timeline):
-    def __init__(self) -> None:
-        self.folder = None
-
-    def note(self, kind: str, at: float | None = None, until: float | None = None, **more: Any) -> None:
-        pass
-
-    def show(self, everyone: Sequence[Seen]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class _Lags:
-    """Means over as many steps as come between two lines."""
+    """The mean over the steps between two lines."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -146,7 +136,6 @@ class _Lags:
         return self.rest(now) if enough else None
 
     def rest(self, now: float) -> dict[str, Any] | None:
-        """What there is since the last line."""
         if not self._count:
             return None
         means = [float(f"{total / self._count:.3g}") for total in self._sums]
@@ -156,7 +145,7 @@ class _Lags:
 
 
 def _first_at(file: Path, otherwise: float) -> float:
-    """When the first line of a file was written, by an earlier start of the run."""
+    """Returns when the first line of a file was written, by an earlier start of the run."""
     try:
         with run_files.open_file(file) as stream:
             return float(json.loads(stream.readline(_LONGEST_ROW))["at"])
@@ -219,5 +208,4 @@ def newest_rows(file: Path, longest: int) -> list[dict[str, Any]]:
 
 
 def _short(value: Any) -> Any:
-    """Text of others has an end: a traceback may be of any length."""
     return f"{value[:_LONGEST_TEXT]} ..." if isinstance(value, str) and len(value) > _LONGEST_TEXT else value

@@ -1,4 +1,4 @@
-"""The trials of a sweep: how each of them went, which is the best, and the table of them all."""
+"""The trials of a sweep: status, best trial and table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ _ENDED = (*_TO_THE_END, "pruned", "failed")
 
 @dataclass(frozen=True)
 class Trial:
-    """How one trial went."""
-
     number: int
     values: Mapping[str, Any]
     status: str  # completed, stopped early, pruned, failed; or queued, running, preempted, interrupted
@@ -47,7 +45,6 @@ def trial_folder(number: int) -> str:
 
 
 def write_sweep(folder: Path, sweep: Sweep) -> None:
-    """What the trials of a folder are trials of."""
     text = "# What was swept over. `lockstep sweep` reads it.\n" + to_yaml(
         sweep.model_dump(mode="json", exclude_unset=True)
     )
@@ -64,7 +61,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def read_trials(folder: Path, metric: str) -> list[Trial]:
-    """The trials of a sweep, each as its run's own folder has it by now."""
+    """Returns the trials of a sweep, each as its folder describes it now."""
     file = folder / SWEEP_FILE
     try:
         listed = json.loads(run_files.read_text(file))
@@ -99,7 +96,7 @@ def write_trials(folder: Path, trials: Sequence[Trial]) -> None:
 
 
 def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[[str], None]) -> int:
-    """Write down what came of the trials, and say it; the exit code."""
+    """Writes and prints the results; returns the exit code."""
     trials = sorted(trials, key=lambda each: each.number)
     write_trials(folder, trials)
     for line in table(trials, sweep):
@@ -115,7 +112,7 @@ def conclude(trials: Sequence[Trial], sweep: Sweep, folder: Path, say: Callable[
 
 
 def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
-    """The best of those that were trained to the end, by the metric that they ended with."""
+    """Returns the best of the trials that were trained to the end, by their last metric."""
     measured = [
         each for each in trials if each.metric is not None and math.isfinite(each.metric) and each.status in _TO_THE_END
     ]
@@ -124,7 +121,6 @@ def best_of(trials: Sequence[Trial], sweep: Sweep) -> Trial | None:
 
 
 def table(trials: Sequence[Trial], sweep: Sweep) -> list[str]:
-    """A line per trial."""
     rows: list[Sequence[str]] = [("trial", *sweep.space, "epoch", sweep.metric, "status")]
     for each in trials:
         values = [_short(each.values.get(name)) for name in sweep.space]

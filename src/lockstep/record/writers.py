@@ -1,4 +1,4 @@
-"""The record of a run: rows of metrics in a file of JSON lines, written at once and exactly."""
+"""Writes the JSON files of a run's folder: rows of metrics at once, and small live files by a thread."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lockstep.config.plain import finite
 from lockstep.config.text_file import naming
 
 Row = dict[str, Any]
-SPEED = "examples_per_second"  # what rows of training have, and others do not
+SPEED = "examples_per_second"  # in rows of training only
 
 
 class JsonlWriter:
-    """One JSON object per line, each line whole."""
+    """Appends one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._stream = path, os.fdopen(run_files.append(path), "a", encoding="utf-8")
@@ -31,12 +31,12 @@ class JsonlWriter:
             self._stream.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a line that write() could not get rid of, and has raised for
+        with contextlib.suppress(OSError):  # a line that write() has raised for
             self._stream.close()
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a jsonl file; what is no row, as a last line that a kill cut short, is left out."""
+    """Returns the rows of a file; a line that a kill cut short is left out."""
     rows = []
     with run_files.open_file(path) as stream:
         for _, line in run_files.lines(stream):
@@ -50,10 +50,9 @@ def read_rows(path: Path) -> list[Row]:
 def drop_rows_after(
     path: Path, step: int, training_step: int | None = None, keep: int | None = None
 ) -> tuple[int, list[Row]]:
-    """Forget rows that a resumed run will write again, replacing the file in one move; how many are left, and those.
+    """Drops rows that a resumed run will write again; returns how many are left, and the dropped ones.
 
-    Where it is not known how many rows to keep, those of later steps go. Those of training may be further back than
-    the rest: the row that a run ends with comes after its last checkpoint.
+    Where the number of rows to keep is unknown, those of later steps go: after `training_step` for rows of training.
     """
     if not path.exists():
         return 0, []
@@ -67,25 +66,26 @@ def drop_rows_after(
 
 
 def write_json(path: Path, value: Any, depth: int = 1) -> None:
-    """Write a whole JSON file or none."""
+    """Replaces a JSON file so that it is never seen half written."""
     with naming(path):
         run_files.write(path, json.dumps(finite(value), indent=1) + "\n", depth)
 
 
-# What is left to write while the disk does not answer; whatever is more is dropped.
-_LONGEST_QUEUE = 1000
-# How long the end of a run waits for what is left.
+_LONGEST_QUEUE = 1000  # lines that wait for a disk; more are dropped
 _END_SECONDS = 2.0
 
 
-class Aside:
-    """Appends lines to files of a folder and replaces others, in the order in which it is told to."""
+class LiveFiles:
+    """Appends lines to files of a folder and replaces others, in a thread: a disk that does not answer blocks only it.
+
+    An error costs one warning per file.
+    """
 
     def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
         self._folder, self._warn = folder, warn
         self._lines: list[tuple[str, str]] = []
         self._newest: dict[str, Callable[[], Any]] = {}
-        self._told: set[str] = set()  # files that a warning was given of
+        self._warned: set[str] = set()
         self._news, self._closing = threading.Condition(), False
         self._descriptor: int | None = None
         # The folder as it is now: one that is moved away is followed, and whatever has its name later is left alone.
@@ -96,7 +96,7 @@ class Aside:
             self._thread.start()
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """A line of JSON at the end of a file."""
+        """Appends a line of JSON to a file."""
         text = json.dumps(finite(line)) + "\n"
         with self._news:
             if len(self._lines) < _LONGEST_QUEUE:
@@ -104,13 +104,13 @@ class Aside:
                 self._news.notify()
 
     def replace(self, name: str, make: Callable[[], Any]) -> None:
-        """A whole file of JSON, in one move. It is made by the thread, if nothing newer has come by then."""
+        """Replaces a file of JSON; the thread makes it, unless a newer one has come by then."""
         with self._news:
             self._newest[name] = make
             self._news.notify()
 
     def close(self) -> None:
-        """Write what is left, for at most two seconds."""
+        """Writes what is left, within two seconds."""
         with self._news:
             self._closing = True
             self._news.notify()
@@ -140,8 +140,8 @@ class Aside:
         try:
             write()
         except Exception as error:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._warned:
+                self._warned.add(name)
                 why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 self._warn(f"{self._folder / name} cannot be written: {why}. The run goes on without it")
 
@@ -153,7 +153,7 @@ class Aside:
         assert self._descriptor is not None
         descriptor = run_files.open_at(self._descriptor, name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            # In one piece each, so that the lines of several writers do not mix.
+            # In one write, so that the lines of several writers do not mix.
             data = text.encode()
             while data:
                 data = data[os.write(descriptor, data) :]
