@@ -95,20 +95,20 @@ def plan(
                 return traced(config, [*overrides, *more], target)
 
             advised.append(list(advice(made, checked, again)) if not quick else [])
-            told = [f"- {one.text}" for one in advised[-1]]
+            hints = [f"- {one.text}" for one in advised[-1]]
             if not (as_json or quick or made.fits) and each.slice is None:
                 note(f"{each.title}: looking for what would make it fit")
-                told = [*_remedies(config, checked, overrides, made), *told]
+                hints = [*_remedies(config, checked, overrides, made), *hints]
         if not as_json:
-            click.echo(visible("\n".join([*lines(made, price), *told])) + "\n")
+            click.echo(visible("\n".join([*lines(made, price), *hints])) + "\n")
     if page is not None:
         from lockstep.planner.page import plans_page, write_page
 
         write_page(page, plans_page(checked.name or config.stem, found, advised, checked.train.precision, price))
     if as_json:
         click.echo(json.dumps([
-            {**each.plain(), "advice": [asdict(one) for one in told]}
-            for each, told in zip(found, advised, strict=True)
+            {**each.plain(), "advice": [asdict(one) for one in hints]}
+            for each, hints in zip(found, advised, strict=True)
         ]))  # fmt: skip
     sys.exit(0 if all(each.fits for each in found) else 1)
 
@@ -183,7 +183,7 @@ def _search(
     from lockstep.planner import search
     from lockstep.planner.plan import make
 
-    told, fits, ways = [], True, []
+    results, fits, ways = [], True, []
     for each in targets:
 
         def planned(more: Sequence[str], target: Target = each) -> Plan:
@@ -199,7 +199,7 @@ def _search(
         best = found[0]
         fits = fits and best.plan is not None and best.plan.fits
         if as_json:
-            told.append({"target": each.title, "ways": search.plain(found, price)})
+            results.append({"target": each.title, "ways": search.plain(found, price)})
         else:
             click.echo(visible("\n".join([each.title, *search.lines(found, price)])) + "\n")
         if write is not None and best.plan is not None and best.plan.fits:
@@ -210,5 +210,5 @@ def _search(
 
         write_page(page, search_page(config.name or file.stem, ways, config.train.precision, price))
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(results))
     return 0 if fits else 1

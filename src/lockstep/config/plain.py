@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -14,6 +14,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every value of nested mappings with its path, such as `train.epochs`; lists are values."""
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{at}.{key}" if at else str(key))
+    else:
+        yield at, node
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

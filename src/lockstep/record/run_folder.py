@@ -44,10 +44,7 @@ def create(out: Path, name: str, setting: str = "--out") -> Path:
                 raise ConfigError(f"{setting} {out}: {error.filename} is in the way: it is not a folder") from None
             continue
         except OSError as error:
-            raise ConfigError(
-                f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
-                f"Name a writable folder with {setting}"
-            ) from None
+            raise _not_made(out, setting, error) from None
         (folder / "logs").mkdir()
         return folder
     raise ConfigError(f"{setting} {out}: a thousand runs were started in this second")
@@ -58,10 +55,14 @@ def require_folder(out: Path, setting: str) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
-            f"Name a writable folder with {setting}"
-        ) from None
+        raise _not_made(out, setting, error) from None
+
+
+def _not_made(out: Path, setting: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{setting} {out}: the run's folder cannot be made there: {error.strerror}. "
+        f"Name a writable folder with {setting}"
+    )
 
 
 def check_links(folder: Path) -> None:

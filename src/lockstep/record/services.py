@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from lockstep import run_files
 from lockstep.config.load import to_yaml
 from lockstep.config.loggers import Mlflow, Trackio, Wandb
+from lockstep.config.plain import leaves
 from lockstep.errors import ConfigError
 from lockstep.record.logger import About, Sample, check_arguments
 from lockstep.record.timeline import LIVE_FILE, TIMELINE_FILE
@@ -289,10 +290,10 @@ class MlflowLogger:
         return str(runs[0].info.run_id) if runs else None
 
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
-        named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in _leaves(config)}
-        leaves = [self._param(name, value) for name, value in named.items()]
-        for begin in range(0, len(leaves), _MOST_PARAMETERS):
-            self._client.log_batch(self._run_id, params=leaves[begin : begin + _MOST_PARAMETERS])
+        named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(config)}
+        parameters = [self._param(name, value) for name, value in named.items()]
+        for begin in range(0, len(parameters), _MOST_PARAMETERS):
+            self._client.log_batch(self._run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
 
 
 def _absolute(place: str) -> str:
@@ -307,14 +308,6 @@ def _name(name: str) -> str:
     """Returns a name that MLflow takes: it refuses a whole row for one with other characters."""
     parts = [re.sub(r"[^\w.\- :]", "_", part).strip() for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST_NAME]
-
-
-def _leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{at}.{key}" if at else str(key))
-    else:
-        yield at, node
 
 
 class TrackioLogger:

@@ -170,21 +170,13 @@ def _live(everyone: list[Seen], at: float, folder: Path) -> dict[str, Any]:
 
 
 def _rank(seen: Seen, fastest: float) -> dict[str, Any]:
-    beat = seen.beat
+    beat, still = seen.beat, round(seen.still, 1)  # seconds without progress
     if beat is None:
-        return {"rank": seen.rank, "host": "", "step": 0, "doing": "", "waits": False, "still": round(seen.still, 1),
-                "where": "", "memory": None, "lag": None}  # fmt: skip
-    return {
-        "rank": seen.rank,
-        "host": beat.host,
-        "step": beat.step,
-        "doing": beat.doing,
-        "waits": beat.waits,
-        "still": round(seen.still, 1),  # seconds without progress
-        "where": beat.where,
-        "memory": beat.memory,
-        "lag": None if beat.busy is None else round(beat.busy - fastest, 6),  # seconds of a step, behind the fastest
-    }
+        return {"rank": seen.rank, "host": "", "step": 0, "doing": "", "waits": False, "still": still, "where": "",
+                "memory": None, "lag": None}  # fmt: skip
+    lag = None if beat.busy is None else round(beat.busy - fastest, 6)  # seconds of a step, behind the fastest
+    return {"rank": seen.rank, "host": beat.host, "step": beat.step, "doing": beat.doing, "waits": beat.waits,
+            "still": still, "where": beat.where, "memory": beat.memory, "lag": lag}  # fmt: skip
 
 
 def newest_row(file: Path) -> dict[str, Any] | None:

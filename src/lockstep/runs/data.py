@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.config.plain import finite
+from lockstep.config.plain import finite, leaves
 from lockstep.config.secrets import redacted
 from lockstep.record.writers import SPEED
 from lockstep.runs.findings import Finding, duration, findings, verdict
@@ -111,7 +111,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str, Any]:
-    config = list(_leaves(redacted(run.config)))
+    config = [(path, "null" if value is None else str(finite(value))) for path, value in leaves(redacted(run.config))]
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -130,7 +130,7 @@ def _run(run: Run, found: Mapping[str, Curve], most: int, runs: int) -> dict[str
              "traceback": redacted(_short(each.traceback)), "restarted": each.restarted}
             for each in run.failures[-20:]
         ],
-        "config": [[path, _short(value)] for path, value in config[:_LEAVES]],
+        "config": [[path, _short(value)] for path, value in config[:_LEAVES] if path],
         "live": _live(run),
     }  # fmt: skip
 
@@ -288,14 +288,6 @@ def _live(run: Run) -> dict[str, Any] | None:
     live = run.live
     ranks = [asdict(each) for each in live.ranks[:_RANKS]]
     return {"at": live.at, "step": live.step, "total_steps": live.total_steps, "ranks": ranks}
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _leaves(each, f"{path}.{name}" if path else str(name))
-    elif path:
-        yield path, "null" if value is None else str(finite(value))
 
 
 def _short(value: str) -> str:
