@@ -25,8 +25,7 @@ from lockstep.distributed.activity import LEFT, Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import meet
 from lockstep.distributed.rollcall.call import hold
-from lockstep.distributed.rollcall.faults import SHOWN
-from lockstep.distributed.rollcall.report import Evidence, Report, Source, comparable, source_files, table
+from lockstep.distributed.rollcall.report import SHOWN, Evidence, Report, Source, comparable, source_files, table
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks

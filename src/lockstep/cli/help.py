@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lockstep.config.nearest import nearest
+from lockstep.config.plain import nearest
 
 # A name must be this similar to be offered: `lockstep x` is no misspelt anything.
 _SIMILAR = 0.6

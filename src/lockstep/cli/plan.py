@@ -89,8 +89,7 @@ def plan(
     if checked.train.precision == "fp8":
         say("train.precision: fp8 is planned as bf16, which needs as much memory or more, and more time")
     from lockstep.planner.advice import advice
-    from lockstep.planner.plan import make, traced
-    from lockstep.planner.table import lines
+    from lockstep.planner.plan import lines, make, traced
 
     if search:
         sys.exit(_search(config, checked, overrides, wanted, price, write, page, as_json))
@@ -156,8 +155,7 @@ def _trace(config: Path, overrides: tuple[str, ...], targets: list[Target], file
 def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: bool) -> int:
     """Compile a step that was traced before, for the slice that it was traced for, or for others of as many devices."""
     from lockstep.planner.devices import target
-    from lockstep.planner.plan import of_file
-    from lockstep.planner.table import lines
+    from lockstep.planner.plan import lines, of_file
     from lockstep.planner.tpu import stored
 
     wanted = [target(each) for each in names or (stored.read(file)[0].slice,)]
@@ -180,11 +178,11 @@ def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: P
     """What would make it fit, the cheapest first."""
     import time
 
-    from lockstep.planner import remedies
+    from lockstep.planner import fixes
     from lockstep.planner.traces import Traces
 
     trace = Traces(file, overrides, made.target.count, time.monotonic() + _REMEDIES_SECONDS)
-    return remedies.lines(remedies.find(made, config, trace), made)
+    return fixes.lines(fixes.find(made, config, trace), made)
 
 
 def _search(

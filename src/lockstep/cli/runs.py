@@ -14,8 +14,7 @@ import click
 from lockstep.cli.help import Group, examples
 from lockstep.cli.messages import say
 from lockstep.cli.options import JSON
-from lockstep.config.nearest import nearest
-from lockstep.config.plain import columns, finite
+from lockstep.config.plain import columns, finite, nearest
 from lockstep.errors import ConfigError
 from lockstep.shown import in_a_line, size
 

@@ -9,13 +9,11 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.mesh import resolve_meshes, spans_processes
-from lockstep.config.nearest import did_you_mean, nearest
+from lockstep.config.objects import KeyPath, with_task_located
+from lockstep.config.plain import did_you_mean, nearest, read_text
 from lockstep.config.schema import Profile, RunConfig
 from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_value
-from lockstep.config.strategy import Strategy
-from lockstep.config.task_file import KeyPath, with_task_located
-from lockstep.config.text_file import read_text
+from lockstep.config.strategy import Strategy, resolve_meshes, spans_processes
 from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
 from lockstep.errors import ConfigError
 from lockstep.shown import brief, in_a_line

@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from lockstep.config.secrets import secrets_in
-from lockstep.config.section import Section
-from lockstep.config.values import ImportPath
+from lockstep.config.values import ImportPath, Section
 
 
 class LoggerSection(Section):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lockstep import run_files
 
 
 def finite(value: Any) -> Any:
@@ -20,3 +25,51 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines, one below the other."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The most similar one, or one that the name abbreviates or is abbreviated by: `lr` and `learning_rate`."""
+    names = list(valid)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    if found:
+        return found[0]
+    return next((each for each in names if name == _initials(each) or each == _initials(name)), None)
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """For the end of a sentence: the nearest name, or all that there are."""
+    names = list(valid)
+    found = nearest(name, names)
+    if found:
+        return f"did you mean {found}?"
+    return f"valid are {', '.join(names)}" if names else "there are none"
+
+
+def _initials(name: str) -> str:
+    words = name.split("_")
+    return "".join(word[:1] for word in words) if len(words) > 1 else ""
+
+
+LONGEST_CONFIG = 1_000_000
+
+
+def read_text(path: Path, longest: int = LONGEST_CONFIG) -> str:
+    """Returns the text of a file; raises OSError where it cannot be read or is not UTF-8."""
+    return run_files.read_text(path, longest, depth=0)
+
+
+def read_bytes(path: Path, longest: int) -> bytes:
+    return run_files.read_bytes(path, longest, depth=0)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    return run_files.open_file(path, depth=0)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an OSError: a write by itself raises one without it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

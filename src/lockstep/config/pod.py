@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from lockstep.config.accelerators import Accelerator, accelerator, runtime_version, zones
-from lockstep.config.nearest import nearest
-from lockstep.config.section import Section
-from lockstep.config.values import variable_name
+from lockstep.config.plain import nearest
+from lockstep.config.values import Section, variable_name
 
 _LONGEST = 1024
 # A value by one of these names would be on a command line of every host, and in the config of every run.

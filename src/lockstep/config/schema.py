@@ -9,18 +9,16 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.config import loggers
-from lockstep.config.data import Data
-from lockstep.config.optimizing import EVERY_EPOCH as EVERY_EPOCH
-from lockstep.config.optimizing import AnyCompile, AnyEma, AnyScheduler, Optimizer, Patterns
-from lockstep.config.optimizing import Schedule as Schedule
-from lockstep.config.optimizing import Scheduler as Scheduler
+from lockstep.config.launch import Slurm
 from lockstep.config.pod import Pod
-from lockstep.config.section import Component as Component
-from lockstep.config.section import Section as Section
-from lockstep.config.section import as_mapping
-from lockstep.config.slurm import Slurm
 from lockstep.config.strategy import Strategy
-from lockstep.config.values import HostName, Interval, Seconds
+from lockstep.config.training import EVERY_EPOCH as EVERY_EPOCH
+from lockstep.config.training import AnyCompile, AnyEma, AnyScheduler, Data, Optimizer, Patterns
+from lockstep.config.training import Schedule as Schedule
+from lockstep.config.training import Scheduler as Scheduler
+from lockstep.config.values import Component as Component
+from lockstep.config.values import HostName, Interval, Seconds, as_mapping
+from lockstep.config.values import Section as Section
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8"]
 Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]

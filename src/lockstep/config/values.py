@@ -6,7 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core import CoreSchema, core_schema
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
@@ -115,3 +123,38 @@ def host_name(text: str) -> str:
 
 
 HostName = Annotated[str, AfterValidator(host_name)]
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are refused, values never change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        arbitrary_types_allowed=True,
+        strict=True,
+        ser_json_inf_nan="constants",  # an argument that is infinite must not become null on its way to the ranks
+    )
+
+
+def as_mapping(kind: Any, key: str = "type", bare: type = str) -> BeforeValidator:
+    """Let a bare value stand for a mapping with one key alone: `strategy: ddp`, `task: pkg.module:Class`."""
+
+    def mapped(value: Any) -> Any:
+        fits = isinstance(value, (int, float) if bare is float else bare) and not isinstance(value, bool)
+        return {key: value} if fits else value
+
+    return BeforeValidator(mapped, json_schema_input_type=kind | bare)
+
+
+class Component(Section):
+    """Something made from an import path; every further key is an argument of its constructor."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: ImportPath
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})

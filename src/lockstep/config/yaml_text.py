@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.text_file import LONGEST_CONFIG
+from lockstep.config.plain import LONGEST_CONFIG
 
 DEEPEST = 50
 MOST_VALUES = 100_000

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from lockstep.distributed import listener, trouble
+from lockstep.distributed import failure, listener
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import LOST_PEER, BadMessage, OutOfStep, PeerLost, RankMissing, RankZeroFailed
@@ -154,7 +154,7 @@ class Group:
 
     def explain(self, error: RuntimeError, name: str) -> Exception:
         """What a failure of the data plane means to a user; any other error as it is."""
-        if self.world_size == 1 or trouble.of(error) is not None:
+        if self.world_size == 1 or failure.local_error(error) is not None:
             return error
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
@@ -280,7 +280,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            if trouble.of(error) is not None:
+            if failure.local_error(error) is not None:
                 raise  # of this rank itself, which found out while it waited
             waited = time.monotonic() - began
             if waited >= self.timeout * 0.95:

@@ -33,13 +33,13 @@ from lockstep.distributed import listener
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.store import private
-from lockstep.distributed.store import secret as run_secret
+from lockstep.distributed.store import wire as run_secret
 from lockstep.distributed.store.client import Client, NotLetIn, connect_tcp, connect_unix
 from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
 from lockstep.distributed.topology import NETWORK_STORE, Topology
 from lockstep.errors import LaunchError, RollCallError
+from lockstep.runtime import with_variables
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.environment import with_variables
 
 # For as long as the process lives: torch holds on to the part of a store that is not Python's.
 _kept: list[TorchStore] = []

@@ -15,8 +15,7 @@ from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import RankMissing
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
 PULSE_SECONDS = 0.5

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, dp_size
 from lockstep.config.schema import RunConfig
+from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, dp_size
 from lockstep.errors import LockstepError
-from lockstep.planner.figures import Awkward, Step, Weight
+from lockstep.planner.figures import Awkward, Step, Weight, estimate, peak, seconds
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.roofline import estimate, peak, seconds
 
 _WORTH_SAYING = 0.05  # of the peak, or of a step's arithmetic
 _SHORT_OF_MEMORY = 0.7  # of a device's: from there on, what is slow may still be wanted

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from lockstep.config.accelerators import Accelerator, accelerator
-from lockstep.config.nearest import did_you_mean
-from lockstep.config.section import Section
-from lockstep.config.text_file import read_text
+from lockstep.config.plain import did_you_mean, read_text
+from lockstep.config.values import Section
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.errors import ConfigError
 

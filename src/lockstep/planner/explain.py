@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError
-from lockstep.planner import remedies
+from lockstep.planner import fixes
 from lockstep.planner.devices import Device, Target, known
-from lockstep.planner.figures import KINDS
-from lockstep.planner.plan import GIB, RESERVED, NotPlanned, Plan
-from lockstep.planner.remedies import OFF_BY, size
-from lockstep.planner.roofline import estimate
-from lockstep.planner.table import WHEN
+from lockstep.planner.figures import KINDS, estimate
+from lockstep.planner.fixes import OFF_BY, size
+from lockstep.planner.plan import GIB, RESERVED, WHEN, NotPlanned, Plan
 from lockstep.planner.traces import NO_TIME, Traces
 
 _ASK_SECONDS = 60.0
@@ -182,7 +180,7 @@ def _checked(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterat
         return
     yield f"DOES NOT FIT: {_needs(plan)}"
     yield from _kinds(plan)
-    yield from remedies.lines(remedies.find(plan, config, trace), plan)
+    yield from fixes.lines(fixes.find(plan, config, trace), plan)
 
 
 def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterator[str]:
@@ -201,7 +199,7 @@ def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterato
             "task or its callbacks keep, data workers, other processes, or a memory in pieces "
             "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
         )
-    yield from remedies.lines(remedies.find(plan, config, trace), plan)
+    yield from fixes.lines(fixes.find(plan, config, trace), plan)
     if config.runtime == "cuda":
         yield f"all of the plan: lockstep plan {file} --on {plan.target.title}"
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from lockstep.config.strategy import BATCH_AXES
+from lockstep.planner.devices import Target
 from lockstep.planner.ledger import Books, Peak, kind_of
 
 KINDS = ("weights", "gradients", "optimizer", "averages", "activations", "temporaries", "communication", "batch")
@@ -198,3 +200,56 @@ def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[di
         highest = max(part, key=lambda each: (each[0] == peak_at, sum(each[1].values())))
         kept.append(highest[1])
     return kept
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "float32", "float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds, each."""
+
+    products: float
+    traffic: float
+    beside: float  # exchanged while something is computed
+    between: float  # exchanged while nothing is
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.traffic
+
+    @property
+    def step(self) -> float:
+        return max(self.compute, self.beside) + self.between
+
+
+def estimate(step: Step, target: Target, precision: str) -> Estimate:
+    bandwidth = target.device.bandwidth * 1e9
+    products = traffic = 0.0
+    for each in step.work:
+        moving = each.bytes / bandwidth
+        if each.flops:
+            products += each.count * max(each.flops / peak(target, each.dtype, precision), moving)
+        else:
+            traffic += moving
+    exchanged = {True: 0.0, False: 0.0}
+    for one in step.collectives:
+        exchanged[one.axis in BATCH_AXES or one.axis == "all ranks"] += seconds(one, target)
+    return Estimate(products, traffic, exchanged[True], exchanged[False])
+
+
+def peak(target: Target, dtype: str, precision: str) -> float:
+    """FLOP/s at best. What a device has no figure for, it computes as float32."""
+    known = target.device.peak
+    name = "tf32" if dtype == "float32" and precision == "tf32" else _SHORT.get(dtype, "float32")
+    return known.get(name, known.get("float32", min(known.values()))) * 1e12
+
+
+def seconds(one: Collective, target: Target) -> float:
+    if one.ranks < 2:
+        return 0.0
+    rounds = 2 if "reduce" in one.name and "scatter" not in one.name else 1
+    # Ranks of a host have consecutive places; chips of a slice are linked, of the same host or not.
+    inside = target.slice is not None or one.span <= target.device.per_host
+    speed = target.device.link / 2 if inside else min(target.device.link / 2, target.device.network)
+    return rounds * one.bytes * (one.ranks - 1) / one.ranks / (speed * 1e9)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import to_yaml, with_values
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.config.schema import RunConfig
+from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import Step

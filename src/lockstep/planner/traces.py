@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -21,7 +22,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from lockstep.planner import child
+from lockstep.config.load import load
+from lockstep.errors import LockstepError
 from lockstep.planner.figures import Step
 
 _AT_ONCE = 8  # each has a gigabyte of the host's memory, or less
@@ -80,7 +82,7 @@ def _trace(seconds: int, config: str, world_size: str, out: str, *overrides: str
     log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    child.main(config, world_size, out, *overrides)
+    main(config, world_size, out, *overrides)
 
 
 def _read(out: Path, exit_code: int) -> Step | str:
@@ -91,3 +93,23 @@ def _read(out: Path, exit_code: int) -> Step | str:
     with contextlib.suppress(OSError):
         lines = Path(f"{out}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1].strip()[:300] if lines else f"the process that traced it ended with exit code {exit_code}"
+
+
+def main(config: str, world_size: str, out: str, *overrides: str) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on machines with GPUs and without
+    logging.disable(logging.WARNING)
+    try:
+        from lockstep.planner import gpu_rules
+        from lockstep.planner.step import trace
+
+        gpu_rules.install()
+        found = trace(load(Path(config), overrides), int(world_size)).plain()
+    except LockstepError as error:
+        found = {"error": str(error), "exit_code": error.exit_code}
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -15,8 +15,8 @@ import yaml
 
 from lockstep import run_files
 from lockstep.config.load import parse_yaml, to_yaml, validate
+from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.schema import RunConfig
-from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.distributed.failure import Result
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import run_files
-from lockstep.config.plain import finite
-from lockstep.config.text_file import naming
+from lockstep.config.plain import finite, naming
 
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # what rows of training have, and others do not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lockstep.config.mesh import processes_of
+from lockstep.config.strategy import processes_of
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 from lockstep.runtime.gpus import check_devices, gpu_count
@@ -13,6 +13,10 @@ from lockstep.runtime.gpus import check_devices, gpu_count
 if TYPE_CHECKING:
     from lockstep.config.schema import RunSettings
     from lockstep.runtime.base import Runtime
+
+
+import contextlib
+from collections.abc import Iterator, Mapping
 
 # torch is imported inside the functions below, so that a run on explicit settings is planned without it.
 
@@ -74,3 +78,17 @@ def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSe
     from lockstep.runtime.cuda import CudaRuntime
 
     return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, settings.launch.share_devices)
+
+
+@contextlib.contextmanager
+def with_variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

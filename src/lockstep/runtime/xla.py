@@ -245,9 +245,7 @@ def _load(settings: RunSettings, local_rank: int, local_world_size: int, family:
     import torch_xla.runtime as xr
 
     if family == "CUDA":
-        from lockstep.runtime.cuda_plugin import register
-
-        register()
+        pjrt.register_cuda_plugin()
     touched = torch_xla._XLAC._xla_runtime_is_initialized()
     if touched and spmd and not xr.is_spmd():
         raise ConfigError(

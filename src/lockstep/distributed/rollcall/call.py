@@ -22,8 +22,16 @@ from lockstep.config.schema import RunSettings
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import join
-from lockstep.distributed.rollcall.faults import Fault, differences, find_faults, render
-from lockstep.distributed.rollcall.report import Evidence, Report, decoded, digest
+from lockstep.distributed.rollcall.report import (
+    Evidence,
+    Fault,
+    Report,
+    decoded,
+    differences,
+    digest,
+    find_faults,
+    render,
+)
 from lockstep.distributed.topology import Topology, ranks_text
 from lockstep.errors import PeerLost, RankAbsent, RollCallError
 from lockstep.runtime.base import Runtime

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from lockstep.distributed.store import secret as secrets
+from lockstep.distributed.store import wire as secrets
 from lockstep.distributed.store.wire import Malformed, Seal, frame, take_frame
 
 # A store that does not answer for so long is gone. Those who know better how long they can wait do not wait for this.

@@ -16,11 +16,9 @@ from typing import Any, TextIO
 
 from lockstep.distributed.activity import LEFT, Activity, Beat, beat_key
 from lockstep.distributed.topology import Topology
-from lockstep.distributed.watch import data_workers
-from lockstep.distributed.watch.clock import RunningClock
-from lockstep.distributed.watch.stall import Limits, Seen
-from lockstep.distributed.watch.user_code import is_users
-from lockstep.distributed.watch.watcher import Watcher
+from lockstep.distributed.watch import stacks
+from lockstep.distributed.watch.stacks import is_users
+from lockstep.distributed.watch.stall import Limits, RunningClock, Seen, Watcher
 from lockstep.errors import RankStalled
 from lockstep.shown import in_a_line, shown
 
@@ -156,11 +154,11 @@ class Heartbeat:
 
     def _where(self, frame: FrameType | None, moment: int) -> str:
         """The line of the training thread; where it waits for a data worker, that worker and its line."""
-        worker = data_workers.awaited(frame)
+        worker = stacks.awaited(frame)
         if worker is None:
             return user_line(frame) if frame is not None else ""
         if self._worker[:2] != (moment, worker) or time.monotonic() > self._worker[2]:
-            line = data_workers.line_of(worker[1])
+            line = stacks.line_of(worker[1])
             told = f"data worker {worker[0]} (pid {worker[1]}){f' at {line}' if line else ''}"
             self._worker = (moment, worker, time.monotonic() + _WORKER_SECONDS, told)
         return self._worker[3]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lockstep.config.schema import Timeouts
-from lockstep.distributed.activity import Beat
+from lockstep.distributed.activity import Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 
 # Ranks that wait for different things wait for ever: no need to give them all of `timeouts.stall`. On the CPU, that is:
@@ -197,3 +199,76 @@ def _waits(waiting: Sequence[Seen]) -> str:
         (left if each.beat.left else at.setdefault(each.beat.at, [])).append(each.rank)
     words = [f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()]
     return "; ".join([*words, *([f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left"] if left else [])])
+
+
+# Whoever reads the clock does so several times a second: a longer gap is time in which this process did not run.
+_PAUSE_SECONDS = 5.0
+
+
+class RunningClock:
+    """Seconds in which this process ran, to be read at least every second or so."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.paused = 0.0
+
+    def now(self) -> float:
+        now = time.monotonic()
+        if now - self._last > _PAUSE_SECONDS:
+            self.paused += now - self._last
+        self._last = now
+        return now - self.paused
+
+
+# Early warnings, each with a request to save, are this many times `timeouts.stall` apart.
+_EARLY_WARNINGS = 10
+
+
+class Watcher:
+    """Looks at the newest beats; time is measured by its own clock, so hosts need not agree on theirs."""
+
+    def __init__(
+        self, store: Any, ranks: Iterable[int], limits: Limits, suspended: Callable[[int], bool] | None = None
+    ) -> None:
+        self._store, self._ranks, self._limits = store, list(ranks), limits
+        self._suspended = suspended or (lambda rank: False)
+        self._clock = RunningClock()
+        began = self._clock.now()
+        self._newest: dict[int, tuple[Beat | None, float]] = dict.fromkeys(self._ranks, (None, began))
+        self.everyone: list[Seen] = []  # as of the last look
+        self._warned = 0.0  # the longest time without progress that was warned of while no rank waited
+        self._next_early_warning = began  # of ranks that others wait for
+
+    def look(self) -> Stall | None:
+        now = self._clock.now()
+        beats = self._store.read_all([beat_key(rank) for rank in self._ranks])
+        for rank, beat in zip(self._ranks, map(Beat.decode, beats), strict=True):
+            known, _ = self._newest[rank]
+            if beat is not None and (known is None or beat.count != known.count):
+                self._newest[rank] = (beat, now)
+        self.everyone = [self._seen(rank, now) for rank in self._ranks]
+        return find_stall(self.everyone, self._limits)
+
+    def warning(self) -> Stall | None:
+        """Returns what to warn of since the last look: rarely, as user code that takes long usually does so again."""
+        slow = find_slow(self.everyone, self._limits)
+        if slow is None:
+            return None
+        now, still = self._clock.now(), max(each.still for each in self.everyone if each.rank in slow.ranks)
+        if slow.waited_for:
+            if now < self._next_early_warning:
+                return None
+            self._next_early_warning = now + _EARLY_WARNINGS * self._limits.stall
+        elif still < 2 * self._warned:
+            return None
+        else:
+            self._warned = still
+        return slow
+
+    @property
+    def begun(self) -> bool:
+        return any(beat is not None and beat.begun for beat, _ in self._newest.values())
+
+    def _seen(self, rank: int, now: float) -> Seen:
+        beat, heard = self._newest[rank]
+        return Seen(rank, beat, now - heard, self._suspended(rank))

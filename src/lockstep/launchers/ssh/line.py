@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.distributed.store.client import Client, StoreLost
-from lockstep.distributed.watch.clock import RunningClock
+from lockstep.distributed.watch.stall import RunningClock
 
 HEAD_KEY = "pod/head"
 # How long nothing may be heard of a host, or of the head, before it counts as gone. A beat comes five times a second;

@@ -22,9 +22,8 @@ from typing import Any
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
-from lockstep.planner.tpu.blame import of_crash
-from lockstep.planner.tpu.shardings import part
-from lockstep.planner.tpu.stored import Traced, read
+from lockstep.planner.tpu.stored import Traced, part, read
+from lockstep.planner.tpu.trace import of_crash
 
 _USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.mesh import DATA_AXIS, batch_shares
 from lockstep.config.schema import RunConfig
-from lockstep.planner.figures import Step
+from lockstep.config.strategy import DATA_AXIS, batch_shares
+from lockstep.planner.figures import Step, estimate
 from lockstep.planner.plan import Plan
-from lockstep.planner.roofline import estimate
 from lockstep.planner.traces import NO_TIME
 
 # For each of some overrides its step, or why there is none.

@@ -17,9 +17,9 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.engine.run import Run
 from lockstep.planner.ledger import NotTraced
-from lockstep.planner.pretend import PretendGroup
-from lockstep.planner.tpu.shardings import REPLICATED as REPLICATED
-from lockstep.planner.tpu.shardings import words
+from lockstep.planner.step import PretendGroup
+from lockstep.planner.tpu.stored import REPLICATED as REPLICATED
+from lockstep.planner.tpu.stored import words
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime

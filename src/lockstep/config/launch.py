@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from lockstep.config.section import Section
-from lockstep.config.values import Seconds, seconds_of
+from lockstep.config.values import Seconds, Section, seconds_of
 
 UNLIMITED = "UNLIMITED"
 _DAY, _HOUR, _MINUTE = 86_400, 3_600, 60

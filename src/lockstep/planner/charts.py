@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lockstep.planner.figures import KINDS, Collective, Work
+from lockstep.planner.figures import KINDS, Collective, Work, seconds
+from lockstep.planner.figures import peak as peak_of
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.roofline import peak as peak_of
-from lockstep.planner.roofline import seconds
 from lockstep.planner.search import Tried
 
 SIDE = 1000  # of a plot, in the units of its shapes

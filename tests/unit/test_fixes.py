@@ -14,10 +14,9 @@ from lockstep.launchers import fitting
 from lockstep.launchers.local import limits
 from lockstep.planner.devices import Device, Target, known
 from lockstep.planner.explain import like
-from lockstep.planner.figures import Step, Work
+from lockstep.planner.figures import Step, Work, estimate
+from lockstep.planner.fixes import Found, find, lines
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.remedies import Found, find, lines
-from lockstep.planner.roofline import estimate
 from lockstep.planner.traces import NO_TIME
 
 
