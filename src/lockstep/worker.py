@@ -249,9 +249,9 @@ def met(
     store, for_beats = meet(topology, settings.timeouts.rendezvous)
     adapt(device)
     heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
-    heart.tells_resident_memory = family == "cpu"
+    heart.reports_resident_memory = family == "cpu"
     with _beating(heart) as heartbeat:
-        config = comparable(settings.model_dump(mode="json", by_alias=True))
+        config = comparable(settings.plain())
         source = source_files(load_source())
         evidence = Evidence(config, source.digests)
         began = time.monotonic()

@@ -27,7 +27,7 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 
 
 @pytest.mark.parametrize(
-    ("error", "beginning", "is_told"),
+    ("error", "beginning", "is_complete"),
     [
         (
             RuntimeError(WORKER),
@@ -43,10 +43,10 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), "could not be written: [Errno 28] No space l", True),
     ],
 )
-def test_it_is_called_what_it_is(error: BaseException, beginning: str, is_told: bool) -> None:
+def test_it_is_called_what_it_is(error: BaseException, beginning: str, is_complete: bool) -> None:
     found = failure.local_error(error)
     assert found is not None
-    assert (found.message[: len(beginning)], found.is_told) == (beginning, is_told)
+    assert (found.message[: len(beginning)], found.is_complete) == (beginning, is_complete)
     written = report(error, 1, "box")
     assert (written.message, written.consequence) == (found.message, False)
     group = Group(0, 2, timeout=1.0)

@@ -173,13 +173,13 @@ def test_a_store_that_is_gone_is_noticed_at_once_also_with_a_forked_process(path
 
 def test_a_last_word_is_set_when_its_connection_is_closed(path: str) -> None:
     left, stays = connect_unix(path, 5), connect_unix(path, 5)
-    left.under("a").leave_last_word("gone", "1")
+    left.under("a").set_final_message("gone", "1")
     assert stays.read("a/gone") is None
     left.close()
     assert stays.wait(["a/gone"], 5)
     assert stays.read("a/gone") == b"1"
     with pytest.raises(StoreLost):
-        stays.leave_last_word("gone", "x" * 2000)
+        stays.set_final_message("gone", "x" * 2000)
 
 
 def test_frames_that_do_not_add_up() -> None:

@@ -1,8 +1,8 @@
-"""The accelerator types of Cloud TPUs: how many hosts, chips and devices each of them means, and where it is offered.
+"""The accelerator types of Cloud TPUs: hosts, chips, devices and zones of each, and whether a run fits a slice.
 
-From the cloud's own pages, read in 2026: in v2, v3, v4 and v5p the number in the name counts TensorCores, two of a
-chip; in v5e (`v5litepod-16`) and v6e it counts chips. A host has four chips; v5e and v6e have hosts of one and of eight
-as well, for slices that fit on one host. Up to v3 one chip is two devices to PJRT, from v4 on it is one.
+In v2, v3, v4 and v5p the number in the name counts TensorCores, two per chip; in v5e (`v5litepod-16`) and v6e it counts
+chips. A host has four chips; v5e and v6e also have hosts of one and of eight, for slices of one host. Up to v3 a chip
+is two devices to PJRT, from v4 on it is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHIPS_PER_HOST, _MOST_ON_ONE_HOST = 4, 8
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A slice of a TPU pod, by the name that the cloud has for it."""
+    """A slice of a TPU pod, by its name in the cloud."""
 
     type: str
     generation: str
@@ -40,7 +40,7 @@ class Accelerator:
 
     @property
     def devices(self) -> int:
-        """What PyTorch counts: what a mesh is made of."""
+        """What PyTorch counts."""
         return self.chips * self.devices_per_chip
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ ACCELERATORS = {
 
 
 def accelerator(type: str) -> Accelerator:
-    """What an accelerator type stands for; raises ValueError with the nearest one."""
+    """Returns an accelerator by its type; raises ValueError with the nearest one."""
     if type in ACCELERATORS:
         return ACCELERATORS[type]
     name, _, number = re.sub(r"^v5e-", "v5litepod-", type).rpartition("-")
@@ -123,7 +123,7 @@ def accelerator(type: str) -> Accelerator:
 
 
 def runtime_version(accelerator: Accelerator) -> str:
-    """The image of the machines that the cloud names for PyTorch on this generation."""
+    """Returns the image that the cloud recommends for PyTorch on this generation."""
     return _GENERATIONS[accelerator.generation].runtime_version
 
 
@@ -132,7 +132,7 @@ def zones(accelerator: Accelerator) -> tuple[str, ...]:
 
 
 def check_slice(settings: RunSettings, found: Accelerator, remedy: str) -> None:
-    """Raises where it could not; `remedy` is where the slice is named."""
+    """Raises ConfigError if a run cannot use a slice; `remedy` is where the slice is named."""
     _check_devices(settings, found)
     if settings.strategy.has_mesh:
         _check_mesh(settings, found, remedy)
@@ -141,7 +141,7 @@ def check_slice(settings: RunSettings, found: Accelerator, remedy: str) -> None:
 
 
 def ranks_per_host(settings: RunSettings, accelerator: Accelerator) -> int:
-    """Processes on every host: one drives all devices of a mesh, and ddp has one for each chip."""
+    """Returns the processes per host: one for all devices of a mesh, one per chip with ddp."""
     if settings.processes != "auto":
         return settings.processes
     if settings.strategy.has_mesh or settings.strategy.type in ("threads", "single"):

@@ -1,17 +1,18 @@
-"""`launch.slurm`: what a batch job asks for. Values go to sbatch as they are, each as an argument of its own."""
+"""The `launch` section: which launcher starts the processes, and what Ray and SLURM need to know."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from lockstep.config.values import Seconds, Section, seconds_of
+from lockstep.config.values import HostName, Seconds, Section, seconds_of
 
 UNLIMITED = "UNLIMITED"
 _DAY, _HOUR, _MINUTE = 86_400, 3_600, 60
-# What follows from other settings, or what a job of ours depends on.
+# Options of sbatch that Lockstep sets, with the setting or the reason.
 OURS = {
     "parsable": "the job's number is read from what sbatch prints",
     "wrap": "the script is Lockstep's",
@@ -31,13 +32,12 @@ OURS = {
     "no-requeue": "set launch.slurm.requeue",
     "output": "it is in the run's folder",
     "error": "it is in the run's folder",
-    "open-mode": "a job that is requeued goes on with its output",
-    "chdir": "it is the folder that the command is given in",
-    "export": "the run's secret travels in the environment of the job",
-    "export-file": "the run's secret travels in the environment of the job",
+    "open-mode": "a requeued job appends to its output",
+    "chdir": "it is the current folder",
+    "export": "the job's environment carries the run's secret",
+    "export-file": "the job's environment carries the run's secret",
     "wait": "the command does not wait for the job",
 }
-
 
 _LIMIT = (
     'not a time limit of SLURM; write hours:minutes:seconds ("12:00:00"), minutes:seconds ("90:00"), days-hours '
@@ -55,7 +55,7 @@ Text = Annotated[str, AfterValidator(_plain)]
 
 
 def limit_in_seconds(text: str) -> float | None:
-    """What a time limit in SLURM's words comes to; None: there is none. Raises ValueError."""
+    """Returns the seconds of a SLURM time limit, or None for no limit. Raises ValueError."""
     if text.upper() in (UNLIMITED, "INFINITE"):
         return None
     clock = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,7})(?::(\d{1,5}))?(?::(\d{1,5}))?", text)
@@ -73,7 +73,7 @@ def limit_in_seconds(text: str) -> float | None:
 
 
 def _limit(text: Any) -> str:
-    """As SLURM reads it. A bare number is minutes to SLURM and seconds in the rest of a config: neither is guessed."""
+    """A bare number is minutes to SLURM and seconds in the rest of a config, so it is refused."""
     if not isinstance(text, str):
         raise ValueError(_LIMIT)
     seconds = limit_in_seconds(text)
@@ -107,22 +107,24 @@ Option = Annotated[Any, AfterValidator(_value), WithJsonSchema({"type": ["string
 
 
 class Slurm(Section):
-    """The job that `launch: slurm` submits."""
+    """The job that `launch: slurm` submits. Values are passed to sbatch unchanged."""
 
     partition: Text | None = None
     account: Text | None = None
     qos: Text | None = None
     nodes: int = Field(1, gt=0, le=1_000_000)
-    tasks_per_node: int | None = Field(None, gt=0, le=65_536, description="processes / nodes where not given")
+    tasks_per_node: int | None = Field(None, gt=0, le=65_536, description="defaults to processes / nodes")
     cpus_per_task: int | None = Field(None, gt=0, le=65_536)
     gpus_per_node: int | None = Field(None, gt=0, le=65_536)
     time: Annotated[str, BeforeValidator(_limit)] | None = Field(
-        None, description="the limit, as SLURM writes it; that of the partition where not given"
+        None, description="the time limit as SLURM writes it; defaults to the partition's"
     )
-    signal_before: Seconds = Field(120.0, le=65_535, description="ask to save so long before; timeouts.stop at least")
-    requeue: bool = Field(True, description="a run that was asked to save queues again, and goes on")
+    signal_before: Seconds = Field(
+        120.0, le=65_535, description="request a save this long before the limit; at least timeouts.stop"
+    )
+    requeue: bool = Field(True, description="queue a run again after it was asked to save, and resume it")
     extra: dict[Annotated[str, AfterValidator(_option)], Option] = Field(
-        {}, description="further options of sbatch by their long names; true for one without a value"
+        {}, description="more options of sbatch by their long names; true for an option without a value"
     )
 
     @model_validator(mode="after")
@@ -133,4 +135,73 @@ class Slurm(Section):
                 f"the time limit {self.time} is {limit:g} s, and signal_before is {self.signal_before:g} s: the run "
                 "would be asked to save as soon as it starts"
             )
+        return self
+
+
+def _no_client(address: str) -> str:
+    if address.startswith("ray://"):
+        raise ValueError(
+            "Ray Client (ray://) cannot carry a training run; give the cluster's own address (HOST:6379) on a machine "
+            "of the cluster, or submit the command with `ray job submit`"
+        )
+    return address
+
+
+class RayCluster(Section):
+    """Where Ray starts the workers, and the resources of each."""
+
+    address: Annotated[str, AfterValidator(_no_client)] | None = Field(
+        None, description="of a running cluster; defaults to RAY_ADDRESS, then to a new local cluster"
+    )
+    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        {}, description="per worker: CPU (default 1), GPU, TPU, memory in bytes, or custom resources"
+    )
+    topology: str | None = Field(None, description="of the TPU slice that several workers share, such as 2x2x2")
+    accelerator: str | None = Field(None, description="Ray's accelerator type, such as TPU-V4; both for TPUs only")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    placement_timeout: Seconds = Field(60.0, description="how long to wait for the resources of all workers")
+    min_workers: int | None = Field(None, gt=0, description="train with this many if there is no room for all")
+    runtime_env: dict[str, Any] = Field({}, description="Ray's runtime_env; the task's folder is always included")
+    insecure: bool = Field(False, description="use a cluster without token authentication: see docs/security.md")
+    storage: str | None = Field(
+        None, description="a folder shared by all nodes, or a bucket, for run folders; defaults to --out"
+    )
+
+
+def _network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError as error:
+        raise ValueError(f"not a network; write for example 10.0.0.0/24 ({error})") from None
+    return text
+
+
+class Launch(Section):
+    type: Literal["local", "ssh", "ray", "slurm"] = "local"
+    hosts: tuple[HostName, ...] = Field(
+        (), strict=False, description="ssh: the hosts, by their names in your SSH config; [user@]host"
+    )
+    hosts_file: str | None = Field(None, min_length=1, description="ssh: a file with one host per line")
+    nodes: int | None = Field(
+        None, gt=0, description="ssh: train on this many of the hosts; the others are spares for a host that fails"
+    )
+    network: Annotated[str, AfterValidator(_network)] | None = Field(
+        None, description="ssh: the network between the hosts, such as 10.0.0.0/24; defaults to the login addresses"
+    )
+    max_restarts: int = Field(0, ge=0)
+    port: int | None = Field(None, gt=0, lt=65536, description="defaults to a free port")
+    threads: int | None = Field(
+        None, gt=0, le=65_536, description="CPU threads per process; defaults to cores / processes"
+    )
+    share_devices: bool = Field(False, description="allow several processes on one physical device")
+    ray: RayCluster = RayCluster()
+    slurm: Slurm = Slurm()
+
+    @model_validator(mode="after")
+    def _hosts_are_for_ssh(self) -> Launch:
+        given = [name for name in ("hosts", "hosts_file", "nodes", "network") if getattr(self, name)]
+        if given and self.type != "ssh":
+            raise ValueError(f"{given[0]} is for launch: ssh, but launch.type is {self.type}")
+        if self.hosts and self.hosts_file:
+            raise ValueError("give hosts or hosts_file, not both")
         return self

@@ -1,4 +1,4 @@
-"""Plain data for JSON that every program reads."""
+"""Plain data and text: JSON values, columns, similar names, files in UTF-8."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lockstep import run_files
 
 
 def finite(value: Any) -> Any:
-    """With null for numbers that JSON does not have: NaN and the infinite."""
+    """Returns plain data with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -22,13 +22,13 @@ def finite(value: Any) -> Any:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, one below the other."""
+    """Aligns rows of cells and returns them as lines."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The most similar one, or one that the name abbreviates or is abbreviated by: `lr` and `learning_rate`."""
+    """Returns the most similar name, or one with these initials: `lr` and `learning_rate`."""
     names = list(valid)
     found = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     if found:
@@ -37,7 +37,7 @@ def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """For the end of a sentence: the nearest name, or all that there are."""
+    """Returns the end of a sentence: the nearest name, or all valid ones."""
     names = list(valid)
     found = nearest(name, names)
     if found:
@@ -62,13 +62,9 @@ def read_bytes(path: Path, longest: int) -> bytes:
     return run_files.read_bytes(path, longest, depth=0)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    return run_files.open_file(path, depth=0)
-
-
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to an OSError: a write by itself raises one without it."""
+    """Adds the file's name to an OSError, which a write leaves out."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What trains the weights, by name: optimizers and their groups, schedules of the rate, averages, compiling."""
+"""Sections about training: optimizers and parameter groups, schedules, EMA, torch.compile, data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from lockstep.config.values import Component, ImportPath, Interval, Section, as_mapping
+from lockstep.config.values import Component, ImportPath, Interval, OpenSection, Section, as_mapping, require
 
 EVERY_STEP = Interval(1, "step")
 EVERY_EPOCH = Interval(1, "epoch")
@@ -17,28 +17,19 @@ Shape = Literal["constant", "linear", "cosine", "polynomial"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 
 
-def _listed(value: Any) -> Any:
-    """One pattern stands for a list of it."""
-    return [value] if isinstance(value, str) else value
-
-
-def _some(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    if not patterns or not all(patterns):
-        raise ValueError("give at least one pattern of parameter names, such as encoder.*")
-    return patterns
-
-
-# Over the names of parameters, matched as file names are.
+# Patterns of parameter names, matched like file names.
 Patterns = Annotated[
     tuple[str, ...],
     Field(strict=False),
-    AfterValidator(_some),
-    BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
+    require(lambda given: given and all(given), "give at least one pattern of parameter names, such as encoder.*"),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | tuple[str, ...]
+    ),
 ]
 
 
 def of_torch(package: str) -> BeforeValidator:
-    """Torch's own by their bare names: AdamW is torch.optim.AdamW."""
+    """Let a bare name stand for a class of torch: AdamW is torch.optim.AdamW."""
     return BeforeValidator(
         lambda value: (
             f"{package}.{value}" if isinstance(value, str) and re.fullmatch(r"[A-Z]\w*", value, re.ASCII) else value
@@ -46,29 +37,23 @@ def of_torch(package: str) -> BeforeValidator:
     )
 
 
-class ParameterGroup(Section):
-    """Parameters by their names, with arguments of the optimizer that are their own."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+class ParameterGroup(OpenSection):
+    """Parameters by name, with their own arguments of the optimizer."""
 
     match: Patterns
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
 
 class Optimizer(Component):
-    """An optimizer; every further key is an argument of its constructor."""
+    """An optimizer; every other key is an argument of its constructor."""
 
     type: Annotated[ImportPath, of_torch("torch.optim")]
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] | None = Field(
-        None, description="parameters with arguments of their own; the first that matches counts"
+        None, description="parameters with their own arguments; the first match counts"
     )
 
 
 class Scheduler(Component):
-    """A learning-rate scheduler of torch's kind, stepped every so often; `monitor` feeds those that watch a metric."""
+    """A torch learning-rate scheduler; `monitor` names the metric for schedulers like ReduceLROnPlateau."""
 
     type: Annotated[ImportPath, of_torch("torch.optim.lr_scheduler")]
     every: Interval = EVERY_EPOCH
@@ -82,18 +67,18 @@ def _warmup(value: Any) -> Any:
         return value
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?\s*%", value) and float(value.rstrip("% ")) <= 100:
         return value
-    raise ValueError('must be a number of steps, 500, or a share of the run, "5%"')
+    raise ValueError('must be a number of steps, 500, or a fraction of the run, "5%"')
 
 
 class Schedule(Section):
-    """A schedule by its name: a function of the step and of how many steps the run has, stepped every step."""
+    """A schedule by name: a function of the step and the number of steps, applied every step."""
 
     type: Shape
     warmup: Annotated[int | str, BeforeValidator(_warmup)] = Field(
-        0, description='steps in which the rate rises to its full height, or a share of the run: "5%"'
+        0, description='steps in which the learning rate rises to its maximum, or a fraction of the run: "5%"'
     )
-    final: float = Field(0.0, ge=0, le=1, description="what is left of the rate at the end, as a fraction of it")
-    power: float = Field(1.0, gt=0, description="of a polynomial")
+    final: float = Field(0.0, ge=0, le=1, description="the learning rate at the end, as a fraction of the maximum")
+    power: float = Field(1.0, gt=0, description="the exponent of a polynomial schedule")
 
     @model_validator(mode="after")
     def _fits_its_shape(self) -> Schedule:
@@ -104,7 +89,7 @@ class Schedule(Section):
         return self
 
     def needs_total(self) -> bool:
-        """Whether it can only be known by whoever knows how long the run is."""
+        """Whether the schedule depends on the number of steps."""
         return self.type != "constant" or isinstance(self.warmup, str)
 
 
@@ -112,55 +97,52 @@ def _kind(value: Any) -> str:
     if isinstance(value, Section):
         return "(schedule)" if isinstance(value, Schedule) else "(scheduler)"
     name = value.get("type") if isinstance(value, dict) else None
-    # What is one lower-case word is no import path: it is one of the names, or meant to be.
+    # A single lower-case word cannot be an import path.
     return "(schedule)" if isinstance(name, str) and re.fullmatch(r"[a-z_]\w*", name) else "(scheduler)"
 
 
-# In brackets: no key is written like that.
+# Tags are in parentheses so that no key can be mistaken for one.
 AnyScheduler = Annotated[
     Annotated[Schedule, Tag("(schedule)")] | Annotated[Scheduler, Tag("(scheduler)")], Discriminator(_kind)
 ]
 
 
-def _in_steps(interval: Interval) -> Interval:
-    if interval.unit != "step":
-        raise ValueError('averages are taken every so many steps: write for example "10 steps"')
-    return interval
+_IN_STEPS = require(
+    lambda interval: interval.unit == "step", 'averages are taken every so many steps: write for example "10 steps"'
+)
 
 
 class Ema(Section):
-    """An exponential moving average of the weights, kept beside them."""
+    """An exponential moving average of the weights."""
 
-    decay: float = Field(gt=0, lt=1, description="what is left of the average in every update")
-    every: Annotated[Interval, AfterValidator(_in_steps)] = EVERY_STEP
-    warmup: bool = Field(True, description="update n decays by (1 + n) / (10 + n) at most: first values fade sooner")
-    measured: bool = Field(True, alias="validate", description="measure the averaged weights, too, as val/ema/...")
+    decay: float = Field(gt=0, lt=1, description="the factor of the old average in each update")
+    every: Annotated[Interval, _IN_STEPS] = EVERY_STEP
+    warmup: bool = Field(True, description="limit the decay of update n to (1 + n) / (10 + n)")
+    measured: bool = Field(True, alias="validate", description="also validate the averaged weights, as val/ema/...")
 
 
 AnyEma = Annotated[Ema, as_mapping(Ema, "decay", float)]
 
 
 class Compile(Section):
-    """How torch.compile works on the model."""
+    """Options of torch.compile."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    dynamic: bool | None = Field(None, description="null: torch finds out; true: for all shapes; false: one by one")
-    blocks: bool = Field(False, description="each kind of block once, instead of the whole model")
+    dynamic: bool | None = Field(None, description="true: one program for all shapes; false: one each; null: automatic")
+    blocks: bool = Field(False, description="compile each kind of block once instead of the whole model")
     cache: str | None = Field(
-        None, min_length=1, description="a folder for compiled code; lockstep/compiled in the user's cache if not given"
+        None, min_length=1, description="a folder for compiled code; defaults to lockstep/compiled in the user's cache"
     )
-
-
-def _compile(value: Any) -> Any:
-    if isinstance(value, (bool, dict, Compile)) or value == "blocks":
-        return value
-    raise ValueError("must be true, false, blocks, or a mapping with mode, dynamic, blocks and cache")
 
 
 AnyCompile = Annotated[
     Annotated[bool | Literal["blocks"], Tag("(short)")] | Annotated[Compile, Tag("(mapping)")],
     Discriminator(lambda value: "(mapping)" if isinstance(value, (dict, Compile)) else "(short)"),
-    BeforeValidator(_compile),
+    require(
+        lambda value: isinstance(value, (bool, dict, Compile)) or value == "blocks",
+        "must be true, false, blocks, or a mapping with mode, dynamic, blocks and cache",
+        BeforeValidator,
+    ),
 ]
 
 
@@ -183,16 +165,16 @@ class Split(Section):
 
 
 class Ordering(Section):
-    """In which order an epoch visits its examples."""
+    """The order of examples in an epoch."""
 
     type: Literal["shuffled", "sequential", "weighted", "buckets", "own"]
-    replacement: bool = Field(True, description="weighted: whether an example that was drawn may be drawn again")
-    count: int | None = Field(None, gt=0, description="weighted: examples in an epoch; as many as there are")
+    replacement: bool = Field(True, description="weighted: draw with replacement")
+    count: int | None = Field(None, gt=0, description="weighted: examples per epoch; null: the size of the dataset")
     weights: str | None = Field(
-        None, description="weighted: a file of numpy's (.npy), in place of the task's weights()"
+        None, description="weighted: a NumPy file (.npy) to use instead of the task's weights()"
     )
-    window: int | None = Field(None, gt=0, description="buckets: batches that are sorted by length together; 100")
-    lengths: str | None = Field(None, description="buckets: a file of numpy's (.npy), in place of the task's lengths()")
+    window: int | None = Field(None, gt=0, description="buckets: batches that are sorted by length together; null: 100")
+    lengths: str | None = Field(None, description="buckets: a NumPy file (.npy) to use instead of the task's lengths()")
 
     @model_validator(mode="after")
     def _of_the_type(self) -> Ordering:
@@ -207,22 +189,22 @@ class Ordering(Section):
 
 class Data(Section):
     workers: int = Field(0, ge=0)
-    pin_memory: bool | None = Field(None, description="page-locked host memory; where not given, with CUDA")
-    prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that every worker fetches ahead")
+    pin_memory: bool | None = Field(None, description="use page-locked host memory; null: with CUDA")
+    prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that each worker fetches in advance")
     drop_last: bool = False
-    shuffle: bool = Field(True, description="false is short for order: sequential")
+    shuffle: bool = Field(True, description="false means order: sequential")
     shuffle_buffer: int | None = Field(
-        None, gt=1, description="for streams: shuffle the examples of each shard in blocks of so many"
+        None, gt=1, description="streams: shuffle the examples of each shard in blocks of this size"
     )
     order: Annotated[Ordering, as_mapping(Ordering)] | None = Field(
-        None, description="where not given: the task's own, if it has one, else shuffled"
+        None, description="defaults to the task's order, then to shuffled"
     )
     split: Split | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _order_and_shuffle(cls, given: Any) -> Any:
-        """Both are kept so that they say the same, also in the config that a run writes down."""
+        """Keeps `order` and `shuffle` consistent, also in the resolved config."""
         if not isinstance(given, dict) or given.get("order") is None:
             return given
         order, shuffle = given["order"], given.get("shuffle")

@@ -1,4 +1,4 @@
-"""Listening to signals, and the requests that reach whoever started the ranks, and speaks for all of them."""
+"""Signal handlers, requests to the launcher by signals, and the processes below a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
-# What processes that serve a run take no notice of: they end with it, and not with a signal to the whole group.
+# Ignored by helper processes, which end with the run and not with a signal to the process group.
 QUIET_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
@@ -24,7 +24,7 @@ QUIET_SIGNALS = (
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Send signals to these handlers while the block runs; Python lets nothing but the main thread do so."""
+    """Installs signal handlers while the block runs; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -37,37 +37,37 @@ def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 def nothing(number: int, frame: FrameType | None) -> None:
-    """For a signal that is to have no effect. Not SIG_IGN, which every program that this process starts inherits."""
+    """Ignores a signal. SIG_IGN would be inherited by child processes."""
 
 
 def unless_ignored(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those that were not ignored when this process was started: nohup, or a shell in the background, means it."""
+    """Returns the signals that were not ignored (nohup, background shell) when this process started."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def interactive() -> bool:
-    """Whether somebody types into this process, a notebook or an interpreter, and wants to keep it."""
+    """Whether this is a notebook or an interactive interpreter."""
     return hasattr(sys, "ps1") or not hasattr(sys.modules["__main__"], "__file__")
 
 
 class Signals:
-    """What the launcher was asked for: to stop, to end at once, to save."""
+    """Requests to the launcher: stop, end at once, save."""
 
-    # A terminal that hangs up, and a batch system's limit on time, ask for the same as Ctrl-C does.
+    # A hang-up and a batch system's time limit mean the same as Ctrl-C.
     _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-    # What would end this process, and with it the run, though it asks for nothing.
+    # They would end this process, and with it the run.
     _MEANINGLESS = tuple(
         getattr(signal, name)
         for name in ("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR", "SIGSTKFLT")
         if hasattr(signal, name)
     )
-    # A terminal may signal the launcher twice, or a batch system first it and then its group.
+    # A terminal or a batch system may signal the launcher twice.
     _SAME_REQUEST_SECONDS = 1.0
 
     def __init__(self, save_on_request: bool) -> None:
-        self.count = 0  # 1: to stop; 2: to end at once, which only Ctrl-C asks for: others repeat what they said
+        self.count = 0  # 1: stop; 2: end at once, which only Ctrl-C requests
         self.name = ""
-        self.save = False  # asked to save now, and not yet passed on
+        self.save = False  # requested, and not yet passed on
         self._save_on_request = save_on_request
         self._last = float("-inf")
 
@@ -78,7 +78,6 @@ class Signals:
 
     @property
     def how_to_end(self) -> str:
-        """What ends the ranks without waiting for them."""
         return "once more" if self.name == "SIGINT" else "Ctrl-C (SIGINT)"
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -95,12 +94,12 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one that loses its own."""
+    """Makes this process the parent of orphans below it."""
     _control(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """End this process, by SIGKILL, as soon as the one that made it is gone."""
+    """Ends this process by SIGKILL when its parent dies."""
     parent = os.getppid()
     _control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # gone before it could be asked for
@@ -108,7 +107,7 @@ def die_with_parent() -> None:
 
 
 def end_below(roots: Iterable[int], spare: Iterable[int] = ()) -> list[int]:
-    """End every process below these, but not these themselves; those that were there."""
+    """Kills every process below these and returns their ids."""
     roots, spare = set(roots), set(spare)
     found: list[int] = []
     while True:  # one that was just about to make another has made it by the next look
@@ -122,12 +121,12 @@ def end_below(roots: Iterable[int], spare: Iterable[int] = ()) -> list[int]:
 
 
 def state_of(pid: int) -> str | None:
-    """One letter, as in proc(5): R, S, T (stopped), Z (dead); None where there is no such process, or no telling."""
+    """Returns the state letter of proc(5): R, S, T (stopped), Z (dead); None if unknown."""
     return _status(pid)[0]
 
 
 def processes_below(roots: Iterable[int]) -> list[int]:
-    """The children of these, their children and so on, as far as they are alive."""
+    """Returns all living descendants."""
     roots = set(roots)
     children: dict[int, list[int]] = {}
     for entry in _processes():

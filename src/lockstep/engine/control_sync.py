@@ -190,7 +190,7 @@ class OutOfBandSync:
         """The step whose safe point all ranks meet at, once it is known."""
         key, began = _key(self._round, "at"), time.monotonic()
         with self._group.activity.within("'a pulse out of turn'", waits=True):
-            while (step := self._group.word(key)) is None:
+            while (step := self._group.published([key])[0]) is None:
                 if time.monotonic() - began > self._group.timeout:
                     raise RankMissing(
                         f"waited {self._group.timeout:g} s for a pulse out of turn: the heartbeat of a rank does not "

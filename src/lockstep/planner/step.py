@@ -1,4 +1,8 @@
-"""Two steps of a run on fake tensors: the first makes the optimizer's state, the second is what a plan is made of."""
+"""Traces two steps of a run on fake tensors: the first creates the optimizer's state, the second is planned.
+
+One process stands for rank 0 of a world of any size. The run, its strategy and its task are the real ones; other ranks
+answer what this one says, and the device computes on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +59,10 @@ _TIMEOUT = 600.0
 _really_create = strategies.create
 
 
-class PretendRuntime(Runtime):
-    """A device family by the name that it has; its tensors are fake, and on the host's device for torch.
+class FakeRuntime(Runtime):
+    """A CUDA runtime on fake host tensors: torch refuses tensors of a device that it was not built for.
 
-    Torch refuses tensors of a device that it was not built for, fake ones too. The host's are as large; what GPUs do
-    otherwise, gpu_rules.py makes the host do.
+    What GPUs do differently is in gpu_rules.py.
     """
 
     name: ClassVar[str] = "cuda"
@@ -80,7 +83,7 @@ class PretendRuntime(Runtime):
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
 
-class PretendGroup(Group):
+class FakeGroup(Group):
     """Rank 0 of ranks that all say what it says."""
 
     def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
@@ -89,17 +92,17 @@ class PretendGroup(Group):
     def _from_rank_0(self, name: str, message: bytes) -> bytes:
         return message
 
-    def leave_word(self, key: str, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
         pass
 
-    def words(self, keys: Sequence[str]) -> list[str | None]:
+    def published(self, keys: Sequence[str]) -> list[str | None]:
         return [None] * len(keys)
 
 
-class PretendDdp(Strategy):
-    """What DistributedDataParallel needs and exchanges. It is written in C++, which has no use for fake tensors.
+class FakeDdp(Strategy):
+    """The memory and traffic of DistributedDataParallel, which cannot run on fake tensors.
 
-    A hook that makes thin matrices of gradients, or is the user's own, is planned as if they went as they are.
+    powerSGD and custom hooks are planned as if gradients were not compressed.
     """
 
     name = "ddp"
@@ -128,7 +131,6 @@ class PretendDdp(Strategy):
 
     @property
     def gradients(self) -> bool:
-        """Whether the buckets are the gradients."""
         return self._settings.has_bucket_views(on_gpu=True)
 
     def computed(self, last: bool) -> None:
@@ -165,13 +167,13 @@ def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
 def _create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
     check_strategy(settings, runtime.name, group.world_size)
     if settings.type in ("auto", "ddp") and group.world_size > 1:
-        return PretendDdp(runtime, settings, group.world_size)
+        return FakeDdp(runtime, settings, group.world_size)
     return _really_create(settings, runtime, group)
 
 
 @contextlib.contextmanager
-def world(size: int) -> Iterator[PretendGroup]:
-    """Torch's own group that exchanges nothing, for its parts that want one."""
+def world(size: int) -> Iterator[FakeGroup]:
+    """Enters torch's fake process group, and patches what does not work on fake tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -181,7 +183,7 @@ def world(size: int) -> Iterator[PretendGroup]:
     available = torch.cuda.is_available
     torch.cuda.is_available = _as_on_the_target(available)
     try:
-        yield PretendGroup(0, size, _TIMEOUT)
+        yield FakeGroup(0, size, _TIMEOUT)
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
         strategies.create = _really_create
@@ -190,7 +192,7 @@ def world(size: int) -> Iterator[PretendGroup]:
 
 
 def _as_on_the_target(available: Callable[[], bool]) -> Callable[[], bool]:
-    """A task that asks for GPUs (fused=torch.cuda.is_available()) is told what it would be told there."""
+    """Answers torch.cuda.is_available() in user code as on the target."""
 
     def answer() -> bool:
         asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
@@ -200,7 +202,7 @@ def _as_on_the_target(available: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _stays(to: Any) -> Any:
-    """Moving a model to where it is: torch would swap fake parameters for others, and cannot."""
+    """Ignores Module.to(device), for which torch would swap fake parameters, and cannot."""
 
     def instead(module: nn.Module, *arguments: Any, **named: Any) -> nn.Module:
         given = [*arguments, *named.values()]
@@ -213,7 +215,7 @@ def _stays(to: Any) -> Any:
 
 
 def real(function: Any, *arguments: Any) -> Any:
-    """What a function returns on tensors with memory, as reading data needs them."""
+    """Calls a function on real tensors, as reading data needs."""
     with unset_fake_temporarily():
         return function(*arguments)
 
@@ -242,7 +244,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
     if config.strategy.offload:
         _copy_offloaded()
     gpu_rules.install_compile(ledger)
-    runtime = PretendRuntime(fake)
+    runtime = FakeRuntime(fake)
     with world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
         try:
@@ -270,7 +272,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
             bytes=sum(each.bytes for each in books.operations[start.operation :]),
             work=figures.work_of(books, start.operation),
             collectives=figures.collectives_of(books, start.collective, _axes(run, world_size), world_size),
-            uneven=figures.awkward_of(books, start.operation),
+            uneven=figures.uneven_of(books, start.operation),
             timeline=figures.thinned(timeline, peak.at),
             phases=_phases(books.phases, start.event),
             seconds=round(time.monotonic() - began, 1),
@@ -295,7 +297,7 @@ class _Start:
 
 
 def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> _Start:
-    """Two steps; where the second began."""
+    """Runs two steps and returns where the second began."""
     parameters = [each for module in run.modules.values() for each in module.parameters()]
     away = config.strategy.offload
     ledger.name((local_part(each) for each in parameters), "weights", away)
@@ -308,7 +310,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     for each in parameters:
         if each.requires_grad:
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
-    if isinstance(run.spread, PretendDdp):
+    if isinstance(run.spread, FakeDdp):
         ledger.name(run.spread.buckets, "gradients" if run.spread.gradients else "communication")
     limits, step, done = config.train, step_of(task), 0
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
@@ -347,7 +349,6 @@ def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
 
 
 def _phases(phases: list[tuple[str, int]], start: int) -> list[tuple[str, int]]:
-    """Of the second step, the one in which it begins among them."""
     before = [name for name, at in phases if at <= start][-1:]
     return [(name, 0) for name in before] + [(name, at - start) for name, at in phases if at > start]
 
@@ -386,9 +387,9 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _copy_offloaded() -> None:
-    """`strategy.offload` on fake tensors: to torch a pretended device is the host, so that it copies nothing.
+    """Makes `strategy.offload` copy on fake tensors, whose device is the host to torch.
 
-    For a process that does nothing but plan: it is not taken back.
+    This cannot be undone.
     """
     of_the_host: Any = FSDPParam.all_gather_inputs
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lockstep import run_files
-from lockstep.config.load import parse_yaml, to_yaml, validate
+from lockstep.config.load import from_plain, parse_yaml, to_yaml
 from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Result
@@ -101,7 +101,7 @@ def write_text(file: Path, text: str, depth: int = 1) -> None:
 
 def read_config(folder: Path) -> RunConfig:
     """The config of an existing run."""
-    return validate(RunConfig, read_plain_config(folder), {}, str(folder / CONFIG_FILE))
+    return from_plain(read_plain_config(folder), str(folder / CONFIG_FILE))
 
 
 def read_plain_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""CUDA GPUs: one process per device, chosen by the local rank among the devices that are visible."""
+"""CUDA GPUs: one process per device, chosen by the local rank among the visible devices.
+
+Ranks that share a GPU use gloo through host memory, since NCCL refuses two ranks on one device.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from lockstep.runtime.moving import map_tensors, moved
 
 
 class Arriving:
-    """A batch on its way to a GPU on a separate stream.
+    """A batch being copied to a GPU on a separate stream.
 
-    `arrive` gives it to the stream that computes, without the host waiting for it.
+    `arrive` hands it to the computing stream without blocking the host.
     """
 
     def __init__(self, batch: Any, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -86,7 +89,7 @@ class CudaRuntime(Runtime):
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def move(self, batch: Any) -> Any:
-        """Also without having begun before: the copy does not queue up behind the step that the GPU is at."""
+        """The copy does not wait for the current step of the GPU."""
         begun: Arriving = batch if isinstance(batch, Arriving) else self.begin_move(batch)
         return begun.arrive()
 
@@ -112,7 +115,7 @@ class CudaRuntime(Runtime):
 
 
 class _CopyToHost:
-    """Read at once, values would empty the queue of the GPU: about a millisecond of every step that is logged."""
+    """Reading values at once would stall the GPU for about a millisecond."""
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         together = torch.stack([each.reshape(()).double() for each in values])
@@ -133,7 +136,7 @@ THROUGH_HOST = "lockstep_through_host"
 
 
 def register_through_host() -> str:
-    """Make the backend known to torch, once; its name."""
+    """Registers the backend with torch and returns its name."""
     if THROUGH_HOST.upper() not in vars(dist.Backend):
         dist.Backend.register_backend(THROUGH_HOST, _create, devices=["cuda", "cpu"])
     return THROUGH_HOST
@@ -144,7 +147,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost
 
 
 class ThroughHost(dist.ProcessGroup):
-    """The collectives that fully_shard and DTensor use. Each has ended when its call returns."""
+    """The collectives that fully_shard and DTensor use, through host memory. Each has ended when its call returns."""
 
     def __init__(self, rank: int, size: int, gloo: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -231,7 +234,6 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _operation(opts: Any, kind: Any) -> Any:
-    """The same operation in the options of another collective."""
     found = kind()
     if opts is not None:
         found.reduceOp = opts.reduceOp

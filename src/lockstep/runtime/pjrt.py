@@ -1,4 +1,8 @@
-"""What the PJRT runtime reads from the environment, worked out from the settings. Knows neither torch nor torch_xla."""
+"""The PJRT runtime without torch_xla: its environment variables, its devices, and a plugin for CUDA.
+
+torch_xla 2.9 has no CUDA support, but loads any PJRT plugin. The one of jax-cuda12-pjrt (`pip install
+'lockstep-train[xla-cuda]'`) needs CUDA 12 libraries and a GPU, not JAX itself.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _TPU_IDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
 def device_family(settings: RunSettings, env: Mapping[str, str]) -> str:
-    """CPU, TPU or CUDA: as the config says, else as PJRT_DEVICE says, else the CPU."""
+    """Returns CPU, TPU or CUDA: from the config, then from PJRT_DEVICE, then CPU."""
     asked = settings.xla.device or env.get(DEVICE) or "CPU"
     # PJRT takes `TPU_C_API` and the like for TPU.
     family = _OLD_NAMES.get(asked.upper().split("_")[0], asked.upper().split("_")[0])
@@ -97,7 +101,7 @@ def check(settings: RunSettings, env: Mapping[str, str], processes: int) -> None
 
 
 def processes(settings: RunSettings, env: Mapping[str, str]) -> int:
-    """How many processes `auto` stands for: one per device for ddp on accelerators, else one."""
+    """Returns what `auto` stands for: one process per device for ddp on accelerators, else one."""
     family = device_family(settings, env)
     if family == "CPU" or settings.strategy.type not in ("ddp", "auto"):
         return 1
@@ -122,7 +126,7 @@ def tpu_chips() -> int:
 
 
 def gpu_count(env: Mapping[str, str]) -> int:
-    """GPUs that a process here may use, without opening any."""
+    """Returns the visible GPUs without opening any."""
     present = len([each for each in Path("/dev").glob("nvidia[0-9]*") if each.name[6:].isdigit()])
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -142,7 +146,7 @@ _LIBRARY = "xla_cuda_plugin.so"
 
 @functools.cache
 def register_cuda_plugin() -> None:
-    """Make PJRT_DEVICE=CUDA known to torch_xla, before it opens a device: once in a process, however often it runs."""
+    """Registers PJRT_DEVICE=CUDA with torch_xla, before it opens a device."""
     from torch_xla.experimental import plugins
 
     library = library_path()
@@ -187,7 +191,7 @@ class _NameAsked(ctypes.Structure):
 
 
 class _Api(ctypes.Structure):
-    """The beginning of PJRT_Api, whose fields keep their places from version to version."""
+    """The beginning of PJRT_Api, whose layout is stable."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
@@ -212,9 +216,9 @@ _answer = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_NameAsked))(_tell_th
 
 
 def _go_by_another_name(library: str) -> None:
-    """torch_xla 2.9 ends the process over a device that calls itself CUDA; under a name it does not know it works.
+    """Renames the platform: torch_xla 2.9 aborts for a device that calls itself CUDA.
 
-    The plugin's table of functions is one for everybody who loads the library: the answer to its name is replaced.
+    The plugin's function table is shared by everybody who loads the library; the answer to its name is replaced.
     """
     give = ctypes.CDLL(library).GetPjrtApi
     give.restype = ctypes.POINTER(_Api)
@@ -251,7 +255,7 @@ def library_path() -> str:
 
 
 def client_options(env: Mapping[str, str]) -> dict[str, object]:
-    """What the plugin is told when it opens its devices, from the variables that torch_xla documents."""
+    """Returns the plugin's options, from the variables that torch_xla documents."""
     options: dict[str, object] = {"platform_name": "cuda"}
     if "PJRT_ALLOCATOR_FRACTION" in env:
         options["memory_fraction"] = float(env["PJRT_ALLOCATOR_FRACTION"])

@@ -1,4 +1,4 @@
-"""What a rank says of itself at the roll call, and how it is shown."""
+"""What a rank reports at the roll call, and what is wrong with the reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
     device: str
     physical_device: str
     world_size: int
-    runtime_world: int | None  # what the device runtime believes; None where it has no opinion of its own
+    runtime_world: int | None  # the world size of the device runtime, if it has one
     python: str
     torch: str
     lockstep: str
@@ -39,7 +39,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank brings along in case its digests differ from the others'."""
+    """Details that are compared only if digests differ."""
 
     config: Mapping[str, Any]
     source: Mapping[str, str]  # file -> digest
@@ -49,7 +49,7 @@ Said = TypeVar("Said", Report, Evidence)
 
 
 def decoded(kind: type[Said], data: bytes | None) -> Said:
-    """A report, or evidence, as it came over the network: all of its fields, each of its type."""
+    """Decodes a report or evidence from the network and checks its types."""
     try:
         said = kind(**json.loads(data or b"null"))
         fits = all(type(getattr(said, each.name)) in _types(each.type) for each in fields(said))
@@ -72,10 +72,7 @@ def _types(annotation: Any) -> tuple[type, ...]:
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as far as ranks must agree on it: where a host keeps the task's file is its own affair.
-
-    What is in the file is compared by its digest.
-    """
+    """Returns the part of a config that ranks must agree on: not the folder of the task, whose files have digests."""
     task = config.get("task")
     if not task:
         return dict(config)
@@ -96,19 +93,19 @@ def table(reports: list[Report], marked: set[int] | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a task: digests by their paths below a folder."""
+    """Digests of the files of a task, by their paths below a folder."""
 
     root: Path
     digests: dict[str, str]
 
 
 def source_files(thing: Any) -> Source:
-    """The file that a class or function is defined in, and its loaded neighbours.
+    """Returns the digests of the file that defines a class or function, and of its loaded neighbours.
 
-    Neighbours are modules of the same package, or of the same folder where it is a file on its own. Files that are
-    installed, and are not the task itself, are left to the comparison of versions.
+    Neighbours are modules of the same package, or of the same folder for a single file. Installed packages are compared
+    by version instead.
     """
-    while isinstance(thing, functools.partial):  # of the function inside: the partial itself is functools' own
+    while isinstance(thing, functools.partial):
         thing = thing.func
     module = sys.modules.get(getattr(thing, "__module__", ""))
     file = getattr(module, "__file__", None) or _file_of(thing)
@@ -116,7 +113,7 @@ def source_files(thing: Any) -> Source:
         return Source(Path(), {})
     home = Path(file).resolve()
     root = root_of(module, home)
-    # Thousands of modules are loaded: most are told apart by how their path begins, without asking the system.
+    # Thousands of modules are loaded: comparing prefixes avoids most system calls.
     beginnings = tuple({f"{root}{os.sep}", f"{root_of(module, Path(file))}{os.sep}"})
     found = {home}
     for loaded in list(sys.modules.values()):
@@ -125,11 +122,12 @@ def source_files(thing: Any) -> Source:
             path = Path(other).resolve()
             if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
                 found.add(path)
-    return Source(root, {str(path.relative_to(root)): _digest(path) for path in sorted(found) if path.is_file()})
+    contents = {str(path.relative_to(root)): path.read_bytes() for path in sorted(found) if path.is_file()}
+    return Source(root, {name: hashlib.sha256(data).hexdigest()[:16] for name, data in contents.items()})
 
 
 def root_of(module: Any, home: Path) -> Path:
-    """The folder of the outermost package that a module belongs to, or just the folder that its file is in."""
+    """Returns the folder of the outermost package of a module, or the folder of its file."""
     depth = getattr(module, "__name__", "").count(".")
     if not depth:
         return home.parent
@@ -146,11 +144,6 @@ def _file_of(thing: Any) -> str | None:
         return None
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-# Rows of a table beyond this are left to topology.json.
 SHOWN = 32
 
 
@@ -162,7 +155,7 @@ class Fault:
 
 
 def find_faults(reports: list[Report], world_size: int, share_devices: bool) -> list[Fault]:
-    """Everything that the reports show to be wrong, gravest first."""
+    """Returns everything that is wrong with the reports, gravest first."""
     reports = sorted(reports, key=lambda each: each.rank)
     return [
         *_rank_faults(reports, world_size),
@@ -176,7 +169,7 @@ def find_faults(reports: list[Report], world_size: int, share_devices: bool) -> 
 
 
 def differences(reports: Mapping[int, Report], evidence: Callable[[int], Evidence]) -> list[Fault]:
-    """Which settings and which files differ from rank 0's, where a digest says that some do."""
+    """Returns which settings and files differ from rank 0's."""
     reference = next((number for number, each in reports.items() if each.rank == 0), None)
     if reference is None:
         return []
@@ -192,7 +185,7 @@ def differences(reports: Mapping[int, Report], evidence: Callable[[int], Evidenc
         )
         if settings:
             faults.append(Fault(f"rank {report.rank} has another config: {settings}", (report.rank,)))
-        # A file that only one of them has loaded is no contradiction: some imports depend on the rank.
+        # Some imports depend on the rank: a file that only one rank has loaded is fine.
         files = [file for file, value in theirs.source.items() if ours.source.get(file, value) != value]
         if files:
             names = ", ".join(sorted(files))
@@ -207,7 +200,7 @@ def differences(reports: Mapping[int, Report], evidence: Callable[[int], Evidenc
 
 
 def render(faults: list[Fault], reports: list[Report], missing: Mapping[int, Beat | None] | None = None) -> str:
-    """One message: what is wrong, and a table of those who reported with the ranks concerned marked."""
+    """Returns one message: the faults, and a table of the ranks with those concerned marked."""
     lines = ["the roll call failed:", *(f"  - {fault.text}" for fault in faults)]
     for rank, beat in (missing or {}).items():
         seen = f"last seen {beat.describe()} for {beat.still:.0f} s" if beat else "was never seen"

@@ -1,7 +1,8 @@
-"""What goes over a connection to the store: frames of byte strings, with limits on all of it, and their seals.
+"""The protocol of the store: frames with limits and seals, and the handshake by which both sides prove the secret.
 
-Nothing here trusts what it reads: a frame that is too long, cut short or wrongly sealed is a `Malformed`, and whoever
-gets that closes the connection.
+A frame that is too long, cut short or wrongly sealed is Malformed, and its connection is closed. In the handshake each
+side sends a nonce and proves the secret over both, the server first, so that a rank with another secret can say so. The
+keys of the seals are derived from both nonces.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SEAL_BYTES = 16
 
 
 class Malformed(ValueError):
-    """Bytes that are no message of ours."""
+    """Bytes that are not a valid message."""
 
 
 def pack(parts: Sequence[bytes]) -> bytes:
@@ -49,9 +50,9 @@ def unpack(body: bytes) -> list[bytes]:
 
 
 class Seal:
-    """Shows of every frame in one direction that it is from who was let in, and in its place among the others.
+    """Authenticates every frame in one direction, and its position.
 
-    Over a Unix socket the system vouches for the other side, and frames go without (`key` is None).
+    A Unix socket needs none (`key` is None).
     """
 
     def __init__(self, key: bytes | None) -> None:
@@ -76,7 +77,7 @@ def frame(parts: Sequence[bytes], seal: Seal) -> bytes:
 
 
 def take_frame(buffer: bytearray, seal: Seal) -> list[bytes] | None:
-    """The first message of what has been read so far, taken from it; None where it is not all there yet."""
+    """Removes and returns the first message of the buffer, or None if it is incomplete."""
     if len(buffer) < _LENGTH_BYTES:
         return None
     size = int.from_bytes(buffer[:_LENGTH_BYTES], "big")
@@ -104,7 +105,7 @@ ANSWER_BYTES = _PROOF_BYTES
 
 @dataclass(frozen=True)
 class Handshake:
-    """What both sides know once they have each other's numbers."""
+    """The key and the nonces of both sides."""
 
     key: bytes
     nonces: bytes
@@ -116,7 +117,6 @@ class Handshake:
         return hmac.compare_digest(self.proof(side), given)
 
     def seal(self, side: bytes) -> Seal:
-        """Of the frames that a side sends."""
         return Seal(hmac.digest(self.key, side + b" seals " + self.nonces, hashlib.sha256))
 
 
@@ -125,19 +125,19 @@ def hello() -> bytes:
 
 
 def challenge(secret: str, received: bytes) -> tuple[Handshake, bytes]:
-    """The server's answer to a hello."""
+    """Returns the server's answer to a hello."""
     if len(received) != HELLO_BYTES or not received.startswith(_GREETING):
         raise Malformed("it does not speak as ranks do")
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    shaken = Handshake(_key(secret), received[len(_GREETING) :] + nonce)
-    return shaken, nonce + shaken.proof(b"server")
+    handshake = Handshake(_key(secret), received[len(_GREETING) :] + nonce)
+    return handshake, nonce + handshake.proof(b"server")
 
 
 def answer(secret: str, sent: bytes, received: bytes) -> Handshake | None:
-    """The client's view of a challenge; None where the server does not know the same secret."""
+    """Checks the server's challenge; returns None if its secret differs."""
     nonce, proof = received[:_NONCE_BYTES], received[_NONCE_BYTES:]
-    shaken = Handshake(_key(secret), sent[len(_GREETING) :] + nonce)
-    return shaken if shaken.proves(b"server", proof) else None
+    handshake = Handshake(_key(secret), sent[len(_GREETING) :] + nonce)
+    return handshake if handshake.proves(b"server", proof) else None
 
 
 def fresh() -> str:
@@ -145,7 +145,7 @@ def fresh() -> str:
 
 
 def from_file() -> str | None:
-    """The secret that a user keeps for runs on several hosts, the same on all of them."""
+    """Returns the user's secret for runs on several hosts, if there is one."""
     file = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lockstep" / "secret"
     try:
         with file.open("rb") as opened:

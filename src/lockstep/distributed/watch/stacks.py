@@ -1,4 +1,8 @@
-"""Writing down where every thread is, on request: `kill -USR2 PID`, or by the launcher when ranks do not get on."""
+"""Stacks on request (`kill -USR2 PID`), and the lines of user code that a rank or its data workers are in.
+
+A data worker dumps its stack into a memfd on SIGUSR2, also while native code holds the GIL. The rank finds the memfd
+among the open files of the worker.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from lockstep import run_files
 
 @contextlib.contextmanager
 def dumping_stacks(log: Path) -> Iterator[TextIO]:
-    """Append the Python stacks of all threads to a log on SIGUSR2, also while native code holds Python's lock."""
+    """Appends the stacks of all threads to a log on SIGUSR2, also while native code holds the GIL."""
     with os.fdopen(run_files.append(log, depth=2), "a", encoding="utf-8") as stream:
         taken = signal.getsignal(signal.SIGUSR2) not in (signal.SIG_DFL, signal.SIG_IGN)
         if not taken:
@@ -40,7 +44,7 @@ _NOT_THE_USERS = tuple(
 
 
 def is_users(file: str) -> bool:
-    """Whether a source file is neither ours nor a library's."""
+    """Whether a file is user code: neither Lockstep nor a library."""
     return not file.startswith(("<", *_NOT_THE_USERS)) and "site-packages" not in file
 
 
@@ -52,7 +56,7 @@ _DUMP_SECONDS = 0.05
 
 
 def show_stack_on_request() -> None:
-    """Called by a worker when it starts."""
+    """Installs the handler in a data worker."""
     if hasattr(os, "memfd_create") and signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         memory = os.fdopen(os.memfd_create(_NAME), "wb", buffering=0)
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)  # the rank cuts it off before it asks again
@@ -62,7 +66,7 @@ def show_stack_on_request() -> None:
 
 
 def awaited(frame: FrameType | None) -> tuple[int, int] | None:
-    """Returns the number and the process of the worker that a DataLoader on this stack waits for."""
+    """Returns the number and pid of the worker that a DataLoader on this stack waits for."""
     while frame is not None:
         loader = frame.f_locals.get("self") if frame.f_code.co_name == "_next_data" else None
         # Raised where this is no DataLoader of torch, or another version of it.
@@ -74,7 +78,7 @@ def awaited(frame: FrameType | None) -> tuple[int, int] | None:
 
 
 def line_of(pid: int) -> str:
-    """Returns `data.py:42` where the worker is in the user's code; nothing where it cannot be asked."""
+    """Returns a line like `data.py:42` of a worker, or nothing."""
     with suppress(OSError):
         for each in Path(f"/proc/{pid}/fd").iterdir():
             if os.readlink(each).startswith(f"/memfd:{_NAME}"):  # noqa: PTH115  its text

@@ -86,7 +86,7 @@ class Line:
                 return
             try:
                 connections += 1
-                client.leave_last_word(closed_key(self._index), str(connections))
+                client.set_final_message(closed_key(self._index), str(connections))
                 self._converse(client)
                 return
             except (StoreLost, OSError) as error:

@@ -1,7 +1,7 @@
-"""A step as it was traced, in a file: one machine traces it, another compiles it.
+"""A traced step in a file, so that one machine traces and another compiles; and its shardings.
 
-A zip archive of two members: `step.json`, what the arguments and results of the program are, and `step.hlo`, the
-program as XLA's own message. Nothing in it is code of Python's, and it is read with limits.
+A zip archive of `step.json`, the arguments and results of the program, and `step.hlo`, the program as XLA's message. It
+contains no Python code, and it is read with limits.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ Entry = str | tuple[str, ...] | None
 
 
 def words(spec: Sequence[Entry], mesh: Mapping[str, int]) -> str:
-    """`{devices=[8,1,2]<=[16] last_tile_dim_replicate}`: split in 8 along the first dimension, by 2 devices each.
+    """Returns XLA's sharding, such as `{devices=[8,1,2]<=[16] last_tile_dim_replicate}`: 8 parts, 2 copies of each.
 
-    Devices are numbered along the mesh, its last axis first; `T(...)` says in which order its axes are read.
+    Devices are numbered along the mesh, its last axis first; `T(...)` is the order of its axes.
     """
     names = list(mesh)
     parts = [math.prod(mesh[axis] for axis in _axes(entry)) for entry in spec]

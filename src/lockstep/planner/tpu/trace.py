@@ -1,7 +1,7 @@
-"""`python -m lockstep.planner.tpu.trace CONFIG SLICE OUT [KEY=VALUE ...]`: a step of a run as one program of XLA's.
+"""`python -m lockstep.planner.tpu.trace CONFIG SLICE OUT [KEY=VALUE ...]`: traces a step as one XLA program.
 
-The run, its strategy and the task are the real ones; weights, optimizer state and batches are placeholders, so that a
-model of any size and a mesh of any size can be traced on a machine that has neither. Needs torch_xla, no TPU.
+The run, its strategy and the task are the real ones; weights, optimizer state and batches are placeholders, so a model
+and a mesh of any size can be traced. Needs torch_xla, no TPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VIRTUAL_DEVICES = 2
 
 
 def prepare() -> None:
-    """What torch_xla reads once, when it is imported."""
+    """Sets what torch_xla reads on import."""
     os.environ.update(
         PJRT_DEVICE="CPU",
         CPU_NUM_DEVICES=str(_VIRTUAL_DEVICES),
@@ -76,7 +76,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     order = order_of(task, config, datasets["train"])
     torch_xla._XLAC._set_ir_debug(True)  # which line made what
     register = placeholders.Register()
-    runtime = placeholders.NotedRuntime(settings, target.devices, register)
+    runtime = placeholders.PlaceholderRuntime(settings, target.devices, register)
     with placeholders.world(ranks, register) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
         set_up(run, task, settings, RunLength(10**9, 10**6))
@@ -135,7 +135,7 @@ def main(config: str, target: str, out: str, *overrides: str) -> int:
         said = {"error": str(error)}
     except Exception as error:  # the user's own code, and torch_xla's
         traceback.print_exc()
-        said = {"error": told(error)}
+        said = {"error": describe(error)}
     Path(out).with_suffix(".json").write_text(json.dumps(said), encoding="utf-8")
     return 0
 
@@ -150,7 +150,7 @@ _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTI
 _FATAL = "Fatal Python error"
 
 
-def told(error: Exception) -> str:
+def describe(error: Exception) -> str:
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
     where = f" at {_place(frames[-1].filename, frames[-1].lineno or 0)}" if frames else ""
     first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
@@ -158,9 +158,9 @@ def told(error: Exception) -> str:
 
 
 def of_crash(log: str) -> str | None:
-    """Of a process that ended where a placeholder was asked for its value; None where it ended otherwise.
+    """Explains a process that crashed when a placeholder was asked for its value; returns None otherwise.
 
-    torch_xla has no answer to that, and Python's fault handler says where it was asked, the innermost line first.
+    Python's fault handler prints where that was, the innermost line first.
     """
     _, found, after = log.partition(_FATAL)
     frames = [each for each in _FRAME.finditer(after) if _is_users(each["file"])] if found else []
