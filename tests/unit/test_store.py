@@ -141,8 +141,8 @@ def test_a_proof_is_good_for_one_connection_and_a_seal_for_one_place(port: int) 
 
 
 def test_strangers_who_only_wait_do_not_keep_ranks_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_STRANGER_SECONDS", 1.0)
-    monkeypatch.setattr(server, "_most_strangers", lambda: 16)
+    monkeypatch.setattr(server, "_HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(server, "_most_unauthenticated", lambda: 16)
     crowd = [knock(port) for _ in range(60)]
     rank = connect_tcp("127.0.0.1", port, SECRET, 5)
     rank.set("a", "b")
