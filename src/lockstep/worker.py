@@ -25,8 +25,7 @@ from lockstep.distributed.activity import LEFT, Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import meet
 from lockstep.distributed.rollcall.call import hold
-from lockstep.distributed.rollcall.faults import SHOWN
-from lockstep.distributed.rollcall.report import Evidence, Report, Source, comparable, source_files, table
+from lockstep.distributed.rollcall.report import SHOWN, Evidence, Report, Source, comparable, source_files, table
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
@@ -250,9 +249,9 @@ def met(
     store, for_beats = meet(topology, settings.timeouts.rendezvous)
     adapt(device)
     heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
-    heart.tells_resident_memory = family == "cpu"
+    heart.reports_resident_memory = family == "cpu"
     with _beating(heart) as heartbeat:
-        config = comparable(settings.model_dump(mode="json", by_alias=True))
+        config = comparable(settings.plain())
         source = source_files(load_source())
         evidence = Evidence(config, source.digests)
         began = time.monotonic()

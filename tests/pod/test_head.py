@@ -19,8 +19,8 @@ from conftest import wait_until
 from lockstep.distributed.failure import Result
 from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, connect_tcp
-from lockstep.distributed.store.secret import fresh
 from lockstep.distributed.store.server import Server, listen_on_tcp
+from lockstep.distributed.store.wire import fresh
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE
 from lockstep.launchers.ssh.agent import _Leading

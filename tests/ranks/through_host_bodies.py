@@ -8,14 +8,14 @@ from typing import Any
 import sharded_bodies
 
 import lockstep
-from lockstep.runtime import through_host
+from lockstep.runtime import cuda
 from lockstep.runtime.cpu import CpuRuntime
 
 
 def trained(run: lockstep.Run) -> dict[str, Any]:
-    assert run.mesh.get_group("data").name() == through_host.NAME
+    assert run.mesh.get_group("data").name() == cuda.THROUGH_HOST
     return sharded_bodies.trained(run)
 
 
 if multiprocessing.parent_process() is not None:  # in a rank, before its device is made
-    CpuRuntime.mesh_backend = property(lambda self: through_host.register())  # type: ignore[assignment, method-assign]
+    CpuRuntime.mesh_backend = property(lambda self: cuda.register_through_host())  # type: ignore[assignment, method-assign]

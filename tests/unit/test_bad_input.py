@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.cli import main
-from lockstep.config.text_file import read_bytes, read_text
+from lockstep.config.plain import read_bytes, read_text
 from lockstep.errors import ConfigError
 from lockstep.launchers.local import limits
 from lockstep.record import run_folder

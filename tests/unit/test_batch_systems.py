@@ -109,7 +109,7 @@ def test_a_task_that_is_alone_is_a_process_by_itself(env: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"PMIX_RANK": "1"}, "process 1 that what speaks PMIx started"),
+        ({"PMIX_RANK": "1"}, "process 1 that a PMIx launcher started"),
         ({"PMIX_RANK": "0"}, "nothing says of how many"),
         ({"PMI_RANK": "1"}, "PMI_SIZE is not set"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS is not set"),

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 
-from lockstep.config.optimizing import ParameterGroup, Schedule
 from lockstep.config.schema import RunConfig
+from lockstep.config.training import ParameterGroup, Schedule
 from lockstep.engine.loss_scale import FIRST, LossScale
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from lockstep.config.optimizing import Compile
+from lockstep.config.training import Compile
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.strategy.activation_checkpointing import checkpoint_activations
 from lockstep.strategy.blocks import find_blocks

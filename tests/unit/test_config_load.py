@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.load import check_strategy, load, uneven_shares
-from lockstep.config.schema import RunConfig, Train
+from lockstep.config.load import check_strategy, from_plain, load, uneven_shares, with_overrides
+from lockstep.config.schema import After, RunConfig, Train
 from lockstep.config.strategy import Strategy
 from lockstep.config.values import Interval
 from lockstep.errors import ConfigError
@@ -139,6 +139,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
         ("train: {compile: block}", "train.compile: must be true, false, blocks, or a mapping"),
         ("train: {compile: {mod: x}}", "train.compile.mod: unknown key, did you mean mode?"),
         ('"(": 1 step', "(: unknown key, valid are"),
+        ("after: {do: evaluate, run: a, step: 1}", "after: unknown key"),
         ("train: {compile: {mode: fast}}", "train.compile.mode: must be one of default, reduce-overhead, max-autotune"),
         ("train: {ema: 1.5}", "train.ema: input should be less than 1, got 1.5"),
         ("train: {ema: {decay: 0.9, every: 1 epoch}}", "train.ema.every: averages are taken every so many steps"),
@@ -147,7 +148,7 @@ def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> 
             "scheduler: cosin",
             "scheduler: must be one of constant, linear, cosine or polynomial; did you mean cosine?",
         ),
-        ("scheduler: {type: cosine, warmup: soon}", "scheduler.warmup: must be a number of steps, 500, or a share"),
+        ("scheduler: {type: cosine, warmup: soon}", "scheduler.warmup: must be a number of steps, 500, or a fraction"),
         ("scheduler: {type: cosine, warm: 3}", "scheduler.warm: unknown key, did you mean warmup?"),
         (
             "scheduler: {type: constant, final: 0.1}",
@@ -526,3 +527,12 @@ def test_a_strategy_that_suits_the_number_of_processes_is_accepted(strategy: str
 def test_several_processes_that_would_each_train_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy: single trains on one process, but there are 2.*strategy: ddp"):
         check_strategy(Strategy(type="single"), "cpu", 2)
+
+
+def test_work_on_a_trained_model_travels_with_the_config_and_cannot_be_overridden() -> None:
+    after = After(do="predict", run="runs/a", step=3, out="x.jsonl")
+    config = RunConfig.model_validate({"task": "pkg.mod:Task"}).with_after(after)
+    assert from_plain(config.plain(), "config").after == after
+    assert with_overrides(config, ["seed=1"]).after == after
+    with pytest.raises(ConfigError, match="after: unknown key"):
+        with_overrides(config, ["after.step=4"])

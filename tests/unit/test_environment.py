@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lockstep.runtime.environment import with_variables
+from lockstep.runtime import with_variables
 
 
 def test_afterwards_the_variables_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from lockstep.config.load import from_plain
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.launchers import checking
@@ -29,7 +30,7 @@ class Failing(Tiny):
 
 def config(task: str = "tasks:Tiny", **sections: Any) -> RunConfig:
     base = {"task": task, "processes": 2, "data": {"split": {"train": 0.8, "val": 0.2}}}
-    return RunConfig.model_validate({**base, **sections})
+    return from_plain({**base, **sections}, "config")
 
 
 def after(do: str, **values: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from conftest import TASK_FILE
-from lockstep.config.data import Data
 from lockstep.config.schema import After, RunConfig
+from lockstep.config.training import Data
 from lockstep.data.choosing import Buckets, Weighted, choose
 from lockstep.data.loader import Loader, Loading, batch_fetcher
 from lockstep.data.order import GlobalBatches

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.runtime import cuda_plugin, pjrt
+from lockstep.runtime import pjrt
 
 
 def settings(**values: Any) -> RunSettings:
@@ -92,9 +92,9 @@ def test_auto_is_one_process_where_there_is_no_chip() -> None:
 @pytest.mark.requirement("R08")
 def test_the_cuda_plugin_is_told_what_the_variables_say() -> None:
     env = {"PJRT_ALLOCATOR_FRACTION": "0.25", "PJRT_ALLOCATOR_PREALLOCATE": "true"}
-    assert cuda_plugin.client_options(env) == {"platform_name": "cuda", "memory_fraction": 0.25, "preallocate": True}
-    assert cuda_plugin.client_options({"GPU_NUM_DEVICES": "2"})["visible_devices"] == [0, 1]
-    several = cuda_plugin.client_options({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"})
+    assert pjrt.client_options(env) == {"platform_name": "cuda", "memory_fraction": 0.25, "preallocate": True}
+    assert pjrt.client_options({"GPU_NUM_DEVICES": "2"})["visible_devices"] == [0, 1]
+    several = pjrt.client_options({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"})
     assert several == {"platform_name": "cuda", "num_nodes": 4, "node_id": 3, "visible_devices": [1]}
 
 
@@ -139,7 +139,7 @@ def test_the_cuda_plugin_goes_by_a_name_that_torch_xla_does_not_refuse(make_plug
     library = make_plugin(75)
     loaded = ctypes.CDLL(library)
     assert loaded.platform_name_is(b"cuda")
-    cuda_plugin._go_by_another_name(library)
+    pjrt._go_by_another_name(library)
     assert loaded.platform_name_is(b"gpu")
 
 
@@ -151,11 +151,11 @@ def test_torch_xla_is_told_of_the_cuda_plugin(
     from torch_xla.experimental import plugins
 
     library = make_plugin(75)
-    monkeypatch.setattr(cuda_plugin, "library_path", lambda: library)
+    monkeypatch.setattr(pjrt, "library_path", lambda: library)
     monkeypatch.setattr(pjrt, "gpu_count", lambda env: 2)
     for name, value in {"PJRT_DEVICE": "CUDA", "GPU_NUM_DEVICES": "1", "PJRT_DYNAMIC_PLUGINS": ""}.items():
         monkeypatch.setenv(name, value)
-    cuda_plugin.register()
+    pjrt.register_cuda_plugin()
     registered = plugins.default()
     assert plugins.using_dynamic_plugins()
     assert (registered.library_path(), registered.physical_chip_count()) == (library, 2)
@@ -165,11 +165,11 @@ def test_torch_xla_is_told_of_the_cuda_plugin(
 
 def test_a_cuda_plugin_that_is_too_new_for_torch_xla_is_refused(make_plugin: Callable[[int], str]) -> None:
     with pytest.raises(ConfigError, match=r"speaks version 0\.76 of the PJRT API.*0\.75.*'jax-cuda12-pjrt==0\.7\.1'"):
-        cuda_plugin._go_by_another_name(make_plugin(76))
+        pjrt._go_by_another_name(make_plugin(76))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is not None, reason="a PJRT plugin is installed")
 def test_without_the_plugin_or_a_gpu_the_remedy_is_told() -> None:
     with pytest.raises(ConfigError, match=r"needs a PJRT plugin for CUDA.*pip install 'lockstep-train\[xla-cuda\]'"):
-        cuda_plugin.library_path()
+        pjrt.library_path()
     assert pjrt.gpu_count({"CUDA_VISIBLE_DEVICES": ""}) == 0

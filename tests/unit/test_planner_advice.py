@@ -11,7 +11,7 @@ import pytest
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.planner.advice import Advice, advice
-from lockstep.planner.figures import Awkward, Step, Weight, Work
+from lockstep.planner.figures import Step, UnevenSize, Weight, Work
 from lockstep.planner.plan import GIB, Plan
 from planned_steps import compiled, plan, step
 
@@ -106,13 +106,13 @@ def test_a_batch_has_to_reach_all_shares_of_the_mesh() -> None:
 
 
 def test_sizes_are_told_with_what_rounding_costs_and_where_they_come_from() -> None:
-    odd = [Awkward(50257, "gpt.py:86 logits", 4 * 10**12), Awkward(1001, "gpt.py:9 x", 10**12)]
+    odd = [UnevenSize(50257, "gpt.py:86 logits", 4 * 10**12), UnevenSize(1001, "gpt.py:9 x", 10**12)]
     weights = [Weight("expand.weight", 1, [2002, 64], [1001, 64], 512512, 256256, True)]
     found = told(plan(uneven=odd, mesh={"data": 8, "model": 2}, weights=weights))
     first = one(found, "50257 in gpt.py:86").text
     assert "in 50% of the arithmetic: 50264 is 0.014 % more, 50304 (their tiles) 0.094 %" in first
     assert "(2002 of expand.weight over the 2 of model)" in one(found, "1001 in").text
-    rare = [Awkward(77, "gpt.py:1", 10**9)]
+    rare = [UnevenSize(77, "gpt.py:1", 10**9)]
     assert not [each for each in told(plan(uneven=rare)) if "multiple of 8" in each.text]
 
 

@@ -17,9 +17,8 @@ import pytest
 from lockstep.planner.advice import Advice
 from lockstep.planner.figures import Collective, Work
 from lockstep.planner.page import plans_page, search_page
-from lockstep.planner.plan import GIB
+from lockstep.planner.plan import GIB, lines
 from lockstep.planner.search import Tried, Way
-from lockstep.planner.table import lines
 from planned_steps import compiled, plan, step
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

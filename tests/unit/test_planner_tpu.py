@@ -17,11 +17,10 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.planner.devices import known, slice_of, target, topology
 from lockstep.planner.tpu import engine
-from lockstep.planner.tpu.blame import of_crash
 from lockstep.planner.tpu.engine import refused
 from lockstep.planner.tpu.program import Program, group_of, padded_bytes
-from lockstep.planner.tpu.shardings import REPLICATED, Entry, part, words
-from lockstep.planner.tpu.stored import Argument, Traced, read, write
+from lockstep.planner.tpu.stored import REPLICATED, Argument, Entry, Traced, part, read, words, write
+from lockstep.planner.tpu.trace import of_crash
 
 MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 2, "model": 2}]
 

@@ -14,8 +14,17 @@ from typing import Any
 import pytest
 
 from lockstep.distributed.rollcall.call import call, contributions_fault
-from lockstep.distributed.rollcall.faults import SHOWN, differences, find_faults, render
-from lockstep.distributed.rollcall.report import Evidence, Report, comparable, digest, source_files
+from lockstep.distributed.rollcall.report import (
+    SHOWN,
+    Evidence,
+    Report,
+    comparable,
+    differences,
+    digest,
+    find_faults,
+    render,
+    source_files,
+)
 from lockstep.distributed.store.client import connect_unix
 from lockstep.distributed.store.private import fresh_folder
 from lockstep.distributed.store.server import Server, listen_on_unix

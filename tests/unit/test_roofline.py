@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.planner.devices import target
-from lockstep.planner.figures import Collective
-from lockstep.planner.roofline import peak, seconds
+from lockstep.planner.figures import Collective, peak, seconds
 
 GB = 10**9
 

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.config.launch import limit_in_seconds
 from lockstep.config.load import validate, with_values
 from lockstep.config.schema import RunConfig
-from lockstep.config.slurm import limit_in_seconds
 from lockstep.config.sweep import Sweep, drawn, trial_count
 from lockstep.errors import ConfigError
 from lockstep.launchers.slurm import job, queue

@@ -14,10 +14,8 @@ import pytest
 from lockstep.config.schema import Timeouts
 from lockstep.distributed.activity import LEFT, Activity, Beat
 from lockstep.distributed.topology import Place, Topology
-from lockstep.distributed.watch.clock import RunningClock
 from lockstep.distributed.watch.heartbeat import Heartbeat, interval, user_line
-from lockstep.distributed.watch.stall import APART_SECONDS, Limits, Seen, find_slow, find_stall
-from lockstep.distributed.watch.watcher import Watcher
+from lockstep.distributed.watch.stall import APART_SECONDS, Limits, RunningClock, Seen, Watcher, find_slow, find_stall
 
 LIMITS = Limits(stall=300.0, first_step=1800.0, apart=APART_SECONDS)
 

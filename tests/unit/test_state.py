@@ -13,8 +13,8 @@ import torch
 
 from lockstep.config.values import Interval
 from lockstep.data.progress import Due, Progress
+from lockstep.runtime.base import generator_states, seed_generators, set_generator_states
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
 
 
 @pytest.mark.requirement("D01")

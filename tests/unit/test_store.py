@@ -17,7 +17,7 @@ import pytest
 from lockstep.distributed import rendezvous
 from lockstep.distributed.activity import Beat
 from lockstep.distributed.rollcall.report import Evidence, Report, decoded
-from lockstep.distributed.store import private, secret, server, table
+from lockstep.distributed.store import private, server, wire
 from lockstep.distributed.store.client import Client, NotLetIn, StoreLost, connect_tcp, connect_unix
 from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
 from lockstep.distributed.store.wire import MAX_FRAME_BYTES, Malformed, Seal, frame, take_frame, unpack
@@ -78,7 +78,7 @@ def test_what_ranks_ask_of_it(path: str) -> None:
 
 def test_the_store_has_bounds(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = connect_unix(path, 5)
-    monkeypatch.setattr(table, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(server, "MAX_BYTES", 10_000)
     with pytest.raises(StoreLost, match="the store is full"):
         store.set("much", b"x" * 20_000)
     with pytest.raises(StoreLost, match="too long for the store"):
@@ -114,9 +114,9 @@ def test_who_does_not_know_the_secret_stays_outside(port: int, caplog: pytest.Lo
         connect_tcp("127.0.0.1", port, "another secret of sixteen", 5)
     for _ in range(3):  # knows how to speak, and guesses
         stranger = knock(port)
-        stranger.sendall(secret.hello())
-        assert len(stranger.recv(100)) == secret.CHALLENGE_BYTES
-        stranger.sendall(b"x" * secret.ANSWER_BYTES)
+        stranger.sendall(wire.hello())
+        assert len(stranger.recv(100)) == wire.CHALLENGE_BYTES
+        stranger.sendall(b"x" * wire.ANSWER_BYTES)
         assert is_sent_away(stranger)
     told = [each for each in caplog.messages if "refused a connection from 127.0.0.1" in each]
     assert len(told) == 1, "once, however often it knocks"
@@ -124,9 +124,9 @@ def test_who_does_not_know_the_secret_stays_outside(port: int, caplog: pytest.Lo
 
 def test_a_proof_is_good_for_one_connection_and_a_seal_for_one_place(port: int) -> None:
     first, second = knock(port), knock(port)
-    sent = secret.hello()
+    sent = wire.hello()
     first.sendall(sent)
-    shaken = secret.answer(SECRET, sent, first.recv(100))
+    shaken = wire.answer(SECRET, sent, first.recv(100))
     assert shaken is not None
     second.sendall(sent)  # the same hello, and the proof that was good for the first
     second.recv(100)
@@ -141,8 +141,8 @@ def test_a_proof_is_good_for_one_connection_and_a_seal_for_one_place(port: int) 
 
 
 def test_strangers_who_only_wait_do_not_keep_ranks_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_STRANGER_SECONDS", 1.0)
-    monkeypatch.setattr(server, "_most_strangers", lambda: 16)
+    monkeypatch.setattr(server, "_HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(server, "_most_unauthenticated", lambda: 16)
     crowd = [knock(port) for _ in range(60)]
     rank = connect_tcp("127.0.0.1", port, SECRET, 5)
     rank.set("a", "b")
@@ -173,13 +173,13 @@ def test_a_store_that_is_gone_is_noticed_at_once_also_with_a_forked_process(path
 
 def test_a_last_word_is_set_when_its_connection_is_closed(path: str) -> None:
     left, stays = connect_unix(path, 5), connect_unix(path, 5)
-    left.under("a").leave_last_word("gone", "1")
+    left.under("a").set_final_message("gone", "1")
     assert stays.read("a/gone") is None
     left.close()
     assert stays.wait(["a/gone"], 5)
     assert stays.read("a/gone") == b"1"
     with pytest.raises(StoreLost):
-        stays.leave_last_word("gone", "x" * 2000)
+        stays.set_final_message("gone", "x" * 2000)
 
 
 def test_frames_that_do_not_add_up() -> None:
@@ -199,7 +199,7 @@ def test_frames_that_do_not_add_up() -> None:
 
 def test_a_name_that_leads_every_host_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian has a host's own name in /etc/hosts, and srun gives it as the address to meet at."""
-    monkeypatch.setenv(secret.VARIABLE, SECRET)
+    monkeypatch.setenv(wire.VARIABLE, SECRET)
     place = Place(rank=0, local_rank=0, host_index=0, host="node07")
     several = Topology(place, 2, 1, "127.0.1.1", 29500, secret=SECRET)
     with pytest.raises(
@@ -212,20 +212,20 @@ def test_tcp_is_never_served_without_a_secret() -> None:
     with listen_on_tcp("127.0.0.1", 0) as listener, pytest.raises(ValueError, match="needs a secret"):
         Server(listener)
     with pytest.raises(RollCallError, match="at least 16 characters, this one has 5"):
-        secret.checked("short", "LOCKSTEP_SECRET")
+        wire.checked("short", "LOCKSTEP_SECRET")
 
 
 def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert secret.from_file() is None
+    assert wire.from_file() is None
     file = tmp_path / "lockstep" / "secret"
     file.parent.mkdir()
     file.write_text(f"{SECRET}\n")
     file.chmod(0o640)
     with pytest.raises(RollCallError, match="chmod 600"):
-        secret.from_file()
+        wire.from_file()
     file.chmod(0o600)
-    assert secret.from_file() == SECRET
+    assert wire.from_file() == SECRET
 
 
 def test_the_folder_of_a_user_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> No
 def test_a_process_on_its_own_shows_where_it_is_too() -> None:
     activity, seen = Activity(), list[list[Seen]]()
     heartbeat = Heartbeat(None, Topology(), activity, Limits(0.8, 0.8))
-    heartbeat.show, heartbeat.tells_resident_memory = seen.append, True
+    heartbeat.show, heartbeat.reports_resident_memory = seen.append, True
     heartbeat.start()
     activity.enter("loss", step=3)
     deadline = time.monotonic() + 20

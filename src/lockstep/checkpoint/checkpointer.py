@@ -24,8 +24,7 @@ from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import NonFiniteWeights
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, seed_generators, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, seed_generators, set_generator_states
 from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.fingerprint import compare, digests, fingerprint, non_finite
 from lockstep.strategy.loading import read_like

@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep import run_files
 from lockstep.checkpoint import parts, ranges
-from lockstep.config.text_file import naming
+from lockstep.config.plain import naming
 
 WHOLE, BY_OWNERS = 1, 2  # formats
 STEP_PREFIX = "step-"

@@ -43,7 +43,7 @@ class Words:
 
         def look() -> dict[int, dict[str, str]] | None:
             missing = [rank for rank in self._others if rank not in found]
-            words = self._group.words([self._key(f"report/{rank}") for rank in missing])
+            words = self._group.published([self._key(f"report/{rank}") for rank in missing])
             for rank, word in zip(missing, words, strict=True):
                 if word is not None:
                     found[rank] = _report(rank, word)
@@ -65,7 +65,7 @@ class Words:
     def wait_until_heard(self, seconds: float) -> None:
         """Give the others so long to hear how it ended; then the words are forgotten."""
         keys = [self._key(f"heard/{rank}") for rank in self._others]
-        heard = self._until(lambda: True if None not in self._group.words(keys) else None, time.monotonic() + seconds)
+        heard = self._until(lambda: None not in self._group.published(keys) or None, time.monotonic() + seconds)
         if heard:
             names = ("report", "turn", "heard")
             self._group.forget([self._key(f"{name}/{rank}") for name in names for rank in self._others])
@@ -100,7 +100,7 @@ class Words:
 
     def concluded(self) -> bool:
         """Whether it has ended already, so that nobody needs what this rank still has to write."""
-        return self._group.words([self._key("done")])[0] is not None
+        return self._group.published([self._key("done")])[0] is not None
 
     def wait_for_conclusion(self) -> str:
         """What the problem was; nothing where the checkpoint is there."""
@@ -116,10 +116,10 @@ class Words:
         return f"{self._prefix}/{name}"
 
     def _leave(self, name: str, text: str) -> None:
-        self._group.leave_word(self._key(name), text)
+        self._group.publish(self._key(name), text)
 
     def _first(self, *names: str) -> tuple[str, str] | None:
-        words = self._group.words([self._key(name) for name in names])
+        words = self._group.published([self._key(name) for name in names])
         return next(((name, word) for name, word in zip(names, words, strict=True) if word is not None), None)
 
     def _until(self, look: Callable[[], Value | None], deadline: float) -> Value | None:

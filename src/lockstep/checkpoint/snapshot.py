@@ -21,8 +21,7 @@ from lockstep import version
 from lockstep.checkpoint import codec, manifest, tensor_file
 from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE, TREE_FILE
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.config.plain import finite
-from lockstep.config.text_file import naming
+from lockstep.config.plain import finite, naming
 
 # What is written, and then digested while the processor still has it at hand.
 _PIECE_BYTES = 4 * 1024 * 1024

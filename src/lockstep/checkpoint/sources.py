@@ -19,7 +19,7 @@ from lockstep.checkpoint import manifest, ranges, tensor_file
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.stored import StoredTensor, place
-from lockstep.config.text_file import read_text
+from lockstep.config.plain import read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
 
-from lockstep.config.nearest import nearest
+from lockstep.config.plain import nearest
 from lockstep.distributed.signals import handled, unless_ignored
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from lockstep.mirror.url import Url, place

@@ -79,8 +79,7 @@ def plan(
     if checked.train.precision == "fp8":
         say("train.precision: fp8 is planned as bf16, which needs as much memory or more, and more time")
     from lockstep.planner.advice import advice
-    from lockstep.planner.plan import make, traced
-    from lockstep.planner.table import lines
+    from lockstep.planner.plan import lines, make, traced
 
     if search:
         sys.exit(_search(config, checked, overrides, wanted, price, write, page, as_json))
@@ -146,8 +145,7 @@ def _trace(config: Path, overrides: tuple[str, ...], targets: list[Target], file
 def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: bool) -> int:
     """Compiles a step that was traced before, for its slice or for others of as many devices."""
     from lockstep.planner.devices import target
-    from lockstep.planner.plan import of_file
-    from lockstep.planner.table import lines
+    from lockstep.planner.plan import lines, of_file
     from lockstep.planner.tpu import stored
 
     wanted = [target(each) for each in names or (stored.read(file)[0].slice,)]
@@ -168,11 +166,11 @@ def _of_step(file: Path, names: tuple[str, ...], price: float | None, as_json: b
 
 def _remedies(file: Path, config: RunConfig, overrides: tuple[str, ...], made: Plan) -> Iterator[str]:
     """Yields what would make it fit, the cheapest first."""
-    from lockstep.planner import remedies
+    from lockstep.planner import fixes
     from lockstep.planner.traces import Traces
 
     trace = Traces(file, overrides, made.target.count, time.monotonic() + _REMEDIES_SECONDS)
-    return remedies.lines(remedies.find(made, config, trace), made)
+    return fixes.lines(fixes.find(made, config, trace), made)
 
 
 def _search(

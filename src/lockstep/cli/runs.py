@@ -17,8 +17,7 @@ from typing import Any
 import click
 
 from lockstep.cli.common import JSON, Group, complete_run_dir, examples, run_dir, say
-from lockstep.config.nearest import nearest
-from lockstep.config.plain import columns, finite
+from lockstep.config.plain import columns, finite, nearest
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
 from lockstep.shown import in_a_line, size

@@ -1,8 +1,8 @@
-"""The accelerator types of Cloud TPUs: how many hosts, chips and devices each of them means, and where it is offered.
+"""The accelerator types of Cloud TPUs: hosts, chips, devices and zones of each, and whether a run fits a slice.
 
-From the cloud's own pages, read in 2026: in v2, v3, v4 and v5p the number in the name counts TensorCores, two of a
-chip; in v5e (`v5litepod-16`) and v6e it counts chips. A host has four chips; v5e and v6e have hosts of one and of eight
-as well, for slices that fit on one host. Up to v3 one chip is two devices to PJRT, from v4 on it is one.
+In v2, v3, v4 and v5p the number in the name counts TensorCores, two per chip; in v5e (`v5litepod-16`) and v6e it counts
+chips. A host has four chips; v5e and v6e also have hosts of one and of eight, for slices of one host. Up to v3 a chip
+is two devices to PJRT, from v4 on it is one.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lockstep.config.nearest import nearest
+from lockstep.config.plain import nearest
+from lockstep.config.strategy import DATA_AXIS, MAIN, resolve_meshes
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunSettings
+
 
 _CHIPS_PER_HOST, _MOST_ON_ONE_HOST = 4, 8
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A slice of a TPU pod, by the name that the cloud has for it."""
+    """A slice of a TPU pod, by its name in the cloud."""
 
     type: str
     generation: str
@@ -33,7 +40,7 @@ class Accelerator:
 
     @property
     def devices(self) -> int:
-        """What PyTorch counts: what a mesh is made of."""
+        """What PyTorch counts."""
         return self.chips * self.devices_per_chip
 
     def __str__(self) -> str:
@@ -93,7 +100,7 @@ ACCELERATORS = {
 
 
 def accelerator(type: str) -> Accelerator:
-    """What an accelerator type stands for; raises ValueError with the nearest one."""
+    """Returns an accelerator by its type; raises ValueError with the nearest one."""
     if type in ACCELERATORS:
         return ACCELERATORS[type]
     name, _, number = re.sub(r"^v5e-", "v5litepod-", type).rpartition("-")
@@ -116,9 +123,99 @@ def accelerator(type: str) -> Accelerator:
 
 
 def runtime_version(accelerator: Accelerator) -> str:
-    """The image of the machines that the cloud names for PyTorch on this generation."""
+    """Returns the image that the cloud recommends for PyTorch on this generation."""
     return _GENERATIONS[accelerator.generation].runtime_version
 
 
 def zones(accelerator: Accelerator) -> tuple[str, ...]:
     return _GENERATIONS[accelerator.generation].zones
+
+
+def check_slice(settings: RunSettings, found: Accelerator, remedy: str) -> None:
+    """Raises ConfigError if a run cannot use a slice; `remedy` is where the slice is named."""
+    _check_devices(settings, found)
+    if settings.strategy.has_mesh:
+        _check_mesh(settings, found, remedy)
+    else:
+        _check_replicas(settings, found)
+
+
+def ranks_per_host(settings: RunSettings, accelerator: Accelerator) -> int:
+    """Returns the processes per host: one for all devices of a mesh, one per chip with ddp."""
+    if settings.processes != "auto":
+        return settings.processes
+    if settings.strategy.has_mesh or settings.strategy.type in ("threads", "single"):
+        return 1
+    chips = settings.xla.chips
+    return accelerator.chips_per_host if chips is None else len(chips)
+
+
+def _check_devices(settings: RunSettings, found: Accelerator) -> None:
+    if settings.runtime not in ("auto", "xla"):
+        raise ConfigError(f"runtime: {settings.runtime} cannot use a TPU, and {found}: set runtime: xla")
+    if settings.xla.device not in (None, "TPU"):
+        raise ConfigError(f"xla.device: {settings.xla.device}, but {found}: set xla.device: TPU, or leave it out")
+    if settings.devices != "auto":
+        raise ConfigError(f"devices: {settings.devices} cannot be set for a TPU, and {found}: leave devices out")
+    chips = settings.xla.chips
+    if chips is None:
+        return
+    if found.hosts > 1:
+        raise ConfigError(
+            f"xla.chips: {list(chips)} picks chips of a host that stands alone, but {found}: leave xla.chips out, or "
+            f"take one host ({_one_host(found)})"
+        )
+    beyond = [chip for chip in chips if chip >= found.chips]
+    if beyond:
+        raise ConfigError(f"xla.chips: there is no chip {beyond[0]}: {found}, from 0 to {found.chips - 1}")
+
+
+def _check_mesh(settings: RunSettings, found: Accelerator, remedy: str) -> None:
+    if settings.processes not in ("auto", 1):
+        raise ConfigError(
+            f"processes: {settings.processes} with strategy: {settings.strategy.type}, where one process of a host "
+            "drives all of its chips: leave processes out"
+        )
+    chips = settings.xla.chips
+    devices = found.devices if chips is None else len(chips) * found.devices_per_chip
+    try:
+        shapes = resolve_meshes(settings.strategy, devices, remedy)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: {found}") from None
+    data = shapes[MAIN].get(DATA_AXIS, 1)
+    if found.hosts > 1 and data != devices:
+        raise ConfigError(
+            f"{MAIN}: {_text(shapes[MAIN])}, but {found}: every host loads its own part of the batch, which XLA can "
+            f"only put together where the axis {DATA_AXIS} has all {devices} devices (strategy.meshes may split "
+            "parameters otherwise)"
+        )
+
+
+def _check_replicas(settings: RunSettings, found: Accelerator) -> None:
+    strategy, processes = settings.strategy.type, ranks_per_host(settings, found)
+    if strategy in ("single", "threads"):
+        if found.hosts > 1:
+            raise ConfigError(f"strategy: {strategy} trains on one host, but {found}: use strategy: spmd, or ddp")
+        return
+    if found.devices_per_chip > 1:
+        raise ConfigError(
+            f"strategy: {strategy} has one device for every process, but {found} and a chip cannot be shared: use "
+            "strategy: spmd" + ("" if found.hosts > 1 else ", or threads")
+        )
+    if processes > found.chips_per_host:
+        raise ConfigError(
+            f"processes: {processes} on every host, but {found}: set processes: {found.chips_per_host}, or leave it out"
+        )
+    if found.hosts > 1 and processes != found.chips_per_host:
+        raise ConfigError(
+            f"processes: {processes} on every host, but {found}, and all chips of several hosts take part: set "
+            f"processes: {found.chips_per_host}, or leave it out"
+        )
+
+
+def _one_host(found: Accelerator) -> str:
+    return f"{found.generation}-{4 if found.generation in ('v5litepod', 'v6e') else 8}"
+
+
+def _text(shape: dict[str, int]) -> str:
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in shape.items()) + "}"

@@ -1,4 +1,4 @@
-"""What differs between the config a run was started with and the one it is to be resumed with."""
+"""Compares the config of a run with the one it is resumed with, and refuses changes that would be wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every path whose value differs, in the order of the config."""
+    """Returns every path whose value differs, in the order of the config."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [
         Change(path, old.get(path), new.get(path))
@@ -53,7 +53,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def refuse_wrong_changes(found: list[Change], after: Mapping[str, Any]) -> None:
-    """Raise for those changes under which going on from the checkpoint would be wrong."""
+    """Raises ConfigError for changes that a checkpoint does not allow."""
     wrong = [f"  {change} ({reason})" for change in found if (reason := _reason_against(change, after))]
     if wrong:
         raise ConfigError(
@@ -64,7 +64,7 @@ def refuse_wrong_changes(found: list[Change], after: Mapping[str, Any]) -> None:
 
 
 def described(change: Change) -> str:
-    """A change that is allowed, and what it does where that is more than the setting's own meaning."""
+    """Describes an allowed change and its effect."""
     if not _is_of_optimizer(change):
         return str(change)
     effect = "from the first step on that is trained now"
@@ -81,7 +81,7 @@ def _reason_against(change: Change, after: Mapping[str, Any]) -> str | None:
 
 
 def _reason_against_setting(change: Change, after: Mapping[str, Any]) -> str | None:
-    """Numbers of an optimizer may change; what decides over the state that it keeps may not."""
+    """Numbers of an optimizer may change; settings that decide what state it keeps may not."""
     if change.path.startswith("optimizer.groups") and (change.path.count(".") < 2 or _name(change) == "match"):
         return "the saved state belongs to these groups of parameters"
     name, numbers = _name(change), [each for each in (change.before, change.after) if each is not None]
@@ -102,7 +102,6 @@ def _is_of_optimizer(change: Change) -> bool:
 
 
 def _name(change: Change) -> str:
-    """Of an argument of the optimizer, or of one of its groups."""
     return change.path.split(".")[2 if change.path.startswith("optimizer.groups[") else 1].split("[")[0]
 
 

@@ -1,4 +1,4 @@
-"""YAML and overrides in, a RunConfig out; every mistake with its place, its value and the nearest valid name."""
+"""Builds a RunConfig from YAML and overrides. Errors name the place, the value and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -9,32 +9,27 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.mesh import resolve_meshes, spans_processes
-from lockstep.config.nearest import did_you_mean, nearest
-from lockstep.config.schema import Profile, RunConfig
+from lockstep.config.objects import KeyPath, with_task_located
+from lockstep.config.plain import did_you_mean, nearest, read_text
+from lockstep.config.schema import After, Profile, RunConfig, RunSettings
 from lockstep.config.secrets import LEFT_OUT, redacted, secrets_in, without_value
-from lockstep.config.strategy import Strategy
-from lockstep.config.task_file import KeyPath, with_task_located
-from lockstep.config.text_file import read_text
-from lockstep.config.yaml_text import DEEPEST, parse_nodes, parse_yaml, to_yaml
+from lockstep.config.strategy import Strategy, resolve_meshes, spans_processes
+from lockstep.config.yaml_text import DEEPEST, parse_nodes
+from lockstep.config.yaml_text import parse_yaml as parse_yaml
+from lockstep.config.yaml_text import to_yaml as to_yaml
 from lockstep.errors import ConfigError
 from lockstep.shown import brief, in_a_line
 
-__all__ = [
-    "check_profile_ranks", "check_strategy", "load", "load_python", "parse_yaml", "read", "to_yaml", "uneven_shares",
-    "validate", "with_overrides", "with_values",
-]  # fmt: skip
-
 Settings = TypeVar("Settings", bound=BaseModel)
 
-# Where a bare value stands for a mapping with its `type` alone.
+# Sections for which a bare value is the `type`.
 SHORT_FORMS = ("task", "optimizer", "scheduler", "strategy", "launch")
-# Of these, those whose other keys are arguments of their type.
+# Sections whose other keys are arguments of their type.
 COMPONENTS = ("task", "optimizer", "scheduler")
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a config file, apply `key.path=value` overrides and validate the whole."""
+    """Reads a config file, applies `key.path=value` overrides and validates the result."""
     raw, places = read(path)
     for override in overrides:
         keys = _apply(raw, override)
@@ -45,20 +40,20 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def with_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
-    """A config that was loaded before, with `key.path=value` overrides."""
-    raw = config.plain()
+    """Returns a config with `key.path=value` overrides."""
+    raw = RunSettings.plain(config)
     places: dict[KeyPath, str] = {}
     for override in overrides:
         keys = _apply(raw, override)
         places.update({keys[:n]: f"--set {brief(without_value(override))}" for n in range(1, len(keys) + 1)})
-    return validate(RunConfig, raw, places, "config")
+    return validate(RunConfig, raw, places, "config").with_after(config.after)
 
 
 def load_python(config: Path | Mapping[str, Any], values: Mapping[str, Any], caller: str) -> RunConfig:
-    """The same from a program: a file or its plain data, and values by dotted names.
+    """Builds a config from a file or plain data, and values by dotted names.
 
-    A mapping is merged into what is there; that of a component (task, optimizer, scheduler) which names a `type` takes
-    its place, since arguments belong to their type. A task's file is relative to the config's, or to where we are.
+    A mapping is merged into the section; for a component (task, optimizer, scheduler), a mapping with a `type` replaces
+    it. A task's file is relative to the config's, or to the current folder.
     """
     if isinstance(config, Path):
         raw, places = read(config)
@@ -80,24 +75,30 @@ def _loaded(raw: Mapping[str, Any], places: Mapping[KeyPath, str], folder: Path,
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """The plain data of a YAML file, and the place of every key in it."""
+    """Returns the plain data of a YAML file, and the place of every key."""
     raw, lines = _parse(_read(path), path)
     return raw, {key: f"{path}:{line}" for key, line in lines.items()}
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A config with other values at some paths, validated as a whole; errors name the path."""
-    raw = config.plain()
+    """Returns a config with other values at some paths."""
+    raw = RunSettings.plain(config)
     places: dict[KeyPath, str] = {}
     for path, value in values.items():
         keys = tuple(path.split("."))
         _put(raw, keys, value, path)
         places.update({keys[:n]: f"{path}={value!r}" for n in range(1, len(keys) + 1)})
-    return validate(RunConfig, raw, places, "config")
+    return validate(RunConfig, raw, places, "config").with_after(config.after)
+
+
+def from_plain(raw: Mapping[str, Any], source: str) -> RunConfig:
+    """Reads what `RunConfig.plain` returned."""
+    config = validate(RunConfig, {key: value for key, value in raw.items() if key != "after"}, {}, source)
+    return config.with_after(validate(After, raw["after"], {}, source)) if "after" in raw else config
 
 
 def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> Settings:
-    """Build the settings, or say everything that is wrong with them at once."""
+    """Builds the settings, or raises one ConfigError with everything that is wrong."""
     try:
         return model.model_validate(raw)
     except ValidationError as problems:
@@ -106,23 +107,23 @@ def validate(model: type[Settings], raw: Mapping[str, Any], places: Mapping[KeyP
 
 
 def uneven_shares(batch_size: int, dp_size: int, name: str = "train.batch_size") -> str | None:
-    """What to say once where a batch does not divide into equal shares: any number of processes trains any size."""
+    """Returns what to report if the ranks get different numbers of examples."""
     few, more = divmod(batch_size, dp_size)
     if not more:
         return None
-    told = (
+    effect = (
         f"ranks get {few} or {few + 1} examples of every batch"
         if few
         else f"{dp_size - more} of them get no example of a batch, and compute one that counts for nothing"
     )
-    return f"{name} {batch_size} on {dp_size} processes: {told}; the mean is still over all {batch_size}"
+    return f"{name} {batch_size} on {dp_size} processes: {effect}; the mean is still over all {batch_size}"
 
 
 def check_strategy(strategy: Strategy, runtime: str, world_size: int) -> None:
-    """One process cannot be spread, and several must be; a mesh of processes has to have a place for each of them."""
+    """Checks the strategy against the runtime and the number of processes."""
     if strategy.type == "single" and world_size > 1:
         raise ConfigError(
-            f"strategy: single trains on one process, but there are {world_size}: each would train a model of its own. "
+            f"strategy: single trains on one process, but there are {world_size}: each would train its own model. "
             "Set processes: 1, or strategy: ddp"
         )
     for_torch = [*strategy.given_for_ddp, *(["sync_batchnorm"] if strategy.sync_batchnorm else [])]
@@ -136,7 +137,6 @@ def check_strategy(strategy: Strategy, runtime: str, world_size: int) -> None:
 
 
 def check_profile_ranks(profile: Profile | None, world_size: int) -> None:
-    """A rank that does not exist would leave the user waiting for its trace."""
     beyond = [rank for rank in (profile.ranks if profile else None) or () if rank >= world_size]
     if beyond:
         raise ConfigError(
@@ -211,7 +211,7 @@ def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> 
     for depth, key in enumerate(keys[:-1]):
         below = node.get(key)
         if isinstance(below, str) and depth == 0 and key in SHORT_FORMS:
-            below = {"type": below}  # the short form, made long so that an argument can join it
+            below = {"type": below}
         if isinstance(below, str) and depth == 0 and key == "init_from":
             below = {"path": below}
         if below is None:
@@ -224,7 +224,7 @@ def _put(raw: dict[str, Any], keys: tuple[str, ...], value: Any, place: str) -> 
 
 
 def _by_path(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value with the keys on its way; what is inside of a mapping has the mapping's keys before its own."""
+    """Yields every value with its path."""
     for name, value in values.items():
         keys = (*at, name) if at else tuple(name.split("."))  # further down a dot may belong to a name
         whole = len(keys) == 1 and name in COMPONENTS and "type" in value if isinstance(value, Mapping) else True
@@ -261,15 +261,14 @@ def _describe(
 
 
 def _without_secrets(name: str | int, value: Any) -> Any:
-    """A message goes to terminals and logs."""
     return LEFT_OUT if any(secrets_in({str(name): value})) else redacted(value)
 
 
 def _without_union_tags(loc: Iterable[str | int], raw: Any) -> KeyPath:
-    """Pydantic names the members of a union in a path; keep only the keys that the user wrote (or left out)."""
+    """Drops the union members that pydantic puts into a path."""
     keys: list[str | int] = []
     for part in loc:
-        # As members of a union of two kinds of mapping are called; but a user's key may look like one.
+        # A user's key may look like a tag.
         if str(part).startswith("(") and not (isinstance(raw, Mapping) and part in raw):
             continue
         if isinstance(raw, Mapping):
@@ -302,9 +301,9 @@ def _dotted(keys: KeyPath) -> str:
 
 
 def with_weights_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str]) -> RunConfig:
-    """With `init_from.path` made absolute: relative to the config's folder, on the command line to where we are.
+    """Makes `init_from.path` absolute: relative to the config's folder, or on the command line to the current one.
 
-    Whether it is there is for whoever loads it to say: it may be on other hosts, and a resume does not need it.
+    Its existence is not checked: it may be on other hosts, and a resume does not need it.
     """
     init_from = config.init_from
     if init_from is None or "://" in init_from.path:
@@ -315,7 +314,6 @@ def with_weights_located(config: RunConfig, folder: Path, places: Mapping[KeyPat
     return config.model_copy(update={"init_from": init_from.model_copy(update={"path": str(path.absolute())})})
 
 
-# Arguments of optimizers, which are torch's to name.
 _OF_OPTIMIZERS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum"}
 _MOST = 3
 

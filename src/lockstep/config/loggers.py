@@ -1,7 +1,8 @@
-"""The loggers of a config's `log` section: those that have a name, and those of one's own."""
+"""The `log` section: built-in and custom loggers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -9,12 +10,11 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from lockstep.config.secrets import secrets_in
-from lockstep.config.section import Section
-from lockstep.config.values import ImportPath
+from lockstep.config.values import ImportPath, Interval, OpenSection, Seconds, Section
 
 
-class LoggerSection(Section):
-    """Settings of one logger. Keys and passwords are none: this is written into the run's folder."""
+class LoggerSection(OpenSection):
+    """Settings of one logger. They are written into the run's folder, so secrets are refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -27,51 +27,40 @@ class LoggerSection(Section):
             )
         return given
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Further keys: what the package's own function takes."""
-        return dict(self.model_extra or {})
-
 
 class Wandb(LoggerSection):
-    """Weights & Biases. Further keys are arguments of wandb.init: entity, name, group, tags, notes, ..."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+    """Weights & Biases. Other keys are arguments of wandb.init: entity, name, group, tags, notes, ..."""
 
     project: str | None = Field(None, min_length=1)
-    mode: Literal["online", "offline"] | None = Field(None, description="WANDB_MODE where not given, else online")
+    mode: Literal["online", "offline"] | None = Field(None, description="defaults to WANDB_MODE, then to online")
 
 
 class Mlflow(LoggerSection):
-    """MLflow's tracking."""
+    """MLflow tracking."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tracking_uri: str | None = Field(
-        None, min_length=1, description="a server's URL, or a folder; MLFLOW_TRACKING_URI where not given"
+        None, min_length=1, description="the URL of a server, or a folder; defaults to MLFLOW_TRACKING_URI"
     )
     experiment: str = Field("lockstep", min_length=1)
-    name: str | None = Field(
-        None, min_length=1, description="of the run there; that of the run's folder where not given"
-    )
-    tags: dict[str, str] = Field({}, description="of the run there")
+    name: str | None = Field(None, min_length=1, description="the MLflow run's name; defaults to the run folder's")
+    tags: dict[str, str] = Field({}, description="tags of the MLflow run")
 
 
 class Trackio(LoggerSection):
-    """Trackio. Further keys are arguments of trackio.init: space_id, group, ..."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+    """Trackio. Other keys are arguments of trackio.init: space_id, group, ..."""
 
     project: str = Field("lockstep", min_length=1)
 
 
 class OwnLogger(LoggerSection):
-    """A class with start, log and finish; every further key is an argument of its constructor."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+    """A class with start, log and finish; every other key is an argument of its constructor."""
 
     type: ImportPath
 
 
-def switch(kind: Any) -> BeforeValidator:
+def _switch(kind: Any) -> BeforeValidator:
     """Let `true` stand for a logger without settings, and `false` for none."""
     return BeforeValidator(
         lambda value: {} if value is True else None if value is False else value,
@@ -80,10 +69,40 @@ def switch(kind: Any) -> BeforeValidator:
 
 
 def _with_type(value: Any) -> Any:
-    """What has no `type` is no logger of one's own, but a misspelt key."""
+    """A key without a `type` is a misspelt setting, not a custom logger."""
     if isinstance(value, OwnLogger) or (isinstance(value, Mapping) and "type" in value):
         return value
     raise PydanticCustomError("extra_forbidden", "unknown key")
 
 
-Own = Annotated[OwnLogger, BeforeValidator(_with_type)]
+class Log(Section):
+    """Where metrics and samples are logged. Other keys are custom loggers, each with a `type`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, Annotated[OwnLogger, BeforeValidator(_with_type)]]
+
+    every: Interval = Interval(10, "step")
+    jsonl: bool = True
+    tensorboard: bool = False
+    gradient_norm: bool | None = Field(
+        None, description="log the norm of all gradients before clipping; null: only if they are clipped"
+    )
+    wandb: Annotated[Wandb | None, _switch(Wandb)] = None
+    mlflow: Annotated[Mlflow | None, _switch(Mlflow)] = None
+    trackio: Annotated[Trackio | None, _switch(Trackio)] = None
+    timeout: Seconds = Field(30.0, description="how long the end of a run waits for a logger")
+
+    @model_validator(mode="after")
+    def _names(self) -> Log:
+        wrong = next((name for name in self.own if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII)), None)
+        if wrong is not None:
+            raise ValueError(f"the name of a logger is made of letters, digits and _; got {wrong!r}")
+        return self
+
+    @property
+    def own(self) -> dict[str, OwnLogger]:
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def has_loggers(self) -> bool:
+        return bool(self.tensorboard or self.wandb or self.mlflow or self.trackio or self.own)

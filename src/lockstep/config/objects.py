@@ -1,32 +1,39 @@
-"""Imports and makes what a config names: `package.module:Name`, `file.py:Name`, with arguments from the YAML."""
+"""The user's code: located and checked without importing it, imported, constructed, and copied to other machines."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import difflib
+import fnmatch
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.nearest import did_you_mean, nearest
+from lockstep.config.plain import did_you_mean, nearest, read_bytes
+from lockstep.config.schema import Component, RunConfig
 from lockstep.errors import ConfigError
 from lockstep.import_path import add_task_folder
+from lockstep.shown import brief
 
-# What is being imported for a config right now: a file that starts a run when it is imported would start it once more
-# in every rank, and is refused.
+# The import paths being loaded: a file that starts a run on import would start another in every rank, and is refused.
 loading: list[str] = []
 
 
 def construct(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> Any:
-    """Call a constructor with arguments from the config; arguments that do not fit are named by their YAML path."""
+    """Calls a constructor with arguments from the config; errors name the YAML path."""
     check_arguments(cls, arguments, path, *positional)
     try:
         return cls(*positional, **arguments)
     except (TypeError, ValueError, AttributeError) as error:
         if not _is_of_torch(cls):
-            raise  # the user's own code, whose traceback says more
+            raise  # in user code, the traceback says more
         given = ", ".join(f"{path}.{name}: {value!r}" for name, value in arguments.items()) or "no arguments"
         raise ConfigError(f"{path}: {cls.__name__} cannot be made with {given}: {error}") from None
 
@@ -36,13 +43,13 @@ def _is_of_torch(cls: Any) -> bool:
 
 
 def try_on(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> None:
-    """Make one of torch's optimizers or schedulers for nothing but to see that its arguments will do."""
+    """Constructs an optimizer or scheduler of torch only to check its arguments."""
     if _is_of_torch(cls):
         construct(cls, arguments, path, *positional)
 
 
 def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional: Any) -> None:
-    """Whether a constructor takes these arguments, as far as its signature says; nothing is made."""
+    """Checks arguments against the signature of a constructor."""
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):
@@ -53,13 +60,9 @@ def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional:
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         unknown = [name for name in arguments if name not in named]
         if unknown:
-            raise ConfigError(
-                "\n".join(
-                    f"{path}.{name}: {cls.__name__} has no such argument, {did_you_mean(name, named)} "
-                    f"(value {arguments[name]!r})"
-                    for name in unknown
-                )
-            )
+            lines = [f"{path}.{name}: {cls.__name__} has no such argument, {did_you_mean(name, named)} "
+                     f"(value {arguments[name]!r})" for name in unknown]  # fmt: skip
+            raise ConfigError("\n".join(lines))
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
@@ -69,17 +72,18 @@ def check_arguments(cls: Any, arguments: dict[str, Any], path: str, *positional:
 
 
 class NotInstalled(ConfigError):
-    """A config names a package that is not on this machine."""
+    """A config names a package that is not installed."""
 
 
 def import_object(path: str, name: str) -> Any:
-    """What `package.module:Name`, `package.module.Name` or `file.py:Name` stands for."""
-    module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
+    """Returns what `package.module:Name`, `package.module.Name` or `file.py:Name` stands for."""
+    module_name, attribute = _split(path)
     loading.append(path)
     try:
-        module = (
-            _load_file(Path(module_name).resolve()) if module_name.endswith(".py") else _import(module_name, path, name)
-        )
+        if module_name.endswith(".py"):
+            module = _load_file(Path(module_name).resolve())
+        else:
+            module = _import(module_name, path, name)
     finally:
         loading.pop()
     try:
@@ -92,8 +96,8 @@ def import_object(path: str, name: str) -> Any:
 
 def _import(module: str, path: str, name: str) -> Any:
     if module.split(".")[0] not in sys.modules:
-        with contextlib.suppress(OSError):  # a folder that was deleted has nothing to offer
-            add_task_folder(str(Path.cwd()))  # whoever is in a project expects its packages to be found
+        with contextlib.suppress(OSError):  # the current folder may have been deleted
+            add_task_folder(str(Path.cwd()))
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -106,7 +110,7 @@ def _import(module: str, path: str, name: str) -> Any:
 def _load_file(file: Path) -> Any:
     if _is_main(file):
         return sys.modules["__main__"]  # not a second time, under another name
-    # Registered under its stem, so that what the task's classes pickle (for data workers) can be found again.
+    # Registered under its stem, so that data workers can unpickle its classes.
     loaded = sys.modules.get(file.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return loaded
@@ -120,7 +124,7 @@ def _load_file(file: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        sys.modules.pop(file.stem, None)  # as Python's own import does: the next one finds the same error
+        sys.modules.pop(file.stem, None)  # as Python's import does
         if isinstance(error, FileNotFoundError) and error.filename == str(file):
             raise ConfigError(f"task: there is no file {file}") from None
         raise
@@ -128,7 +132,7 @@ def _load_file(file: Path) -> Any:
 
 
 def _refuse_name_of_another(file: Path, loaded: Any) -> None:
-    """A task in `random.py` would take the place of Python's own module for everybody who asks for it from here on."""
+    """A task in `random.py` would replace Python's module for all later imports."""
     place = getattr(loaded, "__file__", None) or ""
     if file.stem in sys.stdlib_module_names or "site-packages" in place:
         raise ConfigError(f"task: {file} has the name of another module and would hide it: rename the file")
@@ -138,3 +142,184 @@ def _is_main(file: Path) -> bool:
     """Whether this process is running that file as a script."""
     running = getattr(sys.modules.get("__main__"), "__file__", None)
     return running is not None and Path(running).resolve() == file
+
+
+_LONGEST_SOURCE = 10_000_000
+
+KeyPath = tuple[str | int, ...]
+
+
+def with_task_located(config: RunConfig, folder: Path, places: Mapping[KeyPath, str], source: str) -> RunConfig:
+    """Makes the files of the task and of callbacks absolute, and checks them without importing anything."""
+    task = _located(config.task, ("task",), folder, places, source)
+    callbacks = [
+        _located(each, ("callbacks", index), folder, places, source) for index, each in enumerate(config.callbacks)
+    ]
+    return config.model_copy(update={"task": task, "callbacks": tuple(callbacks)})
+
+
+def _located(component: Component, at: KeyPath, folder: Path, places: Mapping[KeyPath, str], source: str) -> Component:
+    place = places.get((*at, "type"), places.get(at, source))
+    what = str(at[0]) if len(at) == 1 else f"{at[0]}[{at[1]}]"
+    module, name = _split(component.type)
+    if not module.endswith(".py") and _exists(folder / f"{module}.py"):
+        module = f"{module}.py"  # next to the config, where Python does not look
+    try:
+        if not module.endswith(".py"):
+            _require_module(module, folder, component.type)
+            return component
+        file = _checked_file(folder, module, component.type)
+        tree = _parsed(file)
+        _require_class(tree, name, file)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {what}: {error}") from None
+    problems = _arguments_that_do_not_fit(tree, name, component.arguments, file)
+    if problems:
+        lines = [f"{places.get((*at, key), place)}: {what}.{key}: {problem}" for key, problem in problems]
+        raise ConfigError("\n".join(lines))
+    return component.model_copy(update={"type": f"{file}:{name}"})
+
+
+def _require_module(module: str, folder: Path, given: str) -> None:
+    top = module.split(".")[0]
+    if top == "__main__":  # a task that was typed into a session
+        return
+    if any(_exists(each / top, folders=True) or _exists(each / f"{top}.py") for each in (folder, Path())):
+        return
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(top) is not None:
+            return
+    raise ConfigError(
+        f"there is no module {module!r} (looked in {folder}, in the current folder and on Python's path), got {given!r}"
+    )
+
+
+def _checked_file(folder: Path, module: str, given: str) -> Path:
+    try:
+        file = (folder / module).resolve()
+        there = file.is_file()
+    except (OSError, ValueError) as error:  # an impossible name, a loop of links
+        raise ConfigError(f"{brief(module)!r} cannot be looked for: {error}") from None
+    if not there:
+        raise ConfigError(f"there is no file {file}, got {given!r}")
+    if file.stem in sys.stdlib_module_names:
+        raise ConfigError(f"{file} has the name of a module of Python's own and would hide it: rename the file")
+    return file
+
+
+def _parsed(file: Path) -> ast.Module:
+    try:
+        return ast.parse(read_bytes(file, _LONGEST_SOURCE), filename=str(file))
+    except SyntaxError as error:
+        raise ConfigError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes; thousands of parentheses
+        raise ConfigError(f"{file}: not valid Python: {error or type(error).__name__}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _require_class(tree: ast.Module, name: str, file: Path) -> None:
+    """Refuses a file that defines classes but not this one; it may also be assigned or imported."""
+    classes = [item.name for item in tree.body if isinstance(item, ast.ClassDef)]
+    if classes and not {name, "*"} & _top_level_names(tree.body):
+        nearest = difflib.get_close_matches(name, classes, n=1, cutoff=0.0)
+        raise ConfigError(f"{file} defines no {name!r}, did you mean {nearest[0]}?")
+
+
+def _arguments_that_do_not_fit(
+    tree: ast.Module, name: str, arguments: Mapping[str, Any], file: Path
+) -> list[tuple[str, str]]:
+    """Returns unknown and missing arguments of a plainly written constructor, each with a message."""
+    cls = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name), None)
+    made = _methods(cls, "__init__") if cls is not None and not (cls.decorator_list or cls.keywords) else []
+    if cls is None or len(made) != 1 or made[0].decorator_list or _methods(cls, "__new__"):
+        return []
+    takes = made[0].args
+    if takes.kwarg is not None or takes.posonlyargs or not takes.args:
+        return []
+    named = [each.arg for each in (*takes.args[1:], *takes.kwonlyargs)]
+    problems = [
+        (key, f"{name} has no such argument ({file}:{made[0].lineno}), {did_you_mean(key, named)} (value {value!r})")
+        for key, value in arguments.items()
+        if key not in named
+    ]
+    required = takes.args[1 : len(takes.args) - len(takes.defaults)]
+    required += [each for each, usual in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if usual is None]
+    problems += [
+        (each.arg, f"missing: {name} needs it ({file}:{made[0].lineno})")
+        for each in required
+        if each.arg not in arguments
+    ]
+    return problems
+
+
+def _methods(cls: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
+    return [each for each in ast.walk(cls) if isinstance(each, ast.FunctionDef) and each.name == name]
+
+
+def _top_level_names(body: Iterable[ast.AST]) -> set[str]:
+    """Returns the names a file may define, also under `if` and `try`; `*` for a star import."""
+    names: set[str] = set()
+    for item in body:
+        if isinstance(item, (ast.ClassDef, ast.FunctionDef)):
+            names.add(item.name)
+        elif isinstance(item, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            names |= _top_level_names(ast.iter_child_nodes(item))
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            names.add(item.target.id)
+        elif isinstance(item, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in item.names)
+        elif isinstance(item, ast.Assign):
+            names.update(target.id for target in item.targets if isinstance(target, ast.Name))
+    return names
+
+
+def _exists(path: Path, folders: bool = False) -> bool:
+    try:
+        return path.is_dir() if folders else path.is_file()
+    except (OSError, ValueError):  # an impossible name
+        return False
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Splits `package.module:Name`, `package.module.Name` or `file.py:Name` at the name."""
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    return module, name
+
+
+# Files that are not copied to other machines, as .gitignore patterns: large, local or secret.
+EXCLUDED = (
+    "runs/",
+    ".git/",
+    ".venv*/",
+    "venv/",
+    "env/",
+    "node_modules/",
+    "__pycache__/",
+    ".mypy_cache/",
+    ".pytest_cache/",
+    ".ruff_cache/",
+    "*.safetensors",
+    ".env",
+    ".env.*",
+    "*.pem",
+    "*.key",
+    "id_rsa*",
+    "id_ed25519*",
+)
+
+
+_FOLDERS_EXCLUDED = re.compile("|".join(fnmatch.translate(each.removesuffix("/")) for each in EXCLUDED))
+_FILES_EXCLUDED = re.compile("|".join(fnmatch.translate(each) for each in EXCLUDED if not each.endswith("/")))
+
+
+def travelling(folder: str | os.PathLike[str], below: str = "") -> Iterator[str]:
+    """Yields the relative paths of the files that are copied to other machines, sorted by name."""
+    with os.scandir(folder) as entries:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    for entry in ordered:
+        if entry.is_dir():
+            if not entry.is_symlink() and not _FOLDERS_EXCLUDED.match(entry.name):
+                yield from travelling(entry.path, f"{below}{entry.name}/")
+        elif entry.is_file() and not _FILES_EXCLUDED.match(entry.name):
+            yield below + entry.name

@@ -1,14 +1,19 @@
-"""Plain data for JSON that every program reads."""
+"""Plain data and text: JSON values, columns, similar names, files in UTF-8."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from lockstep import run_files
 
 
 def finite(value: Any) -> Any:
-    """With null for numbers that JSON does not have: NaN and the infinite."""
+    """Returns plain data with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -26,6 +31,50 @@ def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, one below the other."""
+    """Aligns rows of cells and returns them as lines."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def nearest(name: str, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Returns the most similar name, or one with these initials: `lr` and `learning_rate`."""
+    names = list(valid)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    if found:
+        return found[0]
+    return next((each for each in names if name == _initials(each) or each == _initials(name)), None)
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Returns the end of a sentence: the nearest name, or all valid ones."""
+    names = list(valid)
+    found = nearest(name, names)
+    if found:
+        return f"did you mean {found}?"
+    return f"valid are {', '.join(names)}" if names else "there are none"
+
+
+def _initials(name: str) -> str:
+    words = name.split("_")
+    return "".join(word[:1] for word in words) if len(words) > 1 else ""
+
+
+LONGEST_CONFIG = 1_000_000
+
+
+def read_text(path: Path, longest: int = LONGEST_CONFIG) -> str:
+    """Returns the text of a file; raises OSError where it cannot be read or is not UTF-8."""
+    return run_files.read_text(path, longest, depth=0)
+
+
+def read_bytes(path: Path, longest: int) -> bytes:
+    return run_files.read_bytes(path, longest, depth=0)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an OSError, which a write leaves out."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

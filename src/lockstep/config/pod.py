@@ -1,4 +1,4 @@
-"""The `pod:` section: hosts that a run is brought to, how they are made, and what is on them."""
+"""The `pod` section: the hosts of a run, how they are created, and what is on them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from lockstep.config.accelerators import Accelerator, accelerator, runtime_version, zones
-from lockstep.config.nearest import nearest
-from lockstep.config.section import Section
-from lockstep.config.values import variable_name
+from lockstep.config.plain import nearest
+from lockstep.config.values import Section, matching, require, variable_name
 
 _LONGEST = 1024
 # A value by one of these names would be on a command line of every host, and in the config of every run.
@@ -19,36 +18,11 @@ _SECRETS = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE
 
 
 def _plain(text: str) -> str:
-    """What becomes an argument of some command can never be taken for an option or for two lines."""
+    """An argument of a command must not look like an option or span two lines."""
     if text.startswith("-"):
         raise ValueError("begins with a dash, as options of commands do")
     if not text.isprintable() or len(text) > _LONGEST:
         raise ValueError(f"must be printable, in one line of {_LONGEST} characters at most")
-    return text
-
-
-def _argument(text: str) -> str:
-    if "\0" in text or len(text) > _LONGEST:
-        raise ValueError(f"an argument has no zero byte, and {_LONGEST} characters at most")
-    return text
-
-
-def _like(pattern: str, complaint: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if len(text) > _LONGEST or not re.fullmatch(pattern, text, re.ASCII):
-            raise ValueError(complaint)
-        return text
-
-    return AfterValidator(check)
-
-
-def _accelerator_type(text: str) -> str:
-    return accelerator(text).type
-
-
-def _zone(text: str) -> str:
-    if not re.fullmatch(r"[a-z]{2,20}-[a-z]{2,20}\d{1,2}-[a-z][a-z0-9]{0,4}", text, re.ASCII):
-        raise ValueError("not the name of a zone; write for example us-central2-b")
     return text
 
 
@@ -95,21 +69,27 @@ def _no_secrets(values: dict[str, str]) -> dict[str, str]:
 _PART = r"[a-z0-9]+(?:[._-]{1,2}[a-z0-9]+)*"
 Image = Annotated[
     str,
-    _like(
+    matching(
         rf"(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::\d{{1,5}})?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?",
         "not the name of an image; write for example HOST/project/name:tag",
     ),
 ]
 Folder = Annotated[str, AfterValidator(_folder)]
-Argument = Annotated[str, AfterValidator(_argument)]
+Argument = Annotated[
+    str,
+    require(
+        lambda text: "\0" not in text and len(text) <= _LONGEST,
+        f"an argument has no zero byte, and {_LONGEST} characters at most",
+    ),
+]
 _NAME = r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?"
 
 
 class Container(Section):
-    """The container that ranks run in on every host, as `docker run` takes it."""
+    """The container that ranks run in on every host, as for `docker run`."""
 
     image: Image = Field(description="what the start-up script pulls, by tag or by digest")
-    name: Annotated[str, _like(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", "not the name of a container")] = Field(
+    name: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", "not the name of a container")] = Field(
         "lockstep", description="to stop it by; one container of a name can run on a host at a time"
     )
     mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = Field(
@@ -127,14 +107,14 @@ class Container(Section):
 
 
 class Bucket(Section):
-    """A bucket that is mounted on every host by gcsfuse: for what a run writes."""
+    """A bucket that gcsfuse mounts on every host, for what a run writes."""
 
     name: Annotated[str, AfterValidator(_bucket_name)]
     mount: Folder = Field("/root/logs", description="where it is on the hosts, and in the container by its mounts")
 
 
 class Pod(Section):
-    """How Lockstep runs on the hosts of `launch: ssh`, or of a Cloud TPU pod."""
+    """How Lockstep runs on the hosts of `launch: ssh`, or on a Cloud TPU pod."""
 
     type: Literal["ssh", "gcloud"] = Field("ssh", description="hosts that are there, or a Cloud TPU that gcloud makes")
     python: Annotated[str, AfterValidator(_plain)] = Field(
@@ -147,31 +127,43 @@ class Pod(Section):
         (), strict=False, description="names of variables of this machine that ranks get; no other is passed on"
     )
     container: Container | None = Field(None, description="null: ranks run by pod.python, without a container")
-    accelerator_type: Annotated[str, AfterValidator(_accelerator_type)] | None = Field(
+    accelerator_type: Annotated[str, AfterValidator(lambda text: accelerator(text).type)] | None = Field(
         None, description="for gcloud: such as v4-32, which is 4 hosts of 4 chips"
     )
-    zone: Annotated[str, AfterValidator(_zone)] | None = Field(
-        None, description="such as us-central2-b; that of `gcloud config` where not given"
-    )
+    zone: (
+        Annotated[
+            str,
+            matching(
+                r"[a-z]{2,20}-[a-z]{2,20}\d{1,2}-[a-z][a-z0-9]{0,4}",
+                "not the name of a zone; write for example us-central2-b",
+            ),
+        ]
+        | None
+    ) = Field(None, description="such as us-central2-b; that of `gcloud config` where not given")
     unlisted_zone: bool = Field(False, description="take a zone that Lockstep does not know to have such accelerators")
     project: (
-        Annotated[str, _like(r"(?:[a-z0-9.-]{1,80}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]", "not the id of a project")] | None
+        Annotated[str, matching(r"(?:[a-z0-9.-]{1,80}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]", "not the id of a project")]
+        | None
     ) = Field(None, description="that of `gcloud config` where not given")
     runtime_version: (
-        Annotated[str, _like(r"[a-z][a-z0-9.-]{1,80}", "not a runtime version; write for example tpu-ubuntu2204-base")]
+        Annotated[
+            str, matching(r"[a-z][a-z0-9.-]{1,80}", "not a runtime version; write for example tpu-ubuntu2204-base")
+        ]
         | None
     ) = Field(None, description="the image of the machines; where not given, by the accelerator's generation")
     provisioning: Literal["spot", "on-demand", "reserved"] = Field(
         "spot", description="spot: a fraction of the price of on-demand, and can be taken away at any time"
     )
-    network: Annotated[str, _like(r"[a-z][a-z0-9./-]{0,250}", "not the name of a network")] | None = Field(
+    network: Annotated[str, matching(r"[a-z][a-z0-9./-]{0,250}", "not the name of a network")] | None = Field(
         None, description="the one called default where not given"
     )
     service_account: (
-        Annotated[str, _like(r"[a-z0-9][a-z0-9._-]{0,100}@[a-z0-9.-]{1,100}", "not the address of a service account")]
+        Annotated[
+            str, matching(r"[a-z0-9][a-z0-9._-]{0,100}@[a-z0-9.-]{1,100}", "not the address of a service account")
+        ]
         | None
     ) = Field(None, description="whose rights the hosts have, such as to write to the bucket")
-    user: Annotated[str, _like(r"[A-Za-z_][\w.-]{0,63}", "not the name of a user")] | None = Field(
+    user: Annotated[str, matching(r"[A-Za-z_][\w.-]{0,63}", "not the name of a user")] | None = Field(
         None, description="who to log in as there; gcloud takes your own name where not given"
     )
     host_keys: Literal["first", "known"] = Field(
@@ -203,13 +195,11 @@ class Pod(Section):
 
     @property
     def accelerator(self) -> Accelerator:
-        """What is asked for; of a Cloud TPU only."""
         assert self.accelerator_type is not None
         return accelerator(self.accelerator_type)
 
     @property
     def version(self) -> str:
-        """The image of the machines: as given, or what the cloud names for this generation."""
         return self.runtime_version or runtime_version(self.accelerator)
 
 
@@ -232,7 +222,7 @@ def _check_zone(pod: Pod) -> None:
 
 
 def _check_mounts(pod: Pod) -> None:
-    """What the container needs of the host is mounted: the code, by the same path, and the bucket by any."""
+    """The code must be mounted under the same path, and the bucket under any."""
     if pod.container is None:
         return
     mounts = [tuple(mount.split(":")[:2]) for mount in pod.container.mounts]
@@ -251,7 +241,7 @@ def _check_mounts(pod: Pod) -> None:
 
 
 def pod_name(text: str) -> str:
-    """The name of a Cloud TPU: an argument of gcloud, so that nothing else may pass for one."""
+    """Validates the name of a Cloud TPU, which becomes an argument of gcloud."""
     if not re.fullmatch(_NAME, text, re.ASCII):
         raise ValueError(
             "not the name of a pod: lower-case letters, digits and dashes, with a letter in front, up to 63"

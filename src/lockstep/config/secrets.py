@@ -1,7 +1,7 @@
-"""What must not be written down: keys and passwords, by the names that they go by, in a config and in what is sent on.
+"""Finds and redacts keys and passwords, by the names of settings.
 
-A config is copied into the run's folder, shown by commands and sent to loggers. Whoever needs a key reads it from the
-environment, which is never written anywhere.
+A config is copied into the run's folder, shown by commands and sent to loggers. Keys belong into the environment, which
+is never written anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is a key or a password, as its words tell."""
+    """Whether a setting of this name is a key or a password."""
     words = _words(name)
     if not words:
         return False
@@ -37,7 +37,7 @@ def is_secret(name: str) -> bool:
 
 
 def secrets_in(section: Any, at: str = "") -> Iterator[str]:
-    """The paths of keys and passwords in the settings of a logger: there every `key` and `token` is one."""
+    """Yields the paths of secrets in the settings of a logger, where every `key` and `token` is one."""
     if isinstance(section, Mapping):
         for name, value in section.items():
             path = f"{at}.{name}" if at else str(name)
@@ -53,13 +53,13 @@ def secrets_in(section: Any, at: str = "") -> Iterator[str]:
 
 
 def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Plain data without its secrets, known by name, in URLs, or as the environment has them; and with all the rest."""
+    """Returns plain data with secrets left out: by name, in URLs, or equal to those in the environment."""
     known = [each for name, each in environment.items() if is_secret(name) and len(each) >= _SHORTEST]
     return _redacted(value, known)
 
 
 def without_value(assignment: str) -> str:
-    """`log.mine.api_key=...`, for a message about it; anything else as it is."""
+    """Hides the value of an assignment like `log.mine.api_key=...`."""
     name, equals, value = assignment.partition("=")
     hidden = any(secrets_in({name.strip().rpartition(".")[2]: value})) and "log." in name
     return f"{name}{equals}{LEFT_OUT}" if equals and hidden else assignment
@@ -78,7 +78,7 @@ def _redacted(value: Any, known: list[str]) -> Any:
 
 
 def _holds_one(name: Any, value: Any) -> bool:
-    """A number may be a password, but no token: that would be a token of a text."""
+    """A number may be a password but not a token."""
     if not isinstance(name, str) or not is_secret(name) or not value:
         return False
     return isinstance(value, str) or (type(value) is int and _words(name)[-1] in _ALWAYS)
@@ -89,7 +89,6 @@ def _has_credentials(text: str) -> bool:
 
 
 def _without_query(text: str) -> str:
-    """A URL without the values that its query has for keys and tokens."""
     if "://" not in text or "?" not in text:
         return text
     try:

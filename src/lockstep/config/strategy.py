@@ -1,16 +1,17 @@
-"""The `strategy` section: how the model and the batch are spread over the processes and devices."""
+"""The `strategy` section, and the device meshes that it declares. Needs neither torch nor a device."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lockstep.config.section import Section, as_mapping
-from lockstep.config.values import import_path
+from lockstep.config.values import Section, as_mapping, import_path
+from lockstep.errors import ConfigError
 
-# Strategies that spread a model over a mesh: of processes on cpu and cuda, of devices on xla. `spmd` is for xla alone:
-# it splits by rules, where there are any.
+# Strategies with a mesh: of processes on cpu and cuda, of devices on xla. `spmd` is for xla alone.
 MESH_TYPES = ("fsdp", "hsdp", "tensor", "spmd")
 COMM_HOOKS = ("bf16_compress", "fp16_compress", "powerSGD")
 
@@ -40,22 +41,22 @@ def _hook_name(text: str) -> str:
 
 
 MeshShape = Annotated[dict[str, int], AfterValidator(_mesh_shape)]
-# What shards one dimension of a tensor: an axis of the mesh, several, or none.
+# The axes that shard one dimension of a tensor.
 AxisNames = str | Annotated[tuple[str, ...], Field(strict=False)] | None
 
 
 class ShardRule(Section):
-    """How parameters are split: an axis name (or several, or null) for every dimension, over the mesh of a name."""
+    """How parameters are sharded: an axis name (or several, or null) for every dimension."""
 
     spec: tuple[AxisNames, ...] = Field(strict=False)
-    mesh: str | None = Field(None, description="one of strategy.meshes; strategy.mesh where not given")
+    mesh: str | None = Field(None, description="one of strategy.meshes; defaults to strategy.mesh")
     activations: Literal["whole", "split"] = Field(
-        "whole", description="split: what leaves a column-parallel layer, or enters a row-parallel one, stays split"
+        "whole", description="split: outputs of column-parallel and inputs of row-parallel layers stay sharded"
     )
 
 
 class CommHook(Section):
-    """How DDP exchanges a bucket of gradients: one of torch's hooks by its name, or a function of one's own."""
+    """How DDP exchanges a bucket of gradients: one of torch's hooks, or a custom function."""
 
     type: Annotated[str, AfterValidator(_hook_name)] = Field(
         description="bf16_compress, fp16_compress, powerSGD, or the import path of a function (state, bucket)"
@@ -74,36 +75,35 @@ class CommHook(Section):
 
 
 class Strategy(Section):
-    """How the model and the batch are spread over the processes and devices."""
+    """How the model and the batch are distributed over processes and devices."""
 
     type: Literal["auto", "single", "ddp", "fsdp", "hsdp", "tensor", "threads", "spmd"] = Field(
         "auto",
-        description="fsdp: split every block over data; hsdp: the same, with a copy for each place of the axis "
-        "replica; tensor: split by the rules of shard; threads, spmd: xla only",
+        description="fsdp: shard every block over data; hsdp: the same with a copy per index of the axis replica; "
+        "tensor: shard by the rules in shard; threads, spmd: xla only",
     )
     find_unused_parameters: bool = False
     output_device: int | None = Field(None, ge=0)
     bucket_mb: int = Field(25, gt=0, le=2**40)
     static_graph: bool = Field(False, description="ddp: every step uses the same parameters in the same way")
     gradient_as_bucket_view: bool | None = Field(
-        None, description="ddp: gradients live in the buckets they travel in; null: on GPUs"
+        None, description="ddp: gradients are views into the communication buckets; null: on GPUs"
     )
-    sync_batchnorm: bool = Field(False, description="BatchNorm normalises by the batches of all processes")
+    sync_batchnorm: bool = Field(False, description="BatchNorm uses the statistics of all processes")
     comm_hook: Annotated[CommHook, as_mapping(CommHook)] | None = Field(
-        None, description="ddp: how buckets of gradients travel"
+        None, description="ddp: how buckets of gradients are exchanged"
     )
-    mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 is what the others leave over")
-    meshes: dict[str, MeshShape] = Field({}, description="further meshes over the same devices, by name")
+    mesh: MeshShape | None = Field(None, description="axes and their sizes; -1 takes the remaining devices")
+    meshes: dict[str, MeshShape] = Field({}, description="more meshes over the same devices, by name")
     shard: dict[str, Annotated[ShardRule, BeforeValidator(_as_rule)]] = Field(
-        {}, description="parameter-name pattern -> how to split it; the first that matches counts"
+        {}, description="parameter-name pattern -> how to shard it; the first match counts"
     )
     blocks: str | None = Field(
-        None, min_length=1, description="pattern of module names: the model's blocks; where not given, they are found"
+        None, min_length=1, description="pattern of the names of the model's blocks; null: found automatically"
     )
     offload: bool = Field(False, description="keep parameters and optimizer state in host memory (CUDA)")
     param_dtype: Literal["float32", "bf16"] = Field(
-        "float32",
-        description="what a block's parameters are put together in; bf16 halves what is sent and kept of them",
+        "float32", description="the dtype in which a block's parameters are gathered; bf16 halves traffic and memory"
     )
 
     @model_validator(mode="after")
@@ -120,16 +120,14 @@ class Strategy(Section):
 
     @property
     def splits_all(self) -> bool:
-        """Whether every parameter is split over the data axis, without a rule that says so."""
         return self.type in ("fsdp", "hsdp")
 
     def has_bucket_views(self, on_gpu: bool) -> bool:
-        """Whether ddp's gradients live in its buckets, which saves a copy of them: on GPUs, unless told otherwise."""
         return on_gpu if self.gradient_as_bucket_view is None else self.gradient_as_bucket_view
 
     @property
     def given_for_ddp(self) -> list[str]:
-        """What only torch's DistributedDataParallel can do."""
+        """The options that only torch's DistributedDataParallel supports."""
         names = ("static_graph", "gradient_as_bucket_view", "comm_hook")
         return [name for name in names if getattr(self, name)]
 
@@ -140,3 +138,80 @@ class Strategy(Section):
         if self.sync_batchnorm and self.type in ("single", "threads", "spmd"):
             raise ValueError(f"sync_batchnorm is for ddp, fsdp, hsdp and tensor, but the strategy is {self.type}")
         return self
+
+
+MAIN = "strategy.mesh"
+DATA_AXIS, REPLICA_AXIS = "data", "replica"
+BATCH_AXES = (REPLICA_AXIS, DATA_AXIS)  # the axes that batches are split over, in this order
+
+Shape = Mapping[str, int]
+
+
+def resolve_meshes(settings: Strategy, devices: int, remedy: str = "devices") -> dict[str, dict[str, int]]:
+    """Returns every mesh with its sizes, the main one first. Raises ConfigError unless each uses all devices.
+
+    `remedy` names what else a user can change.
+    """
+    shapes = {MAIN: settings.mesh or {DATA_AXIS: -1}}
+    shapes |= {f"strategy.meshes.{name}": shape for name, shape in settings.meshes.items()}
+    resolved = {name: _resolved(name, shape, devices, remedy) for name, shape in shapes.items()}
+    _check_axes(settings.type, resolved[MAIN])
+    return resolved
+
+
+def dp_size(shape: Shape) -> int:
+    """Returns into how many parts a mesh splits a batch."""
+    return math.prod(shape.get(axis, 1) for axis in BATCH_AXES)
+
+
+def spans_processes(settings: Strategy, runtime: str) -> bool:
+    """Whether the mesh is made of processes; XLA has a mesh of devices."""
+    return settings.has_mesh and runtime in ("cpu", "cuda")
+
+
+def batch_shares(settings: Strategy, runtime: str, processes: int) -> int:
+    """Returns into how many parts a batch is split: one per process, unless a mesh says otherwise."""
+    if not spans_processes(settings, runtime):
+        return processes
+    return dp_size(resolve_meshes(settings, processes, "processes")[MAIN])
+
+
+def processes_of(settings: Strategy) -> int | None:
+    """Returns how many processes a mesh needs, or None if it takes all."""
+    sizes = list((settings.mesh or {DATA_AXIS: -1}).values())
+    return None if -1 in sizes else math.prod(sizes)
+
+
+def _check_axes(strategy: str, shape: Shape) -> None:
+    text = ", ".join(f"{axis}: {size}" for axis, size in shape.items())
+    needed = {"fsdp": (DATA_AXIS,), "hsdp": BATCH_AXES}.get(strategy, ())
+    missing = [axis for axis in needed if axis not in shape]
+    if missing:
+        example = ", ".join(f"{axis}: {2 if axis == REPLICA_AXIS else -1}" for axis in needed)
+        raise ConfigError(
+            f"strategy: {strategy} needs an axis {missing[0]!r}, but {MAIN} is {{{text}}}: write for example "
+            f"mesh: {{{example}}}"
+        )
+    if REPLICA_AXIS in shape and strategy != "hsdp":
+        raise ConfigError(
+            f"{MAIN}: {{{text}}}: the axis {REPLICA_AXIS!r} is for strategy: hsdp, which keeps a copy of the model per "
+            f"index; name it {DATA_AXIS!r}, or set type: hsdp"
+        )
+
+
+def _resolved(name: str, shape: Shape, devices: int, remedy: str) -> dict[str, int]:
+    known = math.prod(size for size in shape.values() if size != -1)
+    text = ", ".join(f"{axis}: {size}" for axis, size in shape.items())
+    if -1 in shape.values():
+        if devices % known:
+            raise ConfigError(
+                f"{name}: {{{text}}}: the sizes that are given make {known}, which does not divide the {devices} "
+                f"devices; change them, or {remedy}"
+            )
+        return {axis: devices // known if size == -1 else size for axis, size in shape.items()}
+    if known != devices:
+        raise ConfigError(
+            f"{name}: {{{text}}} is a mesh of {known} devices, but there are {devices}; change a size (-1 is "
+            f"whatever the others leave over), or {remedy}"
+        )
+    return dict(shape)

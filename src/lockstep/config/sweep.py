@@ -1,4 +1,4 @@
-"""A sweep: which paths of a config take which values, and which trials may go on. Validated before any of them."""
+"""Sweeps: the values of paths of a config, and which trials are pruned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Range = tuple[float, float]
 
 
 class Axis(Section):
-    """The values of one path: all of them in turn, or one drawn for every sample."""
+    """The values of one path: a grid, or a distribution that is sampled."""
 
     grid: list[Any] | None = Field(None, min_length=1, description="every one of these")
     choice: list[Any] | None = Field(None, min_length=1, description="one of these")
@@ -48,7 +48,7 @@ class Axis(Section):
 
     @property
     def values(self) -> list[Any]:
-        """Its values, or the ends of its range."""
+        """The values, or the ends of the range."""
         if self.randint is not None:
             return [self.randint[0], self.randint[1] - 1]
         values: list[Any] = list(getattr(self, self.kind))
@@ -56,7 +56,7 @@ class Axis(Section):
 
 
 class Asha(Section):
-    """Asynchronous successive halving: at each rung only the better trials go on."""
+    """Asynchronous successive halving: only the better trials continue at each rung."""
 
     type: Literal["asha"] = "asha"
     grace: int = Field(1, gt=0, description="epochs that every trial gets")
@@ -81,7 +81,7 @@ class Sweep(Section):
 
 
 def drawn(sweep: Sweep) -> list[dict[str, Any]]:
-    """The values of every trial, the same for the same sweep: the grid is walked once for every sample."""
+    """Returns the values of every trial; the grid is walked once per sample."""
     random = Random(sweep.seed)
     grid = {name: axis.grid for name, axis in sweep.space.items() if axis.grid is not None}
     trials = []
@@ -109,7 +109,7 @@ def _draw(axis: Axis, random: Random) -> Any:
 
 
 def load_sweep(path: Path, config: RunConfig) -> Sweep:
-    """Read a sweep, and make sure that a config with any of its values is one."""
+    """Reads a sweep and validates the config with each of its values."""
     raw, places = read(path)
     sweep = validate(Sweep, raw, places, str(path))
     for name, axis in sweep.space.items():

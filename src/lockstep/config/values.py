@@ -1,24 +1,33 @@
-"""Values that people write in a config and that plain types cannot hold: intervals, durations, import paths."""
+"""The base of all sections, and values of their own types: intervals, durations, import paths, host names."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core import CoreSchema, core_schema
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 
 
-_MOST = 5e15  # steps, epochs or seconds of an interval: whole numbers up to here are exact
-_LONGEST = 1e9  # seconds of a wait, which are thirty years
+_MOST = 5e15  # of an interval: integers up to here are exact as floats
+_LONGEST = 1e9  # seconds
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something happens: every so many steps, epochs or seconds of training."""
+    """How often something happens: every `count` steps, epochs or seconds of training."""
 
     count: float
     unit: str  # "step", "epoch" or "second"
@@ -59,7 +68,7 @@ class Interval:
 
 
 def seconds_of(text: str) -> float | None:
-    """What `5 minutes` comes to; None for what is no duration."""
+    """Returns the seconds of a duration like `5 minutes`, or None for other text."""
     match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*$", text)
     singular = match and (match[2].removesuffix("s") or "s")
     return float(match[1]) * _SECONDS[singular] if match and singular in _SECONDS else None
@@ -81,6 +90,21 @@ Seconds = Annotated[
 ]
 
 
+def require(condition: Callable[[Any], Any], message: str, kind: Any = AfterValidator) -> Any:
+    """Returns a validator that refuses values for which the condition is false."""
+
+    def check(value: Any) -> Any:
+        if not condition(value):
+            raise ValueError(message)
+        return value
+
+    return kind(check)
+
+
+def matching(pattern: str, message: str, longest: int = 1024) -> Any:
+    return require(lambda text: len(text) <= longest and re.fullmatch(pattern, text, re.ASCII), message)
+
+
 _LONGEST_PATH = 4096
 
 
@@ -99,15 +123,13 @@ ImportPath = Annotated[str, AfterValidator(import_path)]
 
 
 def variable_name(text: str) -> str:
-    """The name of an environment variable."""
     if not re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII):
         raise ValueError("not the name of an environment variable; write for example HF_TOKEN")
     return text
 
 
 def host_name(text: str) -> str:
-    """What ssh takes for a host: a name, an address or an alias, with a user before it or not."""
-    # An argument of ssh: what begins with a dash would be an option, and nothing else belongs into a name.
+    # It becomes an argument of ssh, so it must not start with a dash.
     wanted = r"([\w.][\w.-]*@)?[\w.:\[\]][\w.:%\[\]-]*"
     if len(text) > 255 or not re.fullmatch(wanted, text, re.ASCII):
         raise ValueError("not the name of a host; write host or user@host, as for ssh")
@@ -115,3 +137,42 @@ def host_name(text: str) -> str:
 
 
 HostName = Annotated[str, AfterValidator(host_name)]
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are refused, and values are frozen."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        arbitrary_types_allowed=True,
+        strict=True,
+        ser_json_inf_nan="constants",  # ranks must not receive null for an infinite argument
+    )
+
+
+def as_mapping(kind: Any, key: str = "type", bare: type = str) -> BeforeValidator:
+    """Let a bare value stand for a mapping with one key: `strategy: ddp`, `task: pkg.module:Class`."""
+
+    def mapped(value: Any) -> Any:
+        fits = isinstance(value, (int, float) if bare is float else bare) and not isinstance(value, bool)
+        return {key: value} if fits else value
+
+    return BeforeValidator(mapped, json_schema_input_type=kind | bare)
+
+
+class OpenSection(Section):
+    """A section whose other keys are arguments of what it describes."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Component(OpenSection):
+    """An object by its import path; every other key is an argument of its constructor."""
+
+    type: ImportPath

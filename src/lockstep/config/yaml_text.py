@@ -1,7 +1,7 @@
-"""YAML as people expect it, and no more of it than a config can need.
+"""YAML with limits, and with the types that people expect.
 
-A few lines of YAML can stand for billions of values (aliases of aliases), be nested deeper than anybody reads, or hold
-a number of a million digits. All of that is refused, as every other mistake is, by a yaml.YAMLError.
+A few lines of YAML can stand for billions of values (aliases of aliases), be nested arbitrarily deep, or hold a number
+of a million digits. All of that raises yaml.YAMLError.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.text_file import LONGEST_CONFIG
+from lockstep.config.plain import LONGEST_CONFIG
 
 DEEPEST = 50
 MOST_VALUES = 100_000
@@ -20,12 +20,12 @@ MOST_BITS = 1024  # of a whole number, which is about 300 digits
 
 
 class SafeLoader(yaml.SafeLoader):
-    """YAML as people expect it, and as in YAML 1.2: `on` is a word, not true, `1e-3` a number and `1:30:00` none."""
+    """YAML 1.2 types: `on` is a string, `1e-3` a number and `1:30:00` a string."""
 
     _level = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refused on the way down: PyYAML would take seconds for thousands of levels before it fails."""
+        """Refuses deep nesting early: PyYAML would take seconds before it fails."""
         if self._level >= DEEPEST:
             raise yaml.composer.ComposerError(
                 None,
@@ -88,17 +88,17 @@ SafeDumper.yaml_implicit_resolvers = {
 
 
 def to_yaml(value: Any) -> str:
-    """Text that `parse_yaml` reads back as it was."""
+    """Returns text that `parse_yaml` reads back unchanged."""
     return yaml.dump(value, Dumper=SafeDumper, sort_keys=False)
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data from YAML text; tags that would make objects are refused."""
+    """Returns plain data from YAML text; tags that would create objects are refused."""
     return parse_nodes(text, lambda root: None)
 
 
 def parse_nodes(text: str, look: Callable[[yaml.Node], None]) -> Any:
-    """The same, after `look` has seen the nodes that it is made from, which know their places."""
+    """Does the same after calling `look` with the root node, which knows its lines."""
     if len(text) > LONGEST_CONFIG:
         raise yaml.YAMLError(f"it has more than {LONGEST_CONFIG} characters")
     try:
@@ -116,7 +116,7 @@ def parse_nodes(text: str, look: Callable[[yaml.Node], None]) -> Any:
 
 
 def _check_extent(root: yaml.Node) -> None:
-    """Refuse what has too many values, or levels, once every alias is replaced by what it stands for."""
+    """Refuses too many values or levels, with every alias expanded."""
     known: dict[int, tuple[int, int]] = {}
     inside: set[int] = set()
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.config.data import Ordering
 from lockstep.config.load import validate
+from lockstep.config.training import Ordering
 from lockstep.data.orders import (
     BUCKET_STREAM,
     WEIGHTED_STREAM,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lockstep.config.data import Data
+from lockstep.config.training import Data
 from lockstep.data.loader import Collate, Loader, Loading, check_dataset
 from lockstep.data.order import GlobalBatches, MicroBatch
 from lockstep.runtime.base import Runtime

@@ -17,9 +17,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from lockstep.distributed.descendants import die_with_parent
-from lockstep.distributed.signals import QUIET_SIGNALS
-from lockstep.distributed.watch.data_workers import show_stack_on_request
+from lockstep.distributed.signals import QUIET_SIGNALS, die_with_parent
+from lockstep.distributed.watch.stacks import show_stack_on_request
 
 
 def begin(worker: int) -> None:

@@ -1,13 +1,14 @@
-"""What a batch system or MPI says to every one of the processes that it starts alike: which of them it is.
+"""Reads which task this process is from the variables of a batch system or MPI.
 
-srun, Open MPI's mpirun, and what speaks PMI (MPICH's and Intel's mpiexec). A process that is alone is nobody's task: it
-starts the processes of a run itself.
+Supports srun, Open MPI's mpirun, and PMI (mpiexec of MPICH and Intel). A single task is no task: it starts the
+processes of a run itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,17 +20,14 @@ _SHORT = "n[1-2,07-09],gpu4"
 
 
 def nodes(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """The nodes of a list, in its order, as `scontrol show hostnames` has them."""
+    """Expands a node list like `scontrol show hostnames`."""
     found: list[str] = []
     for part in _split(text, name):
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # what is between brackets is at odd places
         if any(bracket in piece for piece in pieces for bracket in "[]") or not part:
             raise _wrong(text, name)
         choices = [_numbers(each, text, name) if at % 2 else [each] for at, each in enumerate(pieces)]
-        count = 1
-        for each in choices:
-            count *= len(each)
-        if count + len(found) > _MOST:
+        if math.prod(map(len, choices)) + len(found) > _MOST:
             raise TopologyError(f"{name}={text!r} stands for more than {_MOST} nodes")
         found += map("".join, itertools.product(*choices))
     return found
@@ -46,7 +44,7 @@ def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
 
 
 def _split(text: str, name: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Splits at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in text.strip():
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -60,7 +58,7 @@ def _split(text: str, name: str) -> list[str]:
 
 
 def _numbers(inside: str, text: str, name: str) -> list[str]:
-    """`1-2,07-09` as 1, 2, 07, 08, 09: a number is as wide as the first of its range."""
+    """Expands `1-2,07-09` to 1, 2, 07, 08, 09."""
     found: list[str] = []
     for part in inside.split(","):
         ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part)
@@ -80,13 +78,13 @@ def _wrong(text: str, name: str) -> TopologyError:
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _SLURM_STEP = "SLURM_STEP_ID"
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVSNAME")
-# Ports below those that the system gives away by itself.
+# Below the ephemeral ports.
 _FIRST_PORT, _PORTS = 15_000, 15_000
 
 
 @dataclass(frozen=True)
 class BatchTask:
-    """One of several processes that were started alike, and where they meet."""
+    """One of several processes started by a batch system, and where they meet."""
 
     starter: str
     rank: int
@@ -103,14 +101,13 @@ class BatchTask:
 
     @property
     def spread(self) -> str:
-        """For messages: `3 tasks of srun (2, 1 on 2 hosts)`."""
         counts = ", ".join(map(str, self.per_host or ()))
         where = f" ({f'{counts} ' if counts else ''}on {self.hosts} hosts)" if self.hosts > 1 else ""
         return f"{self.size} tasks of {self.starter}{where}"
 
 
 def batch_task(env: Mapping[str, str]) -> BatchTask | None:
-    """The place of this process among its like; None where it is alone, or nobody started it so."""
+    """Returns the task that this process is, or None if it is alone."""
     for reader in _READERS:
         found = reader(env)
         if found is not None:
@@ -134,7 +131,7 @@ _Found = BatchTask | _Alone | None
 
 
 def _srun(env: Mapping[str, str]) -> _Found:
-    # A batch script has SLURM's variables as well: of the job, which it is alone to see.
+    # A batch script has the variables of the job as well, but no step.
     if _SLURM_STEP not in env or (rank := _whole(env.get("SLURM_PROCID"))) is None:
         return None
     size = _whole(env.get("SLURM_STEP_NUM_TASKS")) or _whole(env.get("SLURM_NTASKS"))
@@ -142,8 +139,8 @@ def _srun(env: Mapping[str, str]) -> _Found:
         raise _unknown_size("srun", "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS")
     if size == 1:
         return _Alone()
-    counts = tasks_per_node(_told(env, "SLURM_STEP_TASKS_PER_NODE", "srun"))
-    listed = nodes(_told(env, "SLURM_STEP_NODELIST", "srun"))
+    counts = tasks_per_node(_required(env, "SLURM_STEP_TASKS_PER_NODE", "srun"))
+    listed = nodes(_required(env, "SLURM_STEP_NODELIST", "srun"))
     node, local_rank = (_number(env, name, "srun") for name in ("SLURM_NODEID", "SLURM_LOCALID"))
     if sum(counts) != size or len(counts) != len(listed) or node >= len(counts):
         raise TopologyError(
@@ -169,7 +166,7 @@ def _open_mpi(env: Mapping[str, str]) -> _Found:
 
 
 def _hydra(env: Mapping[str, str]) -> _Found:
-    """mpiexec of MPICH and Intel: it starts its own servants with srun, whose variables then mean nothing here."""
+    """mpiexec of MPICH and Intel starts its own servers with srun, whose variables mean nothing here."""
     return _pmi(env) if "MPI_LOCALNRANKS" in env else None
 
 
@@ -192,12 +189,13 @@ def _mpi(env: Mapping[str, str], starter: str, rank_is: str, size_is: str, local
         )
     several = local_size < size
     if several and not env.get(ADDRESS):
+        how = f"-x {ADDRESS}=FIRST_HOST -x LOCKSTEP_SECRET" if starter == "mpirun" else f"-genv {ADDRESS} FIRST_HOST"
         raise TopologyError(
             f"this is process {rank} of {size} that {starter} started on several hosts ({local_is}={local_size}), and "
             f"it does not say where rank 0 is: set {ADDRESS} to the name of the first host for all of them "
-            f"({starter} {_passing(starter)} ...)"
+            f"({starter} {how} ...)"
         )
-    # MPI names no hosts: how many there are is what follows if all have as many processes as this one.
+    # MPI names no hosts: all are assumed to have as many processes as this one.
     return BatchTask(
         starter, rank, size, local_rank, local_size, rank // local_size, -(-size // local_size),
         address=env.get(ADDRESS) or "127.0.0.1",
@@ -205,18 +203,13 @@ def _mpi(env: Mapping[str, str], starter: str, rank_is: str, size_is: str, local
     )  # fmt: skip
 
 
-def _passing(starter: str) -> str:
-    return f"-x {ADDRESS}=FIRST_HOST -x LOCKSTEP_SECRET" if starter == "mpirun" else f"-genv {ADDRESS} FIRST_HOST"
-
-
 def _pmix(env: Mapping[str, str]) -> _Found:
     if (rank := _whole(env.get("PMIX_RANK"))) is None:
         return None
-    raise _unknown_size("what speaks PMIx", "PMIX_RANK", rank, "a size, which only its library tells")
+    raise _unknown_size("a PMIx launcher", "PMIX_RANK", rank, "the size")
 
 
-# mpirun and mpiexec start their own servants by srun in an allocation, so that its variables are there too: of the
-# servant. srun may speak PMI itself, and knows more than that says.
+# mpirun and mpiexec start their servers with srun, so its variables may be set too; srun's own are better than PMI's.
 _READERS: tuple[Callable[[Mapping[str, str]], _Found], ...] = (_open_mpi, _hydra, _srun, _pmi, _pmix)
 
 
@@ -229,7 +222,7 @@ def _unknown_size(starter: str, rank_is: str, rank: int, missing: str) -> Topolo
     )
 
 
-def _told(env: Mapping[str, str], name: str, starter: str) -> str:
+def _required(env: Mapping[str, str], name: str, starter: str) -> str:
     text = env.get(name)
     if not text:
         raise TopologyError(f"{starter} started this process as one of several, but {name} is not set")
@@ -237,14 +230,14 @@ def _told(env: Mapping[str, str], name: str, starter: str) -> str:
 
 
 def _number(env: Mapping[str, str], name: str, starter: str) -> int:
-    found = _whole(text := _told(env, name, starter))
+    found = _whole(text := _required(env, name, starter))
     if found is None:
         raise TopologyError(f"{name}={text!r} in the environment is not a whole number")
     return found
 
 
 def _port(env: Mapping[str, str], job: str) -> int:
-    """The port that is set; else one that all processes of a job come to by themselves, and other jobs seldom."""
+    """Returns MASTER_PORT, or a port derived from the job that all its processes agree on."""
     if (text := env.get(PORT)) is not None:
         return _number(env, PORT, text)
     return _FIRST_PORT + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4]) % _PORTS

@@ -1,8 +1,10 @@
-"""Which of many failures is the cause, what the user reads of it, and whether another attempt makes sense."""
+"""Finds the cause among many failures, describes it, and decides whether a retry makes sense."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import time
 import traceback
@@ -10,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from lockstep.distributed import trouble
 from lockstep.errors import (
     CONSEQUENCES,
     LOST_PEER,
@@ -23,7 +24,108 @@ from lockstep.errors import (
     NonFiniteLoss,
     NonFiniteWeights,
 )
-from lockstep.shown import visible
+from lockstep.shown import size, visible
+
+_SHARED_MEMORY = "/dev/shm"
+# Signs in lower-case messages.
+_DEAD_WORKER = ("dataloader worker (pid",)
+_NO_SHARED_MEMORY = ("shared memory", "unable to write to file </torch_", "unable to mmap", "bus error")
+_NO_MEMORY = (
+    "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory",
+    "failed to allocate memory", "bad_alloc", "cublas_status_alloc_failed", "resource_exhausted",
+)  # fmt: skip
+# Signs of device memory, not host memory.
+_OF_A_DEVICE = ("cuda", "cublas", "hip out of memory", "mps backend", "resource_exhausted")
+# Below this, shared memory counts as full.
+_LITTLE_BYTES = 1_000_000
+
+
+Memory = Literal["", "device", "host"]
+
+
+class LocalError(NamedTuple):
+    message: str
+    is_complete: bool  # whether the message needs no traceback
+    memory: Memory = ""  # which memory ran out, if any
+
+
+def local_error(error: BaseException) -> LocalError | None:
+    """Explains errors that are this rank's own (memory, disk, data workers), which look like a lost connection."""
+    text = str(error).strip()
+    lower = text.lower()
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _no_space(error, text)
+    if not isinstance(error, (RuntimeError, MemoryError, OSError)):
+        return None
+    dead = any(sign in lower for sign in _DEAD_WORKER)
+    if any(sign in lower for sign in _NO_SHARED_MEMORY) and (dead or "dataloader" in lower or "</torch_" in lower):
+        return _no_shared_memory(_line(text))
+    if dead:
+        return LocalError(
+            f"a data worker died: {_line(text)}. Where it was killed (SIGKILL), memory may have run out: lower "
+            "data.workers or data.prefetch. With data.workers: 0 the rank fetches by itself, and shows what is wrong",
+            is_complete=True,
+        )
+    if isinstance(error, MemoryError) or any(sign in lower for sign in _NO_MEMORY):
+        return LocalError(
+            f"out of memory: {_line(text) or type(error).__name__}. To need less, lower train.batch_size, or raise "
+            "train.accumulate (the same batch in more parts), or use fewer processes or data.workers on this host",
+            is_complete=False,
+            memory="device" if any(sign in lower for sign in _OF_A_DEVICE) else "host",
+        )
+    return None
+
+
+def _no_space(error: BaseException, text: str) -> LocalError:
+    file = getattr(error, "filename", None)
+    if file is None and (shared := _room(_SHARED_MEMORY)) is not None and shared[1] < _LITTLE_BYTES:
+        return _no_shared_memory(text)
+    folder = None if file is None else os.path.dirname(os.fsdecode(file)) or "."  # noqa: PTH120  as it was given
+    room = _room(folder) if folder is not None else None
+    free = f"; {folder} has {size(room[1])} free" if room is not None else ""
+    return LocalError(
+        f"could not be written: {text}{free}. Checkpoints that are there are untouched: make room and resume the run",
+        is_complete=file is not None,
+    )
+
+
+def what_is_full(temporary: str) -> str:
+    """Says what is full when processes cannot start: shared memory, or the temporary folder."""
+    shared, disk = _room(_SHARED_MEMORY), _room(temporary)
+    if shared is not None and shared[1] < _LITTLE_BYTES and not (disk is not None and disk[1] < shared[1]):
+        return (
+            f"{_SHARED_MEMORY} has {size(shared[0])}, {size(shared[1])} of it free. Delete what others left there, or "
+            "give it more room (docker run --shm-size, mount -o remount,size=)"
+        )
+    free = f"{size(disk[1])} free" if disk is not None else "no room"
+    return f"{temporary} has {free}: make room there, or name another folder with TMPDIR"
+
+
+def _no_shared_memory(text: str) -> LocalError:
+    room = _room(_SHARED_MEMORY)
+    found = f"; {_SHARED_MEMORY} has {room[0] / 1e6:.1f} MB, {room[1] / 1e6:.1f} MB of it free" if room else ""
+    return LocalError(
+        f"shared memory is full: {text}{found}. Data workers hand over batches in it: lower data.workers "
+        "or data.prefetch, or give it more room (docker run --shm-size, mount -o remount,size=)",
+        is_complete=True,
+    )
+
+
+def _room(folder: str) -> tuple[int, int] | None:
+    """Returns the total and free bytes of a folder's file system, or None."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _line(text: str) -> str:
+    """Returns the first line of a message, or the last if it is a worker's traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return (lines[-1] if lines[0].startswith("Caught ") else lines[0]).rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -34,10 +136,10 @@ class Report:
     message: str
     exit_code: int
     time: float
-    traceback: str = ""  # empty where the message says all that the user needs
+    traceback: str = ""
     consequence: bool = False
     concerns_all_ranks: bool = False
-    memory: trouble.Memory = ""
+    memory: Memory = ""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -45,7 +147,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an attempt: the headline and what followed from it."""
+    """The cause of a failed attempt, and the failures that followed from it."""
 
     rank: int
     host: str
@@ -55,10 +157,10 @@ class Failure:
     traceback: str = ""
     followers: Mapping[int, str] = field(default_factory=dict)
     concerns_all_ranks: bool = False
-    memory: trouble.Memory = ""  # whose memory ran out, where that is why it failed
+    memory: Memory = ""
 
     def render(self, world_size: int) -> str:
-        """One headline, the user's traceback where there is one, and the other ranks in a line."""
+        """Returns a headline, the user's traceback, and the other ranks in a line each."""
         who = "" if self.concerns_all_ranks else f"rank {self.rank} of {world_size} on {self.host} failed: "
         lines = [who + self.cause]
         if self.traceback:
@@ -79,33 +181,33 @@ class Result:
     exit_code: int
     returned: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None
-    nothing_to_save: bool = False  # asked to stop before the first step: what was there before is as it was
+    nothing_to_save: bool = False  # asked to stop before the first step
 
 
 def stop_file(error_file: Path) -> Path:
-    """A file next to the reports that is there once the launcher has asked its ranks to stop."""
+    """Returns the file that exists once the launcher has asked its ranks to stop."""
     return error_file.with_name("stop")
 
 
 def report(error: BaseException, rank: int, host: str) -> Report:
     ours = isinstance(error, LockstepError)
     text = str(error) or type(error).__name__
-    # Torch raises RuntimeErrors; an OSError is about a connection of the user's own (a dataset that downloads).
-    own = None if ours else trouble.of(error)
-    lost = own is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
+    # An OSError is about a connection of the user's code (a dataset that downloads).
+    local = None if ours else local_error(error)
+    lost = local is None and isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST_PEER)
     of_user = error.__cause__ or error if isinstance(error, CallbackFailed) else error
     quiet = (ours and of_user is error) or lost
     return Report(
         rank=rank,
         host=host,
         kind=type(error).__name__,
-        message=own.message if own else _message(error, text, ours, lost),
+        message=local.message if local else _message(error, text, ours, lost),
         exit_code=error.exit_code if isinstance(error, LockstepError) else 5,
         time=time.time(),
-        traceback="" if quiet or (own and own.is_told) else "".join(user_traceback(of_user)),
+        traceback="" if quiet or (local and local.is_complete) else "".join(user_traceback(of_user)),
         consequence=type(error).__name__ in CONSEQUENCES or lost,
         concerns_all_ranks=isinstance(error, LockstepError) and error.concerns_all_ranks,
-        memory=own.memory if own else "",
+        memory=local.memory if local else "",
     )
 
 
@@ -118,7 +220,7 @@ def _message(error: BaseException, text: str, ours: bool, lost: bool) -> str:
 
 
 def user_traceback(error: BaseException) -> list[str]:
-    """The traceback from the first frame that is the user's: how we got there is of no use to them."""
+    """Returns the traceback from the first frame in user code on."""
     here = str(Path(__file__).parents[1])
     internal = (here, "<frozen ")
     entry: TracebackType | None = error.__traceback__
@@ -128,10 +230,9 @@ def user_traceback(error: BaseException) -> list[str]:
 
 
 def find_cause(reports: list[Report], exit_codes: Mapping[int, int], host: str) -> Failure:
-    """The earliest failure that is not the consequence of another.
+    """Returns the earliest failure that is not the consequence of another.
 
-    A rank that was killed or left without a word cannot write a report, so where all reports are consequences, such a
-    rank is the cause.
+    A killed rank cannot write a report, so if all reports are consequences, a rank without one is the cause.
     """
     by_time = sorted(reports, key=lambda each: each.time)
     causes = [each for each in by_time if not each.consequence]
@@ -158,21 +259,20 @@ def describe_exit(code: int) -> str:
 
 
 def _signal(code: int) -> str:
-    """What a process was killed by, by its exit code; nothing where it was not."""
+    """Returns the signal that killed a process, by its exit code."""
     if code >= 0:
         return ""
     return signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
 
 
 def ended_by_the_kernel(failure: Failure) -> Failure:
-    """The same where it is known that memory was why a rank was killed; any other as it is."""
+    """Returns the failure of a rank that the kernel's OOM killer ended."""
     if failure.kind != "SIGKILL":
         return failure
     return replace(failure, cause="killed by SIGKILL: the kernel has ended it for lack of memory", memory="host")
 
 
 def how_to_plan(config: str, devices: int) -> str:
-    """What to tell of memory that ran out where nobody makes a plan by himself."""
     return (
         f"what fills the memory, and what would make it fit: lockstep plan {config} --on DEVICEx{devices} "
         "(lockstep plan --list has the devices)"
@@ -180,8 +280,7 @@ def how_to_plan(config: str, devices: int) -> str:
 
 
 def worth_retrying(failure: Failure) -> bool:
-    """Another attempt repeats a mistake in the config or a loss that diverged, and has nowhere to begin where the run's
-    folder is gone; anything else may have been chance."""
+    """A config error, a diverged loss and a lost run folder would fail again; anything else may be chance."""
     final = (NonFiniteLoss, NonFiniteGradients, NonFiniteWeights, FolderLost)
     return failure.exit_code != 2 and failure.kind not in [each.__name__ for each in final]
 
@@ -193,9 +292,9 @@ def _failure(cause: Report, by_time: list[Report], exit_codes: Mapping[int, int]
         if each.rank != cause.rank
     }
     followers.update({rank: describe_exit(exit_codes[rank]) for rank in silent})
-    told_by_all = cause.exit_code == 2 and not silent and all(each.message == cause.message for each in by_time)
-    concerns_all_ranks = cause.concerns_all_ranks or told_by_all  # a mistake in the config is no failure of a rank
-    if concerns_all_ranks:  # who says the same is no news
+    same_on_all = cause.exit_code == 2 and not silent and all(each.message == cause.message for each in by_time)
+    concerns_all_ranks = cause.concerns_all_ranks or same_on_all  # a config error is no failure of a rank
+    if concerns_all_ranks:
         followers = {rank: text for rank, text in followers.items() if text != "the same"}
     return Failure(
         cause.rank,

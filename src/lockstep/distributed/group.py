@@ -1,9 +1,8 @@
-"""The ranks that talk to each other.
+"""The ranks of a run and their control plane.
 
-The control plane carries small host messages (agree, gather, barrier, rendezvous) over a gloo group of its own,
-beside the data plane that carries tensors. Messages are JSON or bytes: nothing that arrives is ever unpickled.
-Every wait has a name and a limit. All ranks must wait for the same thing: where one took another branch, every rank
-is told at once which one and where it is; where one does not come at all, the error at the limit says who.
+Small host messages (agree, gather, barrier, rendezvous) use a separate gloo group beside the data plane, which carries
+tensors. Messages are JSON or bytes and are never unpickled. Every wait has a name and a limit. All ranks must wait for
+the same thing: if one took another branch, every rank raises OutOfStep; if one never arrives, the error names it.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from lockstep.distributed import listener, trouble
+from lockstep.distributed import failure, listener
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import LOST_PEER, BadMessage, OutOfStep, PeerLost, RankMissing, RankZeroFailed
 
 Value = TypeVar("Value")
 
-# A message this small travels with its length and its name in one collective; a longer one needs a second.
+# A message of at most this size needs one collective; a longer one needs a second.
 INLINE_BYTES = 1000
 _SIZE_BYTES, _NAME_BYTES = 8, 8
 _HEADER = _SIZE_BYTES + _NAME_BYTES
 _LONGEST_NAME = 200
-_AT_WORK = b"at work"  # from rank 0, in place of what it is asked for: wait on
+_AT_WORK = b"at work"  # from rank 0: keep waiting
 _LONGEST_MESSAGE = 2**30
-# How long the threads of a group get to let go of the last message before the group is taken apart.
+# How long the threads of a group get to release the last message before the group is destroyed.
 _SETTLE_SECONDS = 0.05
 
 
 class Part(NamedTuple):
-    """Some of the ranks, in rank order, and the group that they talk over."""
+    """Some of the ranks, in order, and their process group."""
 
     ranks: list[int]
     handle: Any
 
 
 class Group:
-    """All ranks of a run, as seen by one of them. A world of one needs no network and never waits."""
+    """All ranks of a run, as seen by one of them. A world of one uses no network and never waits."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Group:
     def agree(self, value: Value, name: str = ...) -> Value: ...
 
     def agree(self, value: Any, name: str = "a decision") -> Any:
-        """Rank 0's value on every rank. A callable runs on rank 0 only; if it raises there, every rank raises."""
+        """Returns rank 0's value on every rank. A callable runs on rank 0 only; if it raises, every rank raises."""
         if self.rank != 0:
             return _unwrap(self._from_rank_0(name, b""), name)
         lost: list[Exception] = []
@@ -89,18 +88,15 @@ class Group:
         if lost:
             raise lost[0]
         self._from_rank_0(name, message)
-        return _unwrap(message, name)  # decoded, so that rank 0 sees just what the others see
+        return _unwrap(message, name)  # decoded, so that rank 0 sees what the others see
 
     def gather(self, value: Value, name: str = "a gathering") -> list[Value]:
-        """Every rank's value, in rank order, on every rank."""
-        # Encoded in a world of one as well: what works there must work, and look the same, on several ranks.
+        """Returns every rank's value, in rank order, on every rank."""
+        # Encoded in a world of one as well, so that the same values work on several ranks.
         return [_decoded(message, name) for message in self.rendezvous(name, _encode(value, name))]
 
     def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
-        """Exchange bytes among all ranks; returns every rank's payload in rank order once all have arrived.
-
-        Naming `ranks` that are not all of them is refused: those left out could not know.
-        """
+        """Exchanges bytes among all ranks and returns the payloads in rank order. A subset of `ranks` is refused."""
         if ranks is not None and sorted(ranks) != list(range(self.world_size)):
             raise ValueError(
                 f"rendezvous {tag!r}: ranks={list(ranks)} is not all of the {self.world_size} ranks; all of them must "
@@ -128,7 +124,7 @@ class Group:
         self.rendezvous(name)
 
     def part(self, parts: Sequence[Sequence[int]]) -> Part:
-        """A group for each of these parts of the ranks, that all of them make together; the one of this rank."""
+        """Creates a group for each of these parts of the ranks, and returns the one of this rank."""
         if self.world_size == 1 or len(parts) == 1:
             return Part(list(range(self.world_size)), self._control)
         limit = timedelta(seconds=self.timeout)
@@ -137,24 +133,24 @@ class Group:
         return next(each for each in made if self.rank in each.ranks)
 
     def closed_to_others(self) -> contextlib.AbstractContextManager[None]:
-        """Around the making of further groups: what listens for them does so for the ranks alone, where it can."""
+        """Returns a context for creating groups, after which their listeners accept no more connections."""
         return listener.closed_behind(self._connected_at_once)
 
     def join_alone(self, backend: str) -> None:
-        """Give a world of one a process group as well, for torch's parts and collectives of the user's code."""
+        """Creates a process group for a world of one, for torch and for collectives in user code."""
         if self.world_size == 1 and not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             self._joined_alone = True
 
     def broadcast(self, tensor: torch.Tensor, part: Part, name: str) -> None:
-        """What the first rank of a part has in this tensor, in host memory, on the others of it: in place."""
+        """Broadcasts a host tensor from the first rank of a part, in place."""
         if len(part.ranks) > 1:
             with self._waiting(name, part.ranks):
                 dist.broadcast(tensor, src=part.ranks[0], group=part.handle)
 
     def explain(self, error: RuntimeError, name: str) -> Exception:
-        """What a failure of the data plane means to a user; any other error as it is."""
-        if self.world_size == 1 or trouble.of(error) is not None:
+        """Turns a failure of the data plane into an error for the user; returns any other error unchanged."""
+        if self.world_size == 1 or failure.local_error(error) is not None:
             return error
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
@@ -167,25 +163,19 @@ class Group:
             return PeerLost(f"lost the connection to another rank in {name}")
         return error
 
-    def word(self, key: str) -> str | None:
-        """What was left in the store under a key, if there is anything yet."""
-        left = self._store.read(key) if self._store is not None else None
-        return None if left is None else bytes(left).decode()
+    # Texts in the store, for threads that must not take part in collectives.
 
-    # For threads beside the training one, which must not take part in what ranks exchange in step.
-
-    def leave_word(self, key: str, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
         self._store.set(key, text)
 
-    def words(self, keys: Sequence[str]) -> list[str | None]:
-        """What was left under each of these keys, as far as it is there yet. Never waits."""
-        return [None if each is None else each.decode() for each in self._store.read_all(list(keys))]
+    def published(self, keys: Sequence[str]) -> list[str | None]:
+        """Returns the text under each key, or None. Never waits."""
+        found = self._store.read_all(list(keys)) if self._store is not None else [None] * len(keys)
+        return [None if each is None else bytes(each).decode() for each in found]
 
     def forget(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._store.delete(key)
-
-    # From one rank to another, in host memory, where both know that it is their turn.
 
     def send(self, tensor: torch.Tensor, to: int, name: str) -> None:
         with self._waiting(name, [self.rank, to]):
@@ -196,13 +186,13 @@ class Group:
             dist.recv(tensor, src=sender, group=self._control)
 
     def leave(self) -> None:
-        """Close all connections; the last thing a rank does."""
+        """Closes all connections."""
         if (self.world_size > 1 or self._joined_alone) and dist.is_initialized():
             settle()
             dist.destroy_process_group()
 
     def leave_alone(self) -> None:
-        """The same for a world of one that failed: its process may live on, in a notebook, and nobody waits for it."""
+        """Closes the group of a world of one that failed: its process may live on in a notebook."""
         if self._joined_alone:
             self.leave()
 
@@ -224,10 +214,9 @@ class Group:
 
     @contextlib.contextmanager
     def _at_work_for_all(self, name: str, lost: list[Exception]) -> Iterator[None]:
-        """On rank 0: while it computes what the others wait for, a thread lets them wait on as long as it progresses.
+        """On rank 0: while it computes what the others wait for, a thread extends their wait as long as it progresses.
 
-        Progress is a new activity within `timeout`, or within the longer time that the activity may take. `lost` gets
-        the error where the others cannot be reached.
+        Progress is a new activity within `timeout` or the activity's own limit. Errors of the thread go to `lost`.
         """
         over = threading.Event()
 
@@ -251,15 +240,15 @@ class Group:
             finally:
                 over.set()
                 if self.world_size > 1:
-                    with self.activity.within(repr(name), waits=True):  # others may be on their way
+                    with self.activity.within(repr(name), waits=True):
                         thread.join()
 
     def _meet(self, name: str, payload: bytes) -> list[bytes]:
-        """Every rank's block, after making sure that all of them came for the same thing."""
+        """Returns every rank's block, or raises OutOfStep if they wait for different things."""
         blocks = self._all_gather(_block(name, payload))
-        if len({_name(block) for block in blocks}) > 1:
-            told = self._all_gather(name.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0"))
-            raise OutOfStep(out_of_step([each.rstrip(b"\0").decode(errors="replace") for each in told]))
+        if len({block[_SIZE_BYTES:_HEADER] for block in blocks}) > 1:
+            names = self._all_gather(name.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME, b"\0"))
+            raise OutOfStep(out_of_step([each.rstrip(b"\0").decode(errors="replace") for each in names]))
         return blocks
 
     def _all_gather(self, block: bytes) -> list[bytes]:
@@ -270,7 +259,6 @@ class Group:
 
     @contextlib.contextmanager
     def _waiting(self, name: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
-        """Turn a failed wait into an error that names the absent."""
         with self.activity.within(repr(name), waits=True), self._explaining(name, ranks):
             yield
 
@@ -280,13 +268,13 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            if trouble.of(error) is not None:
-                raise  # of this rank itself, which found out while it waited
+            if failure.local_error(error) is not None:
+                raise
             waited = time.monotonic() - began
             if waited >= self.timeout * 0.95:
                 raise RankMissing(self._who_is_missing(name, waited, ranks)) from None
             raise PeerLost(
-                f"lost the connection to another rank while waiting for {name!r}: {_first_line(error)}"
+                f"lost the connection to another rank while waiting for {name!r}: {str(error).strip().splitlines()[0]}"
             ) from None
 
     def _who_is_missing(self, name: str, waited: float, ranks: Sequence[int] | None = None) -> str:
@@ -314,7 +302,7 @@ class Group:
 
 
 def out_of_step(names: list[str]) -> str:
-    """What to tell ranks that met at different places."""
+    """Returns the message for ranks that wait for different things."""
     at: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         at.setdefault(name, []).append(rank)
@@ -327,16 +315,15 @@ def out_of_step(names: list[str]) -> str:
 
 
 def settle() -> None:
-    """Wait, without Python's lock, for the threads of a group to let go of their last tensors.
+    """Waits, without the GIL, for the threads of a group to release their last tensors.
 
-    Gloo's destructor joins its threads while it holds that lock. A thread that still has a tensor of Python's to
-    release needs it too, and both would wait for ever.
+    Gloo's destructor joins its threads while it holds the GIL; a thread that still has to release a tensor needs it.
     """
     time.sleep(_SETTLE_SECONDS)
 
 
 def _block(name: str, payload: bytes) -> bytes:
-    """The length of a payload, what it is for, and its beginning, in a block whose size every rank knows."""
+    """Packs the length of a payload, the hash of its name and its beginning into a block of fixed size."""
     header = len(payload).to_bytes(_SIZE_BYTES, "little") + hashlib.blake2b(name.encode(), digest_size=8).digest()
     return (header + payload[:INLINE_BYTES]).ljust(_HEADER + INLINE_BYTES, b"\0")
 
@@ -346,10 +333,6 @@ def _size(block: bytes, name: str) -> int:
     if size > _LONGEST_MESSAGE:
         raise BadMessage(f"a rank announced {size} bytes for {name!r}; no message between ranks is that long")
     return size
-
-
-def _name(block: bytes) -> bytes:
-    return block[_SIZE_BYTES:_HEADER]
 
 
 def _tensor(data: bytes) -> torch.Tensor:
@@ -369,7 +352,7 @@ def _decoded(message: bytes, name: str) -> Any:
     try:
         return json.loads(message)
     except (ValueError, RecursionError):
-        raise BadMessage(f"what came from another rank for {name!r} is no message of ours: {message[:40]!r}") from None
+        raise BadMessage(f"what came from another rank for {name!r} is not a valid message: {message[:40]!r}") from None
 
 
 def _unwrap(message: bytes, name: str) -> Any:
@@ -378,8 +361,4 @@ def _unwrap(message: bytes, name: str) -> Any:
             raise RankZeroFailed(f"rank 0 failed at {at!r}: {error}")
         case {"value": value}:
             return value
-    raise BadMessage(f"what came from rank 0 for {name!r} is no message of ours: {message[:40]!r}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    raise BadMessage(f"what came from rank 0 for {name!r} is not a valid message: {message[:40]!r}")

@@ -1,8 +1,8 @@
-"""Closes the door that gloo leaves open.
+"""Closes gloo's listeners once its ranks are connected.
 
-Every gloo group listens at a TCP port, asks nobody who they are, takes the first connection that sends the right small
-number for a rank, and brings its process down where there are too many. Up to a few dozen ranks connect at once; then
-no more connections are taken, and those that there are, where both ends are on this host, must be of this user.
+Every gloo group listens on a TCP port without authentication, accepts the first connection that sends the number of a
+rank, and crashes if there are too many. Up to MOST_RANKS ranks connect at once; then no more connections are accepted,
+and connections from this host must belong to this user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lockstep.errors import RollCallError
 
-# Beyond this, a connection between every two ranks costs more than it is worth.
+# Beyond this, connecting every two ranks costs too much.
 MOST_RANKS = 32
 _SO_ATTACH_FILTER = 26
 _LINUX = sys.platform.startswith("linux")
@@ -28,7 +28,7 @@ _LINUX = sys.platform.startswith("linux")
 
 @contextlib.contextmanager
 def closed_behind(enabled: bool = True) -> Iterator[None]:
-    """What began to listen within the block listens to nobody any more; a stranger who got in is an error."""
+    """Closes the listeners opened within the block; raises if another user connected to one."""
     if not (enabled and _LINUX):
         yield
         return
@@ -38,18 +38,18 @@ def closed_behind(enabled: bool = True) -> Iterator[None]:
     inodes = {inode for inode, _ in made}
     for _, descriptor in made:
         _close(descriptor)
-    if (stranger := _stranger(inodes)) is not None:
+    if (other := _other_user(inodes)) is not None:
         raise RollCallError(
-            f"a process of another user (uid {stranger}) connected to this rank in the place of another rank, while "
-            "the group was being formed. Nothing was trained. Start again; if it happens again, that user is at it"
+            f"a process of another user (uid {other}) connected to this rank in the place of another rank, while "
+            "the group was being formed. Nothing was trained. Start again; if it happens again, ask that user"
         )
 
 
 def _sockets() -> list[tuple[str, int]]:
-    """Inode and descriptor of every socket of this process."""
+    """Returns the inode and descriptor of every socket of this process."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that lists them is gone by now
+        with contextlib.suppress(OSError):  # the descriptor that lists them is closed by now
             target = str(entry.readlink())
             if target.startswith("socket:["):
                 found.append((target[8:-1], int(entry.name)))
@@ -57,7 +57,7 @@ def _sockets() -> list[tuple[str, int]]:
 
 
 def _close(descriptor: int) -> None:
-    """Where this listens for TCP, have the system drop whatever comes; connections that there are stay."""
+    """Makes the kernel drop new connections to a TCP listener; open ones stay."""
     try:
         listener = socket.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -67,17 +67,17 @@ def _close(descriptor: int) -> None:
             return
         if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a BPF program: return 0
-            with contextlib.suppress(OSError):  # a kernel without it: as open as it was
+            with contextlib.suppress(OSError):  # not supported by this kernel
                 program = struct.pack("HP", 1, ctypes.addressof(drop_all))
                 listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-def _stranger(inodes: set[str]) -> int | None:
-    """The user at the other end of one of these connections, where it is not this user; on this host, that is."""
-    everybody = list(established())
-    owners = {(side.local, side.remote): side.uid for side in everybody}
+def _other_user(inodes: set[str]) -> int | None:
+    """Returns another user of this host who holds the other end of one of these connections."""
+    sides = list(established())
+    owners = {(side.local, side.remote): side.uid for side in sides}
     mine = os.geteuid()
-    others = {owners.get((side.remote, side.local), mine) for side in everybody if side.inode in inodes}
+    others = {owners.get((side.remote, side.local), mine) for side in sides if side.inode in inodes}
     return next((uid for uid in others if uid != mine), None)
 
 
@@ -85,7 +85,7 @@ _ESTABLISHED = "01"
 
 
 class Side(NamedTuple):
-    """One side of a connection, which another line of the list has the other way round."""
+    """One side of a connection."""
 
     local: tuple[str, int]
     remote: tuple[str, int]
@@ -94,7 +94,7 @@ class Side(NamedTuple):
 
 
 def established() -> Iterator[Side]:
-    """Every established TCP connection of this host, once for each side that is here; nothing on other systems."""
+    """Yields the local sides of established TCP connections (Linux only)."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
@@ -104,7 +104,7 @@ def established() -> Iterator[Side]:
 
 
 def owner(remote: tuple[str, int], local_port: int) -> int | None:
-    """The user whose process connected from there to a port of this host; None where it is not of this host."""
+    """Returns the user of this host who connected from an address to a local port, or None."""
     host = _plain(ipaddress.ip_address(remote[0]))
     for side in established():
         if side.local == (host, remote[1]) and side.remote[1] == local_port:
@@ -113,7 +113,7 @@ def owner(remote: tuple[str, int], local_port: int) -> int | None:
 
 
 def _place(text: str) -> tuple[str, int]:
-    """`0100007F:1F90` is 127.0.0.1:8080: words of four bytes, in the order of the machine."""
+    """`0100007F:1F90` is 127.0.0.1:8080, in words of four bytes of native order."""
     address, _, port = text.partition(":")
     words = [address[at : at + 8] for at in range(0, len(address), 8)]
     packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)

@@ -1,14 +1,12 @@
-"""How ranks find each other: the store where they leave word, and the groups that they form.
+"""How ranks find each other: the store, and the process groups.
 
-Where the store is, and who may come in: started by our own launcher, it is a Unix socket in a folder of mode 0700, or,
-for several hosts, at the address of the first of them, for those who know the secret of the run.
-Where somebody else started ranks on one host, rank 0 serves one in a folder of the user's own. On several hosts rank 0
-serves at the address where ranks meet, and asks for the secret of the run.
+Our launcher serves the store on a Unix socket in a folder of mode 0700, or, for several hosts, at the address of the
+first host, for clients that know the secret of the run. If another launcher started the ranks, rank 0 serves it: in a
+private folder of the user on one host, at MASTER_ADDR with the secret on several.
 
-Growth with the number of ranks: the store has two connections from every rank. Gloo connects ranks only when they
-first talk: a gathering goes round in a ring, so every rank is connected to two others, and a broadcast of a long
-message adds about log2(N) more. Nobody but the store is ever connected to all. Up to a few dozen ranks connect at once,
-so that gloo can be closed to others (listener.py).
+Every rank has two connections to the store. Gloo connects ranks when they first communicate: a gather is a ring, and a
+long broadcast adds about log2(N) connections. Up to listener.MOST_RANKS ranks connect at once, so that gloo's listeners
+can be closed (listener.py).
 """
 
 from __future__ import annotations
@@ -33,23 +31,20 @@ from lockstep.distributed import listener
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.store import private
-from lockstep.distributed.store import secret as run_secret
+from lockstep.distributed.store import wire as run_secret
 from lockstep.distributed.store.client import Client, NotLetIn, connect_tcp, connect_unix
 from lockstep.distributed.store.server import Server, listen_on_tcp, listen_on_unix
 from lockstep.distributed.topology import NETWORK_STORE, Topology
 from lockstep.errors import LaunchError, RollCallError
+from lockstep.runtime import with_variables
 from lockstep.runtime.base import Runtime
-from lockstep.runtime.environment import with_variables
 
 # For as long as the process lives: torch holds on to the part of a store that is not Python's.
 _kept: list[TorchStore] = []
 
 
 class TorchStore(Store):
-    """Our store for torch's process groups, which call it from threads of theirs as well.
-
-    It has every method that torch's own code calls, by both of the names that it has for some.
-    """
+    """Our store for torch's process groups, with every method that torch calls, from any thread."""
 
     def __init__(self, client: Client, limit: timedelta) -> None:
         super().__init__()
@@ -113,10 +108,7 @@ _served: dict[str, Server] = {}  # by this process, until it ends
 
 
 def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None]:
-    """Two connections to the store where all ranks leave word: a thread that waits on one holds up nobody on the other.
-
-    A process on its own has none.
-    """
+    """Returns two connections to the store, so that a wait on one does not block the other; none for one process."""
     if topology.world_size == 1 and not topology.watched:
         return None, None
     prefix = private.store_prefix(topology.attempt, next(_meetings))
@@ -126,7 +118,7 @@ def meet(topology: Topology, limit: float) -> tuple[Client | None, Client | None
 
 
 def from_rank_0(topology: Topology, limit: float, name: str, data: bytes) -> bytes:
-    """Rank 0's data on every rank, before they have met: for what they have to know in order to."""
+    """Returns rank 0's data on every rank before the group exists."""
     with _saying_who_does_not_answer(topology, limit):
         store = _way(topology, limit)().under(f"lockstep/attempt-{topology.attempt}/before")
         if topology.place.rank == 0:
@@ -161,7 +153,7 @@ def _saying_who_does_not_answer(topology: Topology, limit: float) -> Iterator[No
 def join(
     topology: Topology, runtime: Runtime, store: Client | None, timeout: float, activity: Activity | None = None
 ) -> Group:
-    """Form the group with all other ranks, with explicit rank, world size and limit."""
+    """Forms the group of all ranks."""
     rank, world_size = topology.place.rank, topology.world_size
     if world_size == 1:
         alone = Group(0, 1, timeout, activity=activity)
@@ -187,14 +179,14 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def _connect_at_once(topology: Topology) -> bool:
-    """Whether gloo connects every two ranks at the beginning, and not those that talk when they do."""
+    """Whether gloo connects every two ranks at the beginning."""
     if _LAZY in os.environ:
         return os.environ[_LAZY] in ("", "0")
     return topology.world_size <= listener.MOST_RANKS
 
 
 def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:
-    """What torch's groups meet at. On one host a file beside the socket: torch reads it by itself, from any thread."""
+    """Returns the store for torch's groups; on one host a file, which torch reads from any thread."""
     if store.unix_path is None:
         return PrefixStore("groups", TorchStore(store, limit))
     if rank == 0:
@@ -208,7 +200,7 @@ def store_for_groups(store: Client, rank: int, limit: timedelta) -> Any:
 
 
 def _way(topology: Topology, limit: float) -> Callable[[], Client]:
-    """How this process gets to the store; where it is rank 0's to serve, it is served from here on."""
+    """Returns how to connect to the store; on rank 0, serves it if nobody else does."""
     secret = run_secret.checked(topology.secret, run_secret.VARIABLE) if topology.secret else None
     if topology.store == NETWORK_STORE:
         return lambda: connect_tcp(topology.address, topology.port, secret or _refuse_without(topology), limit)
@@ -262,7 +254,7 @@ def _over_the_network(topology: Topology, secret: str, limit: float) -> Callable
 
 
 def _refuse_own_name(topology: Topology) -> None:
-    """Where several hosts are to meet at a name that leads every one of them, or the first, to itself."""
+    """Refuses a host name that resolves to a loopback address on every host."""
     if topology.host_count == 1 or LISTEN_AT in os.environ:
         return
     try:
@@ -281,7 +273,7 @@ def _refuse_own_name(topology: Topology) -> None:
 
 
 def _serve(topology: Topology, port: int, secret: str) -> int:
-    """Serve at the address where ranks meet; the port that it came to be."""
+    """Serves the store on the network and returns its port."""
     name = f"{topology.address} {port} {topology.attempt} {secret}"
     if name not in _served:
         address = os.environ.get(LISTEN_AT) or topology.address

@@ -1,18 +1,22 @@
-"""Listening to signals, and the requests that reach whoever started the ranks, and speaks for all of them."""
+"""Signal handlers, requests to the launcher by signals, and the processes below a process."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
-# What processes that serve a run take no notice of: they end with it, and not with a signal to the whole group.
+# Ignored by helper processes, which end with the run and not with a signal to the process group.
 QUIET_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
@@ -20,7 +24,7 @@ QUIET_SIGNALS = (
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Send signals to these handlers while the block runs; Python lets nothing but the main thread do so."""
+    """Installs signal handlers while the block runs; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -33,37 +37,37 @@ def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 def nothing(number: int, frame: FrameType | None) -> None:
-    """For a signal that is to have no effect. Not SIG_IGN, which every program that this process starts inherits."""
+    """Ignores a signal. SIG_IGN would be inherited by child processes."""
 
 
 def unless_ignored(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those that were not ignored when this process was started: nohup, or a shell in the background, means it."""
+    """Returns the signals that were not ignored (nohup, background shell) when this process started."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def interactive() -> bool:
-    """Whether somebody types into this process, a notebook or an interpreter, and wants to keep it."""
+    """Whether this is a notebook or an interactive interpreter."""
     return hasattr(sys, "ps1") or not hasattr(sys.modules["__main__"], "__file__")
 
 
 class Signals:
-    """What the launcher was asked for: to stop, to end at once, to save."""
+    """Requests to the launcher: stop, end at once, save."""
 
-    # A terminal that hangs up, and a batch system's limit on time, ask for the same as Ctrl-C does.
+    # A hang-up and a batch system's time limit mean the same as Ctrl-C.
     _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
-    # What would end this process, and with it the run, though it asks for nothing.
+    # They would end this process, and with it the run.
     _MEANINGLESS = tuple(
         getattr(signal, name)
         for name in ("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR", "SIGSTKFLT")
         if hasattr(signal, name)
     )
-    # A terminal may signal the launcher twice, or a batch system first it and then its group.
+    # A terminal or a batch system may signal the launcher twice.
     _SAME_REQUEST_SECONDS = 1.0
 
     def __init__(self, save_on_request: bool) -> None:
-        self.count = 0  # 1: to stop; 2: to end at once, which only Ctrl-C asks for: others repeat what they said
+        self.count = 0  # 1: stop; 2: end at once, which only Ctrl-C requests
         self.name = ""
-        self.save = False  # asked to save now, and not yet passed on
+        self.save = False  # requested, and not yet passed on
         self._save_on_request = save_on_request
         self._last = float("-inf")
 
@@ -74,7 +78,6 @@ class Signals:
 
     @property
     def how_to_end(self) -> str:
-        """What ends the ranks without waiting for them."""
         return "once more" if self.name == "SIGINT" else "Ctrl-C (SIGINT)"
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -85,3 +88,75 @@ class Signals:
             self.count, self.name, self._last = 1, signal.Signals(number).name, now
         elif number == signal.SIGINT and now - self._last >= self._SAME_REQUEST_SECONDS:
             self.count = 2
+
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of orphans below it."""
+    _control(_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ends this process by SIGKILL when its parent dies."""
+    parent = os.getppid()
+    _control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before it could be asked for
+        os._exit(1)
+
+
+def end_below(roots: Iterable[int], spare: Iterable[int] = ()) -> list[int]:
+    """Kills every process below these and returns their ids."""
+    roots, spare = set(roots), set(spare)
+    found: list[int] = []
+    while True:  # one that was just about to make another has made it by the next look
+        below = [pid for pid in processes_below(roots) if pid not in found and pid not in spare]
+        if not below:
+            return found
+        for pid in below:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        found += below
+
+
+def state_of(pid: int) -> str | None:
+    """Returns the state letter of proc(5): R, S, T (stopped), Z (dead); None if unknown."""
+    return _status(pid)[0]
+
+
+def processes_below(roots: Iterable[int]) -> list[int]:
+    """Returns all living descendants."""
+    roots = set(roots)
+    children: dict[int, list[int]] = {}
+    for entry in _processes():
+        state, parent = _status(entry)
+        if state is not None and state != "Z":
+            children.setdefault(parent, []).append(entry)
+    found, waiting = [], list(roots)
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return [pid for pid in found if pid not in roots]
+
+
+def _processes() -> list[int]:
+    try:
+        return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+    except OSError:
+        return []
+
+
+def _status(pid: int) -> tuple[str | None, int]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None, 0
+    return fields[0], int(fields[1])
+
+
+def _control(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

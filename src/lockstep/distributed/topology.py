@@ -1,7 +1,7 @@
-"""Who takes part in a run, and this process's own place in it.
+"""The processes of a run, and the place of this one.
 
-With batch.py the only module that reads rank variables from the environment. A process becomes a Topology once; from
-there on rank and world size are passed as parameters.
+Only this module and batch.py read rank variables from the environment; everything else gets rank and world size as
+parameters.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lockstep.errors import TopologyError
 
 _LAUNCHED, _WATCHED, STORE = "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHED", "LOCKSTEPSTORE"
 _SECRET = "LOCKSTEP_SECRET"
-# In place of the path of a socket: our launcher serves the store at MASTER_ADDR, and asks for the run's secret.
+# Instead of the path of a socket: our launcher serves the store at MASTER_ADDR, with the run's secret.
 NETWORK_STORE = "tcp"
 _PLACE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-_POD_PORT = 29500  # where the first host of a pod serves the store, unless MASTER_PORT says otherwise
+_POD_PORT = 29500  # of the store on a pod, unless MASTER_PORT is set
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process stands: its rank among all, its rank on its host, and its host."""
+    """The rank of a process, its rank on its host, and its host."""
 
     rank: int = 0
     local_rank: int = 0
@@ -41,29 +41,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Topology:
-    """All processes of a run, the address where they meet, and the place of this one."""
+    """All processes of a run, their address, and the place of this one."""
 
     place: Place = field(default_factory=Place)
     world_size: int = 1
     local_world_size: int = 1
     address: str = "127.0.0.1"
     port: int = 0
-    # Restarts so far: every attempt meets under its own prefix in the same store.
-    attempt: int = 0
-    # `lockstep resume` started these processes, to go on with a run.
-    resumes: bool = False
-    # The launcher already serves a store of torch's at address:port, so nobody must open a second one there.
-    launcher_serves_store: bool = False
-    # The Unix socket of our own launcher's store, where it started this process; or that it is on the network.
-    store: str = ""
-    # What ranks on several hosts know and nobody else does; never shown, and never passed on by `to_env`.
-    secret: str = field(default="", repr=False)
-    # Our own launcher started this process: the terminal is its, and it speaks for all ranks.
+    attempt: int = 0  # restarts so far; every attempt has its own prefix in the store
+    resumes: bool = False  # `lockstep resume` started these processes
+    launcher_serves_store: bool = False  # torchrun already serves torch's store at address:port
+    store: str = ""  # the Unix socket of our launcher's store, or NETWORK_STORE
+    secret: str = field(default="", repr=False)  # shared by ranks on several hosts; not part of `to_env`
     launched_by_us: bool = False
-    # It also reads the heartbeats, and ends those that do not get on.
-    watched: bool = False
-    # How many hosts there are, where a cluster engine put different numbers of processes on them.
-    hosts: int | None = None
+    watched: bool = False  # our launcher reads the heartbeats and ends stuck ranks
+    hosts: int | None = None  # set if hosts have different numbers of processes
 
     def __post_init__(self) -> None:
         place = self.place
@@ -86,7 +78,7 @@ class Topology:
         return self.hosts or self.world_size // self.local_world_size
 
     def to_env(self) -> dict[str, str]:
-        """The variables that torchrun sets, so that any script written for it finds what it expects."""
+        """Returns torchrun's variables."""
         return {
             "RANK": str(self.place.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -109,13 +101,13 @@ class Topology:
         }
 
     def tell(self, env: MutableMapping[str, str]) -> None:
-        """For code of others in this process, which looks for its rank where torchrun would have put it."""
-        told = self.to_env()
-        env.update({name: told[name] for name in _PLACE})
+        """Sets torchrun's variables for other code in this process."""
+        variables = self.to_env()
+        env.update({name: variables[name] for name in _PLACE})
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """Read what torchrun, our own launcher, SLURM or MPI says. Without any of it: one process on its own."""
+        """Reads the variables of torchrun, our launcher, SLURM or MPI; without them, returns a single process."""
         if "RANK" not in env and "WORLD_SIZE" not in env:
             if len(_pod_hosts(env)) > 1:
                 return cls._on_a_pod(env)
@@ -146,7 +138,7 @@ class Topology:
 
     @classmethod
     def _on_a_pod(cls, env: Mapping[str, str]) -> Topology:
-        """One process per host, as the TPU's own variables name them: the same command on every host is a run."""
+        """One process per host, from the TPU's variables: the same command on every host is a run."""
         worker_id, hosts = tpu_pod(env) or ("", [])
         worker = _number({"TPU_WORKER_ID": worker_id}, "TPU_WORKER_ID")
         place = Place(rank=worker, host_index=worker)
@@ -170,21 +162,19 @@ class Topology:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether some launcher, or the pod that this host belongs to, has already given this process a rank.
+    """Whether a launcher, or the pod of this host, has given this process a rank.
 
-    Raises where something started several processes alike and does not say how many: each of them would take itself
-    for the whole run.
+    Raises if a batch system started several processes and does not say how many.
     """
     return has_rank(env) or batch_task(env) is not None
 
 
 def has_rank(env: Mapping[str, str]) -> bool:
-    """By torchrun, by our own launcher, or as a host of a pod: these know better than a batch system."""
     return "RANK" in env or "WORLD_SIZE" in env or len(_pod_hosts(env)) > 1
 
 
 def without_place(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment that says nothing of a rank or a task: for a process that is to stand for itself."""
+    """Returns an environment without the variables of a rank or task."""
     place = {*Topology().to_env(), _LAUNCHED, _WATCHED, STORE, *batch.names()}
     return {name: value for name, value in env.items() if name not in place}
 
@@ -195,7 +185,7 @@ def _pod_hosts(env: Mapping[str, str]) -> list[str]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 2`: how messages name them."""
+    """Returns `rank 3` or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -222,10 +212,9 @@ class TpuPod(NamedTuple):
 
 
 def tpu_pod(env: Mapping[str, str]) -> TpuPod | None:
-    """The TPU pod that a process with this environment is to use; none where it is to use one host alone.
+    """Returns the TPU pod that a process with this environment uses, or None for a single host.
 
-    Kubernetes sets TPU_WORKER_ID and TPU_WORKER_HOSTNAMES. On Cloud TPU VMs the metadata server knows the same, and JAX
-    and torch_xla ask it, too.
+    Kubernetes sets TPU_WORKER_ID and TPU_WORKER_HOSTNAMES; on Cloud TPU VMs the metadata server has them.
     """
     if not env.get("PJRT_DEVICE", "").upper().startswith("TPU") or _alone(env):
         return None
@@ -238,7 +227,7 @@ def tpu_pod(env: Mapping[str, str]) -> TpuPod | None:
 
 
 def _alone(env: Mapping[str, str]) -> bool:
-    """Chips of this host were picked, as for one that is no part of a pod."""
+    """Whether chips of this host were selected, as on a host outside a pod."""
     return env.get("TPU_PROCESS_BOUNDS") == "1,1,1" and bool(env.get("TPU_VISIBLE_CHIPS"))
 
 

@@ -15,8 +15,7 @@ from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import RankMissing
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
 PULSE_SECONDS = 0.5
@@ -191,7 +190,7 @@ class OutOfBandSync:
         """The step whose safe point all ranks meet at, once it is known."""
         key, began = _key(self._round, "at"), time.monotonic()
         with self._group.activity.within("'a pulse out of turn'", waits=True):
-            while (step := self._group.word(key)) is None:
+            while (step := self._group.published([key])[0]) is None:
                 if time.monotonic() - began > self._group.timeout:
                     raise RankMissing(
                         f"waited {self._group.timeout:g} s for a pulse out of turn: the heartbeat of a rank does not "

@@ -11,10 +11,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lockstep.config.optimizing import Ema
+from lockstep.config.training import Ema
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 from lockstep.strategy.loading import read_like
 from lockstep.strategy.slices import local_part
 

@@ -24,8 +24,7 @@ from lockstep.engine.models import Models
 from lockstep.errors import ConfigError
 from lockstep.evaluation.epoch_metrics import Collected, WholeSet, require_other_names, whole_set_of
 from lockstep.evaluation.means import Measure, combine, evaluating, measure_sums, sums_of
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 from lockstep.strategy import graphs
 from lockstep.strategy.base import Strategy
 

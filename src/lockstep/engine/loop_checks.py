@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import generator_states, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 
 logger = logging.getLogger(__name__)
 

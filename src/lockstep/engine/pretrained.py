@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.sources import Source, open_source
-from lockstep.config.nearest import nearest
+from lockstep.config.plain import nearest
 from lockstep.config.schema import InitFrom
 from lockstep.distributed.group import Group
 from lockstep.engine.frozen import is_of_peft

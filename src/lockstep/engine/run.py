@@ -23,9 +23,9 @@ from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.config.objects import construct, import_object
-from lockstep.config.optimizing import Compile, Ema
 from lockstep.config.schema import RunSettings
 from lockstep.config.strategy import COMM_HOOKS
+from lockstep.config.training import Compile, Ema
 from lockstep.data.choosing import Asked
 from lockstep.data.cursors import call_site
 from lockstep.data.loader import Collate
@@ -55,8 +55,7 @@ from lockstep.record.logger import Kind
 from lockstep.record.loggers import LoggerQueue
 from lockstep.record.metric_writer import MetricWriter
 from lockstep.record.timeline import Timeline
-from lockstep.runtime.base import Runtime
-from lockstep.runtime.generators import seed_generators
+from lockstep.runtime.base import Runtime, seed_generators
 from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.compiled import how_to_compile
 from lockstep.strategy.mesh import shard_rules

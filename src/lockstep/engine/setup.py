@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.config.optimizing import Compile
 from lockstep.config.schema import Precision, RunSettings
+from lockstep.config.training import Compile
 from lockstep.distributed.group import Group
 from lockstep.engine import frozen, pretrained
 from lockstep.engine.compile_guard import be_patient_while_compiling

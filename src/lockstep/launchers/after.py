@@ -94,14 +94,13 @@ def config_of(
     after = After(run=str(folder), step=step, **order)
     # What it logs is its own: nothing of it belongs among the rows, or on the remote pages, of the run.
     update: dict[str, Any] = {
-        "after": after,
         "log": Log(),
         "profile": None,
         "name": f"{config.name or 'run'}-{after.do}",
     }
     if processes is not None:
         update["processes"] = processes
-    return config.model_copy(update=update)
+    return config.model_copy(update=update).with_after(after)
 
 
 def carry_out(config: RunConfig, out: Path, tell: Tell) -> Done:

@@ -76,10 +76,10 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    from lockstep.config.schema import RunConfig
+    from lockstep.config.load import from_plain
     from lockstep.tasks.config_checks import ELSEWHERE, check_made, check_parts
 
-    config = RunConfig.model_validate(json.load(sys.stdin))
+    config = from_plain(json.load(sys.stdin), "standard input")
     answer = {}
     try:
         if passed_over := check_parts(config, ELSEWHERE):

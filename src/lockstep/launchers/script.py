@@ -20,8 +20,8 @@ from pydantic import Field
 
 from lockstep import run_files
 from lockstep.config.load import parse_yaml, to_yaml, validate
+from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.schema import RunSettings, Section
-from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.distributed.signals import interactive
 from lockstep.distributed.topology import Topology, launched
 from lockstep.errors import ConfigError, LaunchError

@@ -1,1 +1,1 @@
-"""`lockstep plan`: whether a run fits devices that nobody has rented yet, and what a step of it costs."""
+"""`lockstep plan`: whether a run fits devices that are not here, and what a step costs on them."""

@@ -1,4 +1,4 @@
-"""What would make a run fit, or faster: each with what it would bring, by the plan's figures or by another trace."""
+"""Advice on what would make a run fit or faster, with the expected gain."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, dp_size
 from lockstep.config.schema import RunConfig
+from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, dp_size
 from lockstep.errors import LockstepError
-from lockstep.planner.figures import Awkward, Step, Weight
+from lockstep.planner.figures import Step, UnevenSize, Weight, estimate, peak, seconds
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.roofline import estimate, peak, seconds
 
 _WORTH_SAYING = 0.05  # of the peak, or of a step's arithmetic
 _SHORT_OF_MEMORY = 0.7  # of a device's: from there on, what is slow may still be wanted
@@ -29,7 +28,7 @@ class Advice:
 
 
 def advice(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
-    """At most three further traces, and none where one takes long."""
+    """Yields advice; traces the step at most three more times, and not if that is slow."""
     yield from _copies(plan, config)
     yield from _barely_split(plan, config)
     yield from _activation_checkpointing(plan, config, trace)
@@ -45,7 +44,7 @@ def advice(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
 
 
 def _copies(plan: Plan, config: RunConfig) -> Iterator[Advice]:
-    """Parameters that every device has whole, with their gradients and optimizer state."""
+    """Parameters that every device holds unsharded, with their gradients and optimizer state."""
     step, count = plan.step, plan.target.count
     if count < 2 or step.host_bytes:
         return
@@ -79,7 +78,7 @@ def _copies(plan: Plan, config: RunConfig) -> Iterator[Advice]:
 
 
 def _barely_split(plan: Plan, config: RunConfig) -> Iterator[Advice]:
-    """fully_shard splits along the first dimension: where that is shorter than the axis, devices are left out."""
+    """fully_shard splits the first dimension: if it is shorter than the axis, some devices get nothing."""
     step, data = plan.step, plan.step.mesh.get(DATA_AXIS, 1)
     if not config.strategy.splits_all or data < 2:
         return
@@ -93,7 +92,7 @@ def _barely_split(plan: Plan, config: RunConfig) -> Iterator[Advice]:
 
 
 def _with_state(step: Step, weights: Sequence[Weight], local: bool = False) -> float:
-    """Bytes of parameters on a device, with their gradients and their share of the optimizer's state."""
+    """Returns the bytes of parameters on a device, with their gradients and optimizer state."""
     trained = sum(each.bytes * each.count for each in step.weights if each.trained)
     more = 1 + step.optimizer_bytes / trained if trained else 0.0
     sizes = [(each.local_bytes if local else each.bytes) * each.count * (1 + more * each.trained) for each in weights]
@@ -144,7 +143,7 @@ def _activation_checkpointing(plan: Plan, config: RunConfig, trace: Trace) -> It
 
 
 def _offload(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
-    """Where memory is short alone: what crosses the bus twice in every step, and an optimizer on the host, are slow."""
+    """Only if memory is short: the transfers and the optimizer on the host are slow."""
     step = plan.step
     static = sum(step.by_kind.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
     if static < _WORTH_SAYING * step.peak or step.peak < _SHORT_OF_MEMORY * plan.capacity:
@@ -214,7 +213,7 @@ def _batch(plan: Plan, config: RunConfig) -> Iterator[Advice]:
 
 
 def _small_products(plan: Plan, config: RunConfig, trace: Trace) -> Iterator[Advice]:
-    """Few examples at once make products that wait for memory; of a larger batch they need not."""
+    """Small batches make products that are bound by memory bandwidth."""
     step, places = plan.step, _dp_size(plan)
     larger = 2 * step.batch
     if plan.largest_batch is None or plan.largest_batch < larger or step.batch < places:
@@ -250,7 +249,7 @@ def _dp_size(plan: Plan) -> int:
 
 
 def _sizes(plan: Plan) -> Iterator[Advice]:
-    """Matrix units load eight numbers of 16 bits at once, and compute tiles of which 128 is a side."""
+    """Matrix units load eight 16-bit numbers at once and compute tiles of 128."""
     for each in plan.step.uneven[:_NAMED]:
         part = each.flops / plan.step.flops if plan.step.flops else 0.0
         if part < _WORTH_SAYING:
@@ -267,12 +266,12 @@ def _sizes(plan: Plan) -> Iterator[Advice]:
         )
 
 
-def _where_from(awkward: Awkward, step: Step) -> str:
-    """A size that an axis left over, by the parameter that it splits."""
+def _where_from(uneven: UnevenSize, step: Step) -> str:
+    """Names the parameter whose sharding leaves an uneven size."""
     for axis, places in step.mesh.items():
         for each in step.weights if axis not in BATCH_AXES and places > 1 else ():
-            if awkward.size * places in each.shape:
-                return f" ({awkward.size * places} of {each.name} over the {places} of {axis})"
+            if uneven.size * places in each.shape:
+                return f" ({uneven.size * places} of {each.name} over the {places} of {axis})"
     return ""
 
 

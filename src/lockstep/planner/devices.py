@@ -1,4 +1,4 @@
-"""Devices by name, and how many of them: `h200x8`."""
+"""Devices by name and count: `h200x8`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from lockstep.config.accelerators import Accelerator, accelerator
-from lockstep.config.nearest import did_you_mean
-from lockstep.config.section import Section
-from lockstep.config.text_file import read_text
+from lockstep.config.plain import did_you_mean, read_text
+from lockstep.config.values import Section
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.errors import ConfigError
 
@@ -23,7 +22,7 @@ _TWO_CORES_IN_ONE = ("v4", "v5p")
 
 
 def slice_of(text: str) -> Accelerator:
-    """A slice of Cloud TPUs by the name that it is rented by. Raises ValueError with the nearest name."""
+    """Returns a slice of Cloud TPUs by its name. Raises ValueError with the nearest name."""
     return accelerator(re.sub(r"^v5e-", "v5litepod-", text.strip().lower()))
 
 
@@ -48,7 +47,7 @@ _TARGET = re.compile(r"(?P<name>.+?)(?:x(?P<count>\d+))?\Z")
 
 
 class Device(Section):
-    """What is known of a kind of device; in a file of one's own, the same keys."""
+    """The figures of a kind of device; a custom file of devices has the same keys."""
 
     vendor: str = "other"
     memory: float = Field(gt=0, description="GiB that a process can have")
@@ -86,7 +85,7 @@ def known() -> dict[str, Device]:
 
 
 def target(text: str, more: Path | None = None) -> Target:
-    """`h200x8`, or `h200` for one; `more` is a file with further devices."""
+    """Parses `h200x8`, or `h200` for one; `more` is a file with custom devices."""
     devices = {**known(), **(_parsed(more) if more is not None else {})}
     if (found := _slice(text)) is not None:
         return Target(text.strip().lower(), devices[device_name(found)], found.devices, found)
@@ -105,7 +104,7 @@ def target(text: str, more: Path | None = None) -> Target:
 
 
 def _slice(text: str) -> Accelerator | None:
-    """A slice by its name; a size that its generation does not come in is refused, with the nearest that there is."""
+    """Returns a slice by its name, and refuses a size that its generation does not have."""
     try:
         return slice_of(text)
     except ValueError as error:

@@ -1,8 +1,7 @@
-"""`python -m lockstep.planner.explain check|failed CONFIG`: a resolved config's plan on the devices of this machine.
+"""`python -m lockstep.planner.explain check|failed CONFIG`: plans a resolved config on the devices of this machine.
 
-Lines for people on standard output. Exit code 0: it fits; 1: it does not, and what would make it fit is said; 2: no
-plan could be made, and why is said. A process of its own, so that whoever wants to know never loads torch, and can end
-it.
+Prints lines for people. Exit code 0: it fits; 1: it does not fit, and the output says what would; 2: no plan could be
+made. It runs in a separate process, which the caller can kill and which loads torch for it.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from typing import Any, NamedTuple
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError
-from lockstep.planner import remedies
+from lockstep.planner import fixes
 from lockstep.planner.devices import Device, Target, known
-from lockstep.planner.figures import KINDS
-from lockstep.planner.plan import GIB, RESERVED, NotPlanned, Plan
-from lockstep.planner.remedies import OFF_BY, size
-from lockstep.planner.roofline import estimate
-from lockstep.planner.table import WHEN
-from lockstep.planner.traces import NO_TIME, Traces
+from lockstep.planner.figures import KINDS, estimate
+from lockstep.planner.fixes import OFF_BY, size
+from lockstep.planner.plan import GIB, RESERVED, WHEN, Plan
+from lockstep.planner.traces import NO_TIME, NotPlanned, Traces
 
 _ASK_SECONDS = 60.0
 _OF_ITSELF = 0.3 * GIB  # what a process with torch has on the host without any tensor
@@ -46,9 +43,9 @@ class Gpu(NamedTuple):
 
 
 def target(config: RunConfig, host_memory: int | None = None, allowed: int | None = None) -> Target:
-    """The devices that a resolved config uses here, all as small as the smallest of them.
+    """Returns the devices the config will use, sized to the smallest one.
 
-    `host_memory` are the bytes that all processes of a host may have together; `allowed` what torch let one have.
+    `host_memory` is the limit of all processes of the host in bytes, `allowed` what torch allowed one process.
     """
     count = int(config.processes)
     if config.runtime == "cpu":
@@ -67,8 +64,7 @@ def target(config: RunConfig, host_memory: int | None = None, allowed: int | Non
 
 
 def like(name: str, memory: float, devices: Mapping[str, Device]) -> tuple[str, Device]:
-    """The device that torch calls so, by its name and then its memory; of one that nobody knows, the figures are those
-    of the one with the nearest memory, and the name is its own."""
+    """Returns the known device with this name and the nearest memory; an unknown one keeps its name."""
     words = set(re.split(r"[\s_-]+", name.lower()))
     named = {each: device for each, device in devices.items() if each.split("-")[0] in words}
 
@@ -80,7 +76,7 @@ def like(name: str, memory: float, devices: Mapping[str, Device]) -> tuple[str, 
 
 
 def _of_a_process(count: int, host_memory: int | None) -> float:
-    """What its tensors can have, and what a plan keeps back of every device."""
+    """Returns the memory for tensors of one process, plus what a plan reserves."""
     memory = min(_available(), host_memory or _available()) / count - _OF_ITSELF
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -98,7 +94,6 @@ def _available() -> int:
 
 
 def _addresses() -> int:
-    """Bytes of address space that this process has taken."""
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -106,8 +101,7 @@ def _addresses() -> int:
 
 
 def _gpus(most: int) -> list[Gpu]:
-    """Asked by a new process: who has used CUDA has memory there and cannot be forked, and who was forked cannot use it
-    where torch has looked for GPUs before."""
+    """Asks a new process: this one must not use CUDA memory or fork after CUDA was initialised."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     asking = context.Process(target=_tell_gpus, args=(sending, most), daemon=True)
@@ -182,7 +176,7 @@ def _checked(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterat
         return
     yield f"DOES NOT FIT: {_needs(plan)}"
     yield from _kinds(plan)
-    yield from remedies.lines(remedies.find(plan, config, trace), plan)
+    yield from fixes.lines(fixes.find(plan, config, trace), plan)
 
 
 def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterator[str]:
@@ -201,7 +195,7 @@ def _failed(plan: Plan, config: RunConfig, file: Path, trace: Traces) -> Iterato
             "task or its callbacks keep, data workers, other processes, or a memory in pieces "
             "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
         )
-    yield from remedies.lines(remedies.find(plan, config, trace), plan)
+    yield from fixes.lines(fixes.find(plan, config, trace), plan)
     if config.runtime == "cuda":
         yield f"all of the plan: lockstep plan {file} --on {plan.target.title}"
 

@@ -1,4 +1,4 @@
-"""What a plan says, as plain data: it comes from the process that traced the step, and goes into tables and JSON."""
+"""The figures of a plan as plain data, and the time of a step from them. They come from the process that traced it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from lockstep.config.strategy import BATCH_AXES
+from lockstep.planner.devices import Target
 from lockstep.planner.ledger import Books, Peak, kind_of
 
 KINDS = ("weights", "gradients", "optimizer", "averages", "activations", "temporaries", "communication", "batch")
@@ -27,7 +29,7 @@ class Tensor:
 
 
 class Axis(NamedTuple):
-    """Of a mesh: the ranks of one line along it, and how many places they are spread over, with those between them."""
+    """An axis of a mesh: the ranks of one line along it, and the range of ranks that the line spans."""
 
     name: str
     ranks: int
@@ -36,7 +38,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """All of one kind, along one axis, in a step."""
+    """All collectives of one kind along one axis in a step."""
 
     name: str
     axis: str
@@ -48,7 +50,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a step that are alike for a roofline: their type of number, and what bounds them."""
+    """Operations of a step that are alike for a roofline."""
 
     dtype: str
     flops: int
@@ -58,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameters that are alike but for the number of their block: what there is of one, and what this rank has."""
+    """Parameters that differ only in the number of their block."""
 
     name: str  # with * for the number
     count: int
@@ -70,8 +72,8 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Awkward:
-    """A size of matrices that no unit is made for: a line that has it, and the arithmetic of a step that goes by it."""
+class UnevenSize:
+    """A matrix size that is no multiple of 8, a line that has it, and its part of the arithmetic."""
 
     size: int
     line: str
@@ -94,7 +96,7 @@ class Step:
     bytes: int
     work: list[Work]
     collectives: list[Collective]
-    uneven: list[Awkward]  # sizes of matrices that are no multiple of 8
+    uneven: list[UnevenSize]  # sizes of matrices that are no multiple of 8
     timeline: list[dict[str, int]]
     phases: list[tuple[str, int]]  # each with the event at which it began
     seconds: float  # that tracing took
@@ -115,7 +117,7 @@ class Step:
                 "largest": [Tensor(**each) for each in raw["largest"]],
                 "work": [Work(**each) for each in raw["work"]],
                 "collectives": [Collective(**each) for each in raw["collectives"]],
-                "uneven": [Awkward(**each) for each in raw.get("uneven", [])],
+                "uneven": [UnevenSize(**each) for each in raw.get("uneven", [])],
                 "weights": [Weight(**each) for each in raw.get("weights", [])],
                 "phases": [(name, at) for name, at in raw["phases"]],
             }
@@ -130,7 +132,7 @@ def largest(peak: Peak, books: Books) -> list[Tensor]:
 
 
 def work_of(books: Books, start: int) -> list[Work]:
-    """By type of number and by how many operations a byte takes: what a roofline needs to know of them."""
+    """Groups operations by dtype, and by FLOPs and bytes."""
     found: dict[tuple[str, bool], list[int]] = {}
     single: list[Work] = []
     for each in books.operations[start:]:
@@ -145,13 +147,13 @@ def work_of(books: Books, start: int) -> list[Work]:
     return products + [Work(dtype, 0, size, count) for (dtype, _), (size, count) in found.items() if size]
 
 
-def awkward_of(books: Books, start: int) -> list[Awkward]:
-    """The most arithmetic first."""
+def uneven_of(books: Books, start: int) -> list[UnevenSize]:
+    """Returns uneven sizes, the most arithmetic first."""
     flops: Counter[int] = Counter()
     for each in books.operations[start:]:
-        for size in each.awkward:
+        for size in each.uneven:
             flops[size] += each.flops
-    return [Awkward(size, books.lines[size], count) for size, count in flops.most_common()]
+    return [UnevenSize(size, books.lines[size], count) for size, count in flops.most_common()]
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -182,13 +184,13 @@ def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: 
 
 
 def held_by_the_host(books: Books) -> int:
-    """The most at once, but for what its optimizer makes on the way."""
+    """Returns the peak on the host, without temporaries of its optimizer."""
     kept = (change for each, change in books.events if each.on_host and each.kind is not None)
     return max(itertools.accumulate(kept), default=0)
 
 
 def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[dict[str, int]]:
-    """As many points as a picture has room for; the peak is one of them."""
+    """Reduces a timeline to the points of a chart, keeping the peak."""
     if len(timeline) <= _SHOWN_EVENTS:
         return [now for _, now in timeline]
     width = len(timeline) / _SHOWN_EVENTS
@@ -198,3 +200,56 @@ def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[di
         highest = max(part, key=lambda each: (each[0] == peak_at, sum(each[1].values())))
         kept.append(highest[1])
     return kept
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "float32", "float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The parts of a step in seconds."""
+
+    products: float
+    traffic: float
+    beside: float  # exchanged while something is computed
+    between: float  # exchanged while nothing is
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.traffic
+
+    @property
+    def step(self) -> float:
+        return max(self.compute, self.beside) + self.between
+
+
+def estimate(step: Step, target: Target, precision: str) -> Estimate:
+    bandwidth = target.device.bandwidth * 1e9
+    products = traffic = 0.0
+    for each in step.work:
+        moving = each.bytes / bandwidth
+        if each.flops:
+            products += each.count * max(each.flops / peak(target, each.dtype, precision), moving)
+        else:
+            traffic += moving
+    exchanged = {True: 0.0, False: 0.0}
+    for one in step.collectives:
+        exchanged[one.axis in BATCH_AXES or one.axis == "all ranks"] += seconds(one, target)
+    return Estimate(products, traffic, exchanged[True], exchanged[False])
+
+
+def peak(target: Target, dtype: str, precision: str) -> float:
+    """Returns the peak FLOP/s; a dtype without a figure runs as float32."""
+    known = target.device.peak
+    name = "tf32" if dtype == "float32" and precision == "tf32" else _SHORT.get(dtype, "float32")
+    return known.get(name, known.get("float32", min(known.values()))) * 1e12
+
+
+def seconds(one: Collective, target: Target) -> float:
+    if one.ranks < 2:
+        return 0.0
+    rounds = 2 if "reduce" in one.name and "scatter" not in one.name else 1
+    # Ranks of a host have consecutive places; chips of a slice are linked, of the same host or not.
+    inside = target.slice is not None or one.span <= target.device.per_host
+    speed = target.device.link / 2 if inside else min(target.device.link / 2, target.device.network)
+    return rounds * one.bytes * (one.ranks - 1) / one.ranks / (speed * 1e9)

@@ -1,8 +1,8 @@
-"""What is on a device during a step, from its allocation to its release, and what every operation costs.
+"""Records what is on a device during a step, and what every operation costs.
 
-Tensors are fake: they have shapes and no memory. Every storage that an operation makes is noted with its size, the line
-that made it and when it goes; a replay then finds the peak, and what was alive at it. Torch has trackers of this kind
-(torch.distributed._tools), which keep neither lines nor a timeline, and copy their books at every new peak.
+Tensors are fake: they have shapes and no memory. Every storage is recorded with its size, the line that made it and its
+end; a replay finds the peak and what was alive then. The trackers of torch.distributed._tools keep neither lines nor a
+timeline.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NotTraced(ConfigError):
 
 @dataclass
 class Allocation:
-    """A storage, from the event that made it on."""
+    """A storage, from the event that made it."""
 
     bytes: int
     operation: str
@@ -65,14 +65,14 @@ class Allocation:
 
 @dataclass
 class Operation:
-    """What a device has to do for one operation."""
+    """The cost of one operation."""
 
     name: str
     phase: str
     flops: int
     bytes: int
     dtype: str
-    awkward: tuple[int, ...] = ()  # sizes of its matrices that no unit is made for
+    uneven: tuple[int, ...] = ()  # sizes of its matrices that no unit is made for
 
 
 @dataclass
@@ -97,10 +97,10 @@ class Books:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what passes while it is entered."""
+    """Records operations while it is entered."""
 
     def __init__(self, only_fake: bool = False, optimizes_on_host: bool = False) -> None:
-        """With `only_fake`, tensors that have memory are none of the device's; `optimizes_on_host` is offload."""
+        """`only_fake` ignores real tensors; `optimizes_on_host` is strategy.offload."""
         self._only_fake, self._optimizes_on_host = only_fake, optimizes_on_host
         super().__init__()  # type: ignore[no-untyped-call]
         self.books = Books()
@@ -109,7 +109,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lines: dict[int, str] = {}  # of the forward pass, by the number of the autograd node
         self._resize = torch.UntypedStorage.resize_
         self._optimizing = False
-        self._away = False
+        self._paused = False
         self._inside = False  # a kernel that is being put together: what it makes on the way is nowhere
 
     # Telling what is what
@@ -119,7 +119,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             found = self._of.get(storage)
             if found is None:
-                found = self._note(storage, tensor, "before", "", kind)
+                found = self._allocate(storage, tensor, "before", "", kind)
             found.kind = kind
             found.on_host = found.on_host or on_host
 
@@ -132,13 +132,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside = before
 
     @contextlib.contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """While torch traces something, it makes tensors that a device never sees."""
-        before, self._away = self._away, True
+    def paused(self) -> Iterator[None]:
+        """Records nothing while torch traces, which makes tensors that no device sees."""
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._away = before
+            self._paused = before
 
     @property
     def phase(self) -> str:
@@ -181,11 +181,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value_of(args[0])
         made = func(*args, **kwargs)
-        if not self._away:
-            self._noted(func, args, kwargs, made)
+        if not self._paused:
+            self._record(func, args, kwargs, made)
         return made
 
-    def _noted(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 
         phase, line = self.phase, None
@@ -195,7 +195,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage not in self._of and storage.nbytes():
                 line = self._line(phase) if line is None else line
                 kind = "communication" if storage.nbytes() > _WORTH_ASKING and _is_for_an_exchange() else None
-                self._note(storage, each, str(func), line, kind)
+                self._allocate(storage, each, str(func), line, kind)
         if func in collective_ops:
             if func not in sync_ops:
                 group = CollectiveOp.get_process_group(func, args)
@@ -210,20 +210,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
         dtype = _name_of(inputs[0].dtype if inputs else outputs[0].dtype) if inputs or outputs else ""
-        awkward: tuple[int, ...] = ()
+        uneven: tuple[int, ...] = ()
         if flops and moved and inputs[0].element_size() <= 2:
             sizes = {size for each in inputs[:3] for size in each.shape[-2:] if size > _SMALL}
-            awkward = tuple(sorted(size for size in sizes if size % _ALIGNED))
-            for size in awkward:
+            uneven = tuple(sorted(size for size in sizes if size % _ALIGNED))
+            for size in uneven:
                 self.books.lines.setdefault(size, self._line(phase))
         if not (self._optimizes_on_host and phase == "optimizer"):
-            self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype, awkward))
+            self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype, uneven))
 
     def _is_in_memory(self, tensor: Tensor) -> bool:
         found = self._of.get(tensor.untyped_storage())
         return found is None or found.bytes > 0
 
-    def _note(self, storage: Any, tensor: Tensor, operation: str, line: str, kind: str | None = None) -> Allocation:
+    def _allocate(self, storage: Any, tensor: Tensor, operation: str, line: str, kind: str | None = None) -> Allocation:
         found = Allocation(
             0 if self._inside else _rounded(storage.nbytes()),
             operation,
@@ -235,22 +235,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             on_host=self._optimizes_on_host and self.phase == "optimizer",
         )
         self._of[storage] = found
-        self._watched[id(found)] = weakref.ref(storage, partial(self._gone, found))
-        self._happened(found, found.bytes)
+        self._watched[id(found)] = weakref.ref(storage, partial(self._released, found))
+        self._add_event(found, found.bytes)
         return found
 
-    def _gone(self, allocation: Allocation, _: Any) -> None:
+    def _released(self, allocation: Allocation, _: Any) -> None:
         self._watched.pop(id(allocation), None)
-        self._happened(allocation, -allocation.bytes)
+        self._add_event(allocation, -allocation.bytes)
         allocation.died = len(self.books.events)
 
     def _resized(self, storage: Any) -> None:
         found = self._of.get(storage)
         if found is not None and found.bytes != (size := _rounded(storage.nbytes())):
-            self._happened(found, size - found.bytes)
+            self._add_event(found, size - found.bytes)
             found.bytes = size
 
-    def _happened(self, allocation: Allocation, change: int) -> None:
+    def _add_event(self, allocation: Allocation, change: int) -> None:
         phase = self.phase
         if not self.books.phases or self.books.phases[-1][0] != phase:
             self.books.phases.append((phase, len(self.books.events)))
@@ -263,7 +263,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._optimizing = is_on
 
     def _value_of(self, tensor: Tensor) -> Any:
-        """Of a fake tensor nobody knows it. Lockstep itself asks whether gradients are finite: they are."""
+        """A fake tensor has no value. Lockstep only asks whether gradients are finite: they are."""
         frame = _frame_outside(_TORCH)
         if frame is not None and frame.f_code.co_filename.startswith(_LOCKSTEP):
             return _one(tensor.dtype)
@@ -295,7 +295,7 @@ class Peak:
 
 
 def replay(books: Books, start: int = 0, end: int | None = None) -> tuple[Peak, list[tuple[int, dict[str, int]]]]:
-    """The peak of a stretch of events, and how much of every kind there was after each of them."""
+    """Returns the peak of a range of events, and the bytes by kind after each of them."""
     end = len(books.events) if end is None else end
     now: Counter[str] = Counter()
     alive: dict[int, tuple[Allocation, int]] = {}
@@ -327,7 +327,7 @@ def replay(books: Books, start: int = 0, end: int | None = None) -> tuple[Peak, 
 
 
 def kind_of(allocation: Allocation, books: Books) -> str:
-    """Activations are what the forward pass leaves for the backward pass; all else that comes and goes is temporary."""
+    """Activations are made in the forward pass and read in the backward pass; everything else is temporary."""
     if allocation.kind is not None:
         return allocation.kind
     if allocation.phase != "forward":
@@ -349,7 +349,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Neither fake, nor one of those that torch puts around fake ones while it traces."""
+    """Whether a tensor is real: neither fake nor functional."""
     return type(tensor) in _ALIKE and tensor.device.type != "meta" and not torch._is_functional_tensor(tensor)
 
 
@@ -382,7 +382,7 @@ def _frame_outside(*folders: str) -> FrameType | None:
 
 
 def _is_for_an_exchange() -> bool:
-    """Whether torch's fully_shard asked for it: parameters that are put together, gradients on their way."""
+    """Whether fully_shard allocated it, for gathered parameters or gradients."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -395,7 +395,7 @@ def _is_for_an_exchange() -> bool:
 
 
 def _user_line() -> str:
-    """The nearest line of somebody else's code: the task's."""
+    """Returns the nearest line outside of torch and Lockstep."""
     frame = _frame_outside(_TORCH, _LOCKSTEP, _PROCESSES)
     if frame is None or frame.f_code.co_filename.startswith("<"):
         return ""

@@ -1,4 +1,4 @@
-"""A plan, or a search, as a page: one file with everything in it, that opens from a disk."""
+"""The page of a plan or a search: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.planner.advice import Advice
+from lockstep.planner.charts import exchange, gib, memory, mesh, milliseconds, roofline, step_time, ways
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import KINDS
-from lockstep.planner.pictures import exchange, gib, memory, mesh, milliseconds, roofline, step_time, ways
 from lockstep.planner.plan import Plan
 from lockstep.planner.search import Tried
 
 
 def plans_page(
-    name: str,
-    plans: Sequence[Plan],
-    advised: Sequence[Sequence[Advice]],
-    precision: str,
-    price: float | None = None,
+    name: str, plans: Sequence[Plan], advised: Sequence[Sequence[Advice]], precision: str, price: float | None = None
 ) -> str:
-    """`advised` has what goes with each plan."""
     body = "".join(
-        part for plan, told in zip(plans, advised, strict=True) for part in _sections(plan, told, precision, price)
+        part for plan, text in zip(plans, advised, strict=True) for part in _sections(plan, text, precision, price)
     )
     return _page(f"{name}: a plan", body)
 
@@ -32,7 +27,6 @@ def plans_page(
 def search_page(
     name: str, found: Sequence[tuple[Target, Sequence[Tried]]], precision: str, price: float | None = None
 ) -> str:
-    """Every target with its ways, and the best of them as a plan."""
     parts = []
     for target, tried in found:
         parts.append(f"<h2>Ways to spread it over {escape(target.title)}</h2>{ways(tried, price)}")
@@ -80,14 +74,14 @@ def _sections(plan: Plan, advised: Sequence[Advice], precision: str, price: floa
 def _summary(plan: Plan, price: float | None) -> str:
     step = plan.step
     at_least = milliseconds(plan.estimate.step)
-    told = [f"{step.parameters:,} parameters, {step.batch} examples in a step of at least {at_least}"]
+    text = [f"{step.parameters:,} parameters, {step.batch} examples in a step of at least {at_least}"]
     if plan.largest_batch:
-        told.append(f"the largest batch that fits is {plan.largest_batch}")
+        text.append(f"the largest batch that fits is {plan.largest_batch}")
     if step.host_bytes:
-        told.append(f"{gib(step.host_bytes)} for each device are in the memory of its host")
+        text.append(f"{gib(step.host_bytes)} for each device are in the memory of its host")
     if price is not None and (cost := plan.price_per_epoch(price)) is not None:
-        told.append(f"an epoch costs {cost:,.2f}")
-    return "; ".join(told) + "."
+        text.append(f"an epoch costs {cost:,.2f}")
+    return "; ".join(text) + "."
 
 
 def _kinds(plan: Plan) -> str:
@@ -147,10 +141,10 @@ td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top; 
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .85em; margin: .6rem 0; }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 .bars { font-size: .9em; }
-.row { display: grid; grid-template: "of track told" / 15rem 1fr 15rem; gap: 0 .8rem;
+.row { display: grid; grid-template: "of track text" / 15rem 1fr 15rem; gap: 0 .8rem;
        align-items: center; padding: .15rem 0; }
 .of { grid-area: of; } .track { grid-area: track; min-width: 0; }
-.told { grid-area: told; font-variant-numeric: tabular-nums; }
+.text { grid-area: text; font-variant-numeric: tabular-nums; }
 .track span { display: block; height: .9rem; min-width: 1px; border-radius: 2px; }
 .track span + span { height: .35rem; margin-top: 2px; }
 .ways .row { grid-template-columns: 17rem 1fr 18rem; border-top: 1px solid var(--line); padding: .35rem 0; }
@@ -162,8 +156,8 @@ td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top; 
                 font-size: 12px; line-height: 1.7rem; }
 .more { align-self: center; }
 @media (max-width: 44rem) {
-  .row { grid-template: "of told" "track track" / 1fr auto; } .told { text-align: right; } .of { min-width: 8rem; }
-  .ways .row { grid-template: "of" "track" "told" / 1fr; } .ways .told { text-align: left; }
+  .row { grid-template: "of text" "track track" / 1fr auto; } .text { text-align: right; } .of { min-width: 8rem; }
+  .ways .row { grid-template: "of" "track" "text" / 1fr; } .ways .text { text-align: left; }
   .plot, .phases { margin-left: 2.4rem; } .plot { height: 14rem; }
 }
 """

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.planner.devices import Target
-from lockstep.planner.figures import Step
-from lockstep.planner.roofline import Estimate, estimate
+from lockstep.planner.figures import KINDS, Estimate, Step, estimate
+from lockstep.planner.traces import NotPlanned, kept, run_module
 
 GIB = 2**30
 # Kept back for what a process has on a GPU beside its tensors: the driver's context and libraries. On an H200 it was
@@ -25,12 +22,6 @@ RESERVED = 0.82 * GIB
 _LIMIT_SECONDS = 900.0
 _PATIENT_SECONDS = 60.0  # a step that is traced in less is traced again, to try a batch size
 _TRIES = 3
-
-
-class NotPlanned(LockstepError):
-    """The step could not be traced."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ def make(
     seek_batch: bool,
     note: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Trace the config's step for so many devices; with `seek_batch`, find the largest batch that fits as well.
+    """Traces the config's step for a target; with `seek_batch`, also finds the largest batch that fits.
 
     `note` is called with what is under way.
     """
@@ -104,7 +95,7 @@ def make(
 
 
 def _largest_batch(plan: Plan, peak_of: Callable[[int], int]) -> tuple[int | None, bool]:
-    """Memory grows with the batch in a straight line: two points of it say where it meets the device's end."""
+    """Memory is linear in the batch size: two points predict where it reaches the capacity."""
     step, dp_size = plan.step, max(plan.target.count, 1)
     varies = sum(step.by_kind.get(kind, 0) for kind in ("activations", "temporaries", "batch"))
     fixed = step.peak - varies
@@ -132,7 +123,7 @@ def _multiple(batch: float, of: int) -> int:
 
 
 def traced(config: Path, overrides: Sequence[str], target: Target) -> Step:
-    """One step of a config on a target: on fake tensors, or compiled for a slice of TPUs."""
+    """Traces one step on a target: on fake tensors, or compiled for a slice of TPUs."""
     if target.slice is None:
         return _on_fake_tensors(config, overrides, target.count)
     from lockstep.planner.tpu import engine
@@ -144,7 +135,7 @@ def traced(config: Path, overrides: Sequence[str], target: Target) -> Step:
 
 
 def of_file(file: Path, target: Target) -> Plan:
-    """Of a step that was traced before, maybe on another machine."""
+    """Plans a step that was traced before, maybe on another machine."""
     from lockstep.planner.tpu import engine
 
     assert target.slice is not None
@@ -153,30 +144,63 @@ def of_file(file: Path, target: Target) -> Plan:
 
 
 def _on_fake_tensors(config: Path, overrides: Sequence[str], world_size: int) -> Step:
-    """In a process of its own, which may do to torch what it likes."""
+    """Runs in a separate process, which patches torch."""
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        out, log = Path(folder) / "step.json", Path(folder) / "output.log"
-        command = [sys.executable, "-P", "-m", "lockstep.planner.child", str(config), str(world_size), str(out)]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        with log.open("wb") as said:
-            try:
-                code = subprocess.run(
-                    [*command, *overrides], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment,
-                    timeout=_LIMIT_SECONDS, check=False,
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise NotPlanned(f"{config}: tracing a step took more than {_LIMIT_SECONDS:g} s") from None
-        if code != 0 or not out.exists():
-            descriptor, kept = tempfile.mkstemp(prefix="lockstep-plan-", suffix=".log")
-            with os.fdopen(descriptor, "wb") as copy:
-                copy.write(log.read_bytes())
-            raise NotPlanned(f"{config}: the step cannot be traced: {_last(log)}. All that was said: {kept}")
-        found = json.loads(out.read_text(encoding="utf-8"))
+        out = Path(folder) / "step.json"
+        arguments = [str(config), str(world_size), str(out), *overrides]
+        log, code = run_module("lockstep.planner.traces", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
+        found = json.loads(out.read_text(encoding="utf-8")) if code == 0 and out.exists() else None
+    if found is None:
+        lines = log.strip().splitlines()
+        last = lines[-1].removeprefix("[rank0]:").strip()[:300] if lines else "the process ended without output"
+        raise NotPlanned(f"{config}: the step cannot be traced: {last}. {kept(log)}")
     if "error" in found:
         raise ConfigError(found["error"])
     return Step.parse(found)
 
 
-def _last(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("[rank0]:").strip()[:300] if lines else "the process ended without a word"
+_SHOWN = 10
+WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+
+
+def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
+    step, target = plan.step, plan.target
+    verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
+    yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
+    kept = f", of which {plan.reserved / GIB:.1f} are kept back for the driver" if plan.reserved else ""
+    when = f" in {WHEN[step.phase]}" if step.phase in WHEN else ""  # a compiler says nothing of it
+    yield f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} GiB{kept}"
+    for kind in KINDS:
+        if size := step.by_kind.get(kind):
+            yield f"  {kind:<14}{size / GIB:8.2f} GiB"
+    if step.host_bytes:
+        yield f"  {step.host_bytes / GIB:.2f} GiB more are in the memory of its host (strategy.offload)"
+    if step.largest:
+        yield "the largest tensors then"
+    for each in step.largest[:_SHOWN]:
+        shape = " x ".join(map(str, each.shape))
+        yield f"  {each.bytes / GIB:8.3f} GiB  {each.kind:<13} {shape} {each.dtype}  {each.line or each.operation}"
+    if not step.work:
+        yield "the compiler makes no program that does not fit: what it would compute and exchange is not known"
+        return
+    done = f"{step.flops / 1e12:.2f} TFLOP, {step.bytes / 1e9:.1f} GB moved"
+    yield f"a step of {step.batch} examples, of each device: {done}"
+    for one in step.collectives:
+        yield f"  {one.name} over {one.axis}: {one.count} of {one.bytes / 1e9:.3f} GB together"
+    guess = plan.estimate
+    yield (
+        f"at least {guess.step * 1e3:.1f} ms by the datasheet (an estimate): products {guess.products * 1e3:.1f}, "
+        f"other traffic {guess.traffic * 1e3:.1f}, exchanged beside it {guess.beside * 1e3:.1f}, waited for "
+        f"{guess.between * 1e3:.1f}"
+    )
+    if plan.largest_batch:
+        how = "traced" if plan.tried else "worked out from this one, not traced"
+        yield f"largest batch that fits: {plan.largest_batch} ({how})"
+    if per_hour is not None:
+        price = plan.price_per_epoch(per_hour)
+        text = (
+            "of a stream nobody knows the length"
+            if price is None
+            else f"{price:,.2f} at {per_hour:g} per device and hour"
+        )
+        yield f"an epoch: {text}"

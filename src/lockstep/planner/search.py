@@ -1,13 +1,11 @@
-"""`lockstep plan --search`: the ways of spreading a run over a target, and which of those that fit is the fastest.
+"""`lockstep plan --search`: the ways to distribute a run over a target, and the fastest that fits.
 
-A trace takes seconds, so there are at most `_MOST` of them, and none of what is known without one:
+A trace takes seconds, so there are at most `_MOST`, and some ways are skipped:
 
-- A way whose weights, optimizer state and gradients alone are too much is tried neither in parts nor with activation
-checkpointing,
-  and one that has no less of the model on a device is not tried at all.
-- More parts, and activation checkpointing, are never faster: what fits without is not tried with, and what is slower
-without than
-  another that fits is not either.
+- A way whose weights, gradients and optimizer state alone do not fit is tried neither with accumulation nor with
+  activation checkpointing, and ways that keep as much of the model on a device are not tried at all.
+- Accumulation and activation checkpointing are never faster: they are not tried if the way fits without them, or if it
+  is slower without them than another that fits.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.load import to_yaml, with_values
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.config.schema import RunConfig
+from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import Step
@@ -36,7 +34,7 @@ _MOST_AXES = 2  # that are not the batch's, at once
 
 @dataclass(frozen=True)
 class Spread:
-    """A way of spreading the model. Of a family, each has more of it on a device than the one before."""
+    """A way to distribute the model. In a family, each keeps more of it on a device than the one before."""
 
     title: str
     strategy: Mapping[str, Any]
@@ -72,7 +70,7 @@ class Tried:
 
 
 def spreads(config: RunConfig, target: Target, axes: Sequence[str]) -> Iterator[Spread]:
-    """Every mesh and strategy that multiplies out, whole models first. `axes` are those that there are rules for."""
+    """Yields every mesh and strategy for the target, unsharded ones first. `axes` are those with sharding rules."""
     count, own = target.count, config.strategy
     kept = {name: value for name in _KEPT if (value := getattr(own, name)) not in (None, "float32", False)}
     rules = {pattern: rule.model_dump(mode="json") for pattern, rule in own.shard.items()}
@@ -104,7 +102,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _sizes(axes: Sequence[str], count: int, per_host: int) -> Iterator[dict[str, int]]:
-    """Of axes along which ranks wait for each other: they stay within a host."""
+    """Axes along which ranks wait for each other stay within a host."""
     options = [each for each in _divisors(count) if each <= per_host]
     for sizes in itertools.product(options, repeat=len(axes[:_MOST_AXES])):
         used = {axis: size for axis, size in zip(axes, sizes, strict=False) if size > 1}
@@ -113,7 +111,7 @@ def _sizes(axes: Sequence[str], count: int, per_host: int) -> Iterator[dict[str,
 
 
 def _rules_of(rules: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Of the config: those whose axes the mesh has. The task's own are chosen so by the run."""
+    """Returns the rules of the config whose axes the mesh has."""
 
     def has(entry: Any) -> bool:
         named = [entry] if isinstance(entry, str) else entry or []
@@ -133,8 +131,7 @@ class _Search:
     too_much: dict[str, str] = field(default_factory=dict)  # by family: the first whose model alone does not fit
 
     def all_of(self, spread: Spread) -> None:
-        """As it is; where it does not fit, in as few parts of a batch as do, and with activation checkpointing in
-        fewer than those."""
+        """Tries a way as it is, then with as few micro-batches as fit, then with activation checkpointing."""
         if spread.family in self.too_much:
             self._leave_out(spread.title, f"not traced: has no less of the model than {self.too_much[spread.family]}")
             return
@@ -158,7 +155,7 @@ class _Search:
     def _in_parts(
         self, spread: Spread, activation_checkpointing: str | None, plan: Plan, fewer_than: float
     ) -> int | None:
-        """How many fit; `plan` is what one needs."""
+        """Returns how many micro-batches fit; `plan` is for one."""
         parts: int | None = 1
         while parts is not None and not plan.fits:
             if _lower_bound(plan.step, math.inf) > plan.capacity:
@@ -174,7 +171,7 @@ class _Search:
         return parts
 
     def _next(self, spread: Spread, plan: Plan, done: int) -> int | None:
-        """The fewest parts that may fit, of those that divide a device's share of the batch."""
+        """Returns the fewest micro-batches that may fit and divide the batch of a device."""
         examples = self.config.train.batch_size // spread.dp_size
         for parts in _divisors(examples):
             if parts >= 2 * done and _lower_bound(plan.step, parts / done) <= plan.capacity:
@@ -213,7 +210,7 @@ class _Search:
 
 
 def _lower_bound(step: Step, parts: float) -> float:
-    """Memory that is needed in so many times more parts at least: what depends on the batch is a part of it."""
+    """Returns the least memory with this many times more micro-batches."""
     stays = sum(step.by_kind.get(kind, 0) for kind in _STAYS)
     return stays + sum(size for kind, size in step.by_kind.items() if kind not in (*_STAYS, "communication")) / parts
 
@@ -224,7 +221,7 @@ def search(
     make: Callable[[Sequence[str]], Plan],
     note: Callable[[str], None] = lambda title: None,
 ) -> list[Tried]:
-    """All ways, the fastest that fits first; `note` is told of each before it is traced."""
+    """Returns all ways, the fastest that fits first; `note` is called before each trace."""
     at_work = _Search(config, target, make, note)
     own = [axis for axis in config.strategy.mesh or {} if axis not in BATCH_AXES]
     for spread in spreads(config, target, []):
@@ -245,11 +242,11 @@ def lines(found: Sequence[Tried], price: float | None = None) -> Iterator[str]:
         if each.plan is None:
             yield f"{each.way.title:<{width}}  {each.why_not.splitlines()[0]}"
             continue
-        told = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
+        text = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
         if price is not None:
             cost = each.plan.price_per_epoch(price)
-            told += f"  {'unknown' if cost is None else format(cost, ',.2f'):>10}"
-        yield f"{each.way.title:<{width}}  {told}{'' if each.plan.fits else '  does not fit'}"
+            text += f"  {'unknown' if cost is None else format(cost, ',.2f'):>10}"
+        yield f"{each.way.title:<{width}}  {text}{'' if each.plan.fits else '  does not fit'}"
 
 
 def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, Any]]:
@@ -266,7 +263,7 @@ def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, 
 
 
 def write(config: RunConfig, best: Tried, target: Target, file: Path) -> None:
-    """The config with what the search found, as one that trains; `processes` are those of all hosts together."""
+    """Writes the config with the best way; `processes` counts all hosts."""
     # On a slice the hosts count their own processes.
     there = {"processes": target.count} if target.slice is None else {"runtime": "xla", "processes": "auto"}
     values = {**best.way.values, **there}

@@ -1,38 +1,224 @@
-"""Two steps of a run on fake tensors: the first makes the optimizer's state, the second is what a plan is made of."""
+"""Traces two steps of a run on fake tensors: the first creates the optimizer's state, the second is planned.
+
+One process stands for rank 0 of a world of any size. The run, its strategy and its task are the real ones; other ranks
+answer what this one says, and the device computes on fake tensors.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
+from lockstep import strategy as strategies
+from lockstep.config.load import check_strategy
 from lockstep.config.schema import Checkpoint, Log, RunConfig
+from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
+from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.config.values import Interval
+from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
-from lockstep.planner import figures, fusion, pretend
+from lockstep.planner import figures, gpu_rules
 from lockstep.planner.figures import Step
 from lockstep.planner.ledger import Ledger, NotTraced, replay
 from lockstep.record.display import Display
+from lockstep.runtime.base import Runtime
+from lockstep.runtime.moving import map_tensors
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
+from lockstep.strategy.xla_ddp import in_buckets
 from lockstep.tasks.loop import step_of
 from lockstep.tasks.schedules import RunLength
 from lockstep.tasks.setup import order_of, set_up
 from lockstep.tasks.task import create_task
 from lockstep.tasks.trainer import datasets_of
+
+_TIMEOUT = 600.0
+_really_create = strategies.create
+
+
+class FakeRuntime(Runtime):
+    """A CUDA runtime on fake host tensors: torch refuses tensors of a device that it was not built for.
+
+    What GPUs do differently is in gpu_rules.py.
+    """
+
+    name: ClassVar[str] = "cuda"
+    backend = "fake"
+    fuses_optimizers = True
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__(torch.device("cpu"))
+        self._fake = fake
+
+    def move(self, batch: Any) -> Any:
+        return map_tensors(self._as_fake, batch, lambda other: other)
+
+    def use_precision(self, precision: str) -> None:
+        pass  # what it changes is how numbers are multiplied, not how large they are
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+
+class FakeGroup(Group):
+    """Rank 0 of ranks that all say what it says."""
+
+    def rendezvous(self, tag: str, payload: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
+        return [payload] * self.world_size
+
+    def _from_rank_0(self, name: str, message: bytes) -> bytes:
+        return message
+
+    def publish(self, key: str, text: str) -> None:
+        pass
+
+    def published(self, keys: Sequence[str]) -> list[str | None]:
+        return [None] * len(keys)
+
+
+class FakeDdp(Strategy):
+    """The memory and traffic of DistributedDataParallel, which cannot run on fake tensors.
+
+    powerSGD and custom hooks are planned as if gradients were not compressed.
+    """
+
+    name = "ddp"
+
+    def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
+        super().__init__(runtime, world_size)
+        self._settings = settings
+        self.buckets: list[torch.Tensor] = []
+        self._norms: list[int] = []  # the features of every layer that normalises by the batches of all ranks
+
+    def convert(self, model: nn.Module) -> None:
+        if self._settings.sync_batchnorm:
+            self._norms += [each.num_features for each in model.modules() if isinstance(each, _BatchNorm)]
+
+    def place(self, model: nn.Module) -> nn.Module:
+        most = self._settings.bucket_mb * 2**20
+        trained: list[torch.Tensor] = [each for each in model.parameters() if each.requires_grad]
+        for parameters in in_buckets(trained, most):  # of gradients, which are as large
+            bucket = torch.empty(sum(each.numel() for each in parameters), dtype=parameters[0].dtype)
+            self.buckets.append(bucket)
+            if self._settings.has_bucket_views(on_gpu=True):
+                parts = torch.split(bucket, [each.numel() for each in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.register_post_accumulate_grad_hook(_moved_into(part))  # type: ignore[no-untyped-call]
+        return model
+
+    @property
+    def gradients(self) -> bool:
+        return self._settings.has_bucket_views(on_gpu=True)
+
+    def computed(self, last: bool) -> None:
+        for features in self._norms:  # what torch's layer gathers on its way forward, and sums up on its way back
+            mine = torch.empty(2 * features + 1)
+            dist.all_gather_into_tensor(mine.new_empty(self.world_size * len(mine)), mine)
+            dist.all_reduce(torch.empty(2 * features))
+        if last:
+            for bucket in self.buckets:
+                self._exchange(bucket)
+
+    def _exchange(self, bucket: torch.Tensor) -> None:
+        hook = self._settings.comm_hook
+        short = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}.get(hook.type if hook else "")
+        if short is None:
+            dist.all_reduce(bucket)
+            return
+        sent = bucket.to(short)
+        dist.all_reduce(sent)
+        bucket.copy_(sent)
+
+
+def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def move(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        there = part.view_as(parameter)
+        if parameter.grad._base is not part._base:
+            there.copy_(parameter.grad)
+            parameter.grad = there
+
+    return move
+
+
+def _create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
+    check_strategy(settings, runtime.name, group.world_size)
+    if settings.type in ("auto", "ddp") and group.world_size > 1:
+        return FakeDdp(runtime, settings, group.world_size)
+    return _really_create(settings, runtime, group)
+
+
+@contextlib.contextmanager
+def world(size: int) -> Iterator[FakeGroup]:
+    """Enters torch's fake process group, and patches what does not work on fake tensors."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    to = nn.Module.to
+    nn.Module.to = _stays(to)  # type: ignore[method-assign]
+    strategies.create = _create
+    available = torch.cuda.is_available
+    torch.cuda.is_available = _as_on_the_target(available)
+    try:
+        yield FakeGroup(0, size, _TIMEOUT)
+    finally:
+        nn.Module.to = to  # type: ignore[method-assign]
+        strategies.create = _really_create
+        torch.cuda.is_available = available
+        dist.destroy_process_group()
+
+
+def _as_on_the_target(available: Callable[[], bool]) -> Callable[[], bool]:
+    """Answers torch.cuda.is_available() in user code as on the target."""
+
+    def answer() -> bool:
+        asking = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+        return available() if asking in ("torch", "lockstep") else True
+
+    return answer
+
+
+def _stays(to: Any) -> Any:
+    """Ignores Module.to(device), for which torch would swap fake parameters, and cannot."""
+
+    def instead(module: nn.Module, *arguments: Any, **named: Any) -> nn.Module:
+        given = [*arguments, *named.values()]
+        if len(given) == 1 and isinstance(given[0], (str, torch.device)):
+            return module
+        moved: nn.Module = to(module, *arguments, **named)
+        return moved
+
+    return instead
+
+
+def real(function: Any, *arguments: Any) -> Any:
+    """Calls a function on real tensors, as reading data needs."""
+    with unset_fake_temporarily():
+        return function(*arguments)
+
 
 _LONG = RunLength(10**9, 10**6)
 _NEVER = Interval(10**9, "step")
@@ -57,9 +243,9 @@ def trace(config: RunConfig, world_size: int) -> Step:
     ledger = Ledger(only_fake=True, optimizes_on_host=config.strategy.offload)
     if config.strategy.offload:
         _copy_offloaded()
-    fusion.install(ledger)
-    runtime = pretend.PretendRuntime(fake)
-    with pretend.world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+    gpu_rules.install_compile(ledger)
+    runtime = FakeRuntime(fake)
+    with world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
         try:
             with fake, ledger:
@@ -86,7 +272,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
             bytes=sum(each.bytes for each in books.operations[start.operation :]),
             work=figures.work_of(books, start.operation),
             collectives=figures.collectives_of(books, start.collective, _axes(run, world_size), world_size),
-            uneven=figures.awkward_of(books, start.operation),
+            uneven=figures.uneven_of(books, start.operation),
             timeline=figures.thinned(timeline, peak.at),
             phases=_phases(books.phases, start.event),
             seconds=round(time.monotonic() - began, 1),
@@ -111,7 +297,7 @@ class _Start:
 
 
 def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger: Ledger) -> _Start:
-    """Two steps; where the second began."""
+    """Runs two steps and returns where the second began."""
     parameters = [each for module in run.modules.values() for each in module.parameters()]
     away = config.strategy.offload
     ledger.name((local_part(each) for each in parameters), "weights", away)
@@ -124,7 +310,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     for each in parameters:
         if each.requires_grad:
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
-    if isinstance(run.spread, pretend.PretendDdp):
+    if isinstance(run.spread, FakeDdp):
         ledger.name(run.spread.buckets, "gradients" if run.spread.gradients else "communication")
     limits, step, done = config.train, step_of(task), 0
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
@@ -135,7 +321,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
             collate=getattr(task, "collate", None),
         )  # fmt: skip
         began = _Start.now(ledger)
-        while (batch := pretend.real(next, batches, None)) is not None:
+        while (batch := real(next, batches, None)) is not None:
             ledger.name(_tensors(batch), "batch")
             complete = step(run, task, batch)
             gc.collect()  # of fake tensors cycles are left, which no device would see
@@ -163,7 +349,6 @@ def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
 
 
 def _phases(phases: list[tuple[str, int]], start: int) -> list[tuple[str, int]]:
-    """Of the second step, the one in which it begins among them."""
     before = [name for name, at in phases if at <= start][-1:]
     return [(name, 0) for name in before] + [(name, at - start) for name, at in phases if at > start]
 
@@ -202,9 +387,9 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _copy_offloaded() -> None:
-    """`strategy.offload` on fake tensors: to torch a pretended device is the host, so that it copies nothing.
+    """Makes `strategy.offload` copy on fake tensors, whose device is the host to torch.
 
-    For a process that does nothing but plan: it is not taken back.
+    This cannot be undone.
     """
     of_the_host: Any = FSDPParam.all_gather_inputs
 

@@ -1,6 +1,7 @@
-"""Several traces of a config, some at a time: in processes forked of this one, which has torch loaded for all of them.
+"""Traces of one step. `python -m lockstep.planner.traces CONFIG WORLD_SIZE OUT [KEY=VALUE ...]` writes one to a file.
 
-A trace in an interpreter of its own (plan.py) takes seconds before it begins.
+Tracing patches torch, so every trace has its own process. `Traces` forks several from this process, which has torch
+loaded already.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,31 +24,63 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from lockstep.planner import child
+from lockstep.config.load import load
+from lockstep.errors import LockstepError
 from lockstep.planner.figures import Step
 
-_AT_ONCE = 8  # each has a gigabyte of the host's memory, or less
-# By every trace: before the first fork.
+_AT_ONCE = 8  # each needs up to a gigabyte of host memory
+# Loaded before the first fork.
 _LOADED = ("torch._dynamo", "torch._meta_registrations", "lockstep.planner.gpu_rules", "lockstep.planner.step")
 NO_TIME = "there was no time for it"
 
 
+class NotPlanned(LockstepError):
+    """The step could not be traced or compiled."""
+
+    exit_code = 2
+
+
+def run_module(module: str, arguments: Sequence[str], limit: float, what: str) -> tuple[str, int]:
+    """Runs `python -m MODULE` without the variables of a rank or of XLA, and returns its output and exit code."""
+    left_out = ("RANK", "WORLD_SIZE", "PJRT_DEVICE", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryFile() as log:
+        try:
+            code = subprocess.run(
+                [sys.executable, "-P", "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, timeout=limit, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise NotPlanned(f"{what} took more than {limit:g} s") from None
+        log.seek(0)
+        return log.read().decode(errors="replace"), code
+
+
+def kept(log: str) -> str:
+    """Keeps the output of a process in a temporary file, and returns a sentence that names it."""
+    descriptor, file = tempfile.mkstemp(prefix="lockstep-plan-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
+        out.write(log)
+    return f"All that was said: {file}"
+
+
 def _context() -> Any:
-    """Forking is for Linux: elsewhere libraries do not survive it, and a process loads torch by itself."""
+    """Forking is safe on Linux only."""
     return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 class Traces:
-    """Of one config on so many devices, until a moment of `time.monotonic`."""
+    """Traces of one config on a number of devices, until a deadline of `time.monotonic`."""
 
     def __init__(self, config: Path, overrides: Sequence[str], world_size: int, deadline: float) -> None:
         for each in _LOADED:
             importlib.import_module(each)
-        gc.freeze()  # a fork would copy what its collector looks through
+        gc.freeze()  # a collection in a fork would copy these pages
         self._config, self._overrides, self._world_size, self._deadline = config, overrides, world_size, deadline
 
     def __call__(self, asked: Sequence[Sequence[str]]) -> list[Step | str]:
-        """For each of some overrides its step, or why there is none."""
+        """Returns the step for each of some overrides, or why there is none."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         found: dict[int, Step | str] = {}
         waiting, running = list(range(len(asked))), dict[int, Any]()
@@ -75,12 +110,11 @@ class Traces:
 
 
 def _trace(seconds: int, config: str, world_size: str, out: str, *overrides: str) -> None:
-    signal.alarm(seconds)  # whoever started this may be gone
-    # What the task prints is not what a plan says.
+    signal.alarm(seconds)  # the parent may be gone
     log = os.open(f"{out}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    child.main(config, world_size, out, *overrides)
+    main(config, world_size, out, *overrides)
 
 
 def _read(out: Path, exit_code: int) -> Step | str:
@@ -91,3 +125,22 @@ def _read(out: Path, exit_code: int) -> Step | str:
     with contextlib.suppress(OSError):
         lines = Path(f"{out}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1].strip()[:300] if lines else f"the process that traced it ended with exit code {exit_code}"
+
+
+def main(config: str, world_size: str, out: str, *overrides: str) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on machines with GPUs and without
+    logging.disable(logging.WARNING)
+    try:
+        from lockstep.planner import gpu_rules
+        from lockstep.planner.step import trace
+
+        gpu_rules.install()
+        found = trace(load(Path(config), overrides), int(world_size)).plain()
+    except LockstepError as error:
+        found = {"error": str(error), "exit_code": error.exit_code}
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -24,10 +24,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from lockstep.distributed.listener import owner
-from lockstep.distributed.store import secret as run_secret
+from lockstep.distributed.store import wire as run_secret
 from lockstep.errors import ConfigError
 from lockstep.profiler.xplane import make_readable, varint
-from lockstep.runtime.environment import with_variables
+from lockstep.runtime import with_variables
 
 logger = logging.getLogger(__name__)
 

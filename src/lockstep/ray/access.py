@@ -15,7 +15,7 @@ import ray
 from ray._private import services
 
 from lockstep.errors import LaunchError
-from lockstep.runtime.environment import with_variables
+from lockstep.runtime import with_variables
 
 raylet: Any = importlib.import_module("ray._raylet")
 

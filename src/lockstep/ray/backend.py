@@ -16,9 +16,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.train.backend import Backend
 
-from lockstep.distributed.rollcall.faults import SHOWN
-from lockstep.distributed.rollcall.report import table
-from lockstep.distributed.store.secret import fresh
+from lockstep.distributed.rollcall.report import SHOWN, table
+from lockstep.distributed.store.wire import fresh
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
 from lockstep.ray import joining

@@ -20,7 +20,7 @@ from lockstep.errors import LaunchError
 from lockstep.ray.access import asking_for_tokens, asks_for_a_token, kept_to_loopback, require_authentication
 from lockstep.ray.address import address_of
 from lockstep.ray.placement import LOOPBACK
-from lockstep.runtime.environment import with_variables
+from lockstep.runtime import with_variables
 
 # Tensors do not go through Ray's object store: words and numbers do.
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.code_files import EXCLUDED
+from lockstep.config.objects import EXCLUDED
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 

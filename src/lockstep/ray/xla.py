@@ -18,8 +18,7 @@ from typing import Any
 from lockstep.config.schema import RunSettings, Xla
 from lockstep.errors import ConfigError, RollCallError
 from lockstep.ray.placement import WorkerInfo
-from lockstep.runtime import pjrt
-from lockstep.runtime.environment import with_variables
+from lockstep.runtime import pjrt, with_variables
 
 logger = logging.getLogger("ray.train.lockstep")  # which Ray brings to the driver
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lockstep.config.nearest import did_you_mean, nearest
+from lockstep.config.plain import did_you_mean, nearest
 from lockstep.errors import ConfigError
 
 METHODS = {"start": ("about",), "log": ("step", "values"), "finish": ("status",)}

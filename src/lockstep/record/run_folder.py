@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from lockstep import run_files
-from lockstep.config.load import parse_yaml, to_yaml, validate
+from lockstep.config.load import from_plain, parse_yaml, to_yaml
+from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.schema import RunConfig
-from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.distributed.failure import Result
 from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, FolderLost
@@ -102,7 +102,7 @@ def write_text(file: Path, text: str, depth: int = 1) -> None:
 
 
 def read_config(folder: Path) -> RunConfig:
-    return validate(RunConfig, read_plain_config(folder), {}, str(folder / CONFIG_FILE))
+    return from_plain(read_plain_config(folder), str(folder / CONFIG_FILE))
 
 
 def read_plain_config(folder: Path) -> dict[str, Any]:

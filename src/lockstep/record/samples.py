@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import run_files
-from lockstep.config.plain import finite
-from lockstep.config.text_file import naming
+from lockstep.config.plain import finite, naming
 from lockstep.errors import ConfigError
 from lockstep.record.logger import Kind, Sample, Table
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import run_files
-from lockstep.config.plain import finite
-from lockstep.config.text_file import naming
+from lockstep.config.plain import finite, naming
 
 Row = dict[str, Any]
 SPEED = "examples_per_second"  # in rows of training only

@@ -18,8 +18,8 @@ from lockstep.checkpoint.manifest import Damaged, Unreadable
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.checkpoint.storage import CheckpointStorage, Removed
 from lockstep.config.load import parse_yaml
+from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.config.strategy import MESH_TYPES
-from lockstep.config.text_file import LONGEST_CONFIG
 from lockstep.errors import ConfigError
 from lockstep.record.lease import Holder
 from lockstep.record.run_folder import CONFIG_FILE, RUNNING, SUMMARY_FILE, TOPOLOGY_FILE

@@ -18,7 +18,7 @@ from lockstep import run_files
 from lockstep.checkpoint.retention import best_first
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.load import parse_yaml
-from lockstep.config.text_file import LONGEST_CONFIG
+from lockstep.config.plain import LONGEST_CONFIG
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record import folder_lock, run_folder
 from lockstep.record.timeline import newest_row

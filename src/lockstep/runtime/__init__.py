@@ -1,11 +1,11 @@
-"""Device families: one file each, chosen by name."""
+"""Device families, chosen by name."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from lockstep.config.mesh import processes_of
+from lockstep.config.strategy import processes_of
 from lockstep.errors import ConfigError
 from lockstep.runtime import pjrt
 from lockstep.runtime.gpus import check_devices, gpu_count
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from lockstep.config.schema import RunSettings
     from lockstep.runtime.base import Runtime
 
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
 # torch is imported inside the functions below, so that a run on explicit settings is planned without it.
 
 
 def resolve(settings: RunSettings) -> tuple[str, int]:
-    """The device family and the number of processes on this host that `auto` stands for here."""
+    """Returns the device family and the number of processes on this host."""
     runtime, processes = settings.runtime, settings.processes
     if runtime == "auto":
         runtime = "xla" if pjrt.DEVICE in os.environ else "cuda" if gpu_count() else "cpu"
@@ -36,13 +40,12 @@ def resolve(settings: RunSettings) -> tuple[str, int]:
 
 
 def _mesh_asks(settings: RunSettings) -> int | None:
-    """For how many processes a mesh has places, where it says so; several hosts are counted by whoever starts them."""
+    """Returns the processes that a mesh on this host needs, if it says so."""
     alone = settings.strategy.has_mesh and settings.launch.type == "local"
     return processes_of(settings.strategy) if alone else None
 
 
 def _refuse_xla_settings(settings: RunSettings, runtime: str) -> None:
-    """What only XLA can do must not be silently ignored elsewhere."""
     if settings.strategy.type == "threads":
         raise ConfigError(f"strategy: threads needs runtime: xla, but the runtime is {runtime}")
     if settings.strategy.type == "spmd":
@@ -58,14 +61,14 @@ def _refuse_xla_settings(settings: RunSettings, runtime: str) -> None:
 
 
 def unused_devices(runtime: str, processes: int) -> str | None:
-    """What to tell a user whose run leaves GPUs of this host idle."""
+    """Returns a note if the run leaves GPUs of this host idle."""
     if runtime != "cuda" or processes >= (present := gpu_count()):
         return None
     return f"{processes} of {present} visible GPUs will be used; processes: auto uses them all"
 
 
 def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSettings) -> Runtime:
-    """The runtime of this process, on the device that its local rank picks."""
+    """Creates the runtime of this process on the device of its local rank."""
     if runtime == "xla":
         from lockstep.runtime.xla import XlaRuntime
 
@@ -74,3 +77,17 @@ def create(runtime: str, local_rank: int, local_world_size: int, settings: RunSe
     from lockstep.runtime.cuda import CudaRuntime
 
     return {"cpu": CpuRuntime, "cuda": CudaRuntime}[runtime](local_rank, settings.launch.share_devices)
+
+
+@contextlib.contextmanager
+def with_variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,13 +1,16 @@
-"""What Lockstep asks of a device family."""
+"""The interface of a device family, and the random generators of a process."""
 
 from __future__ import annotations
 
 import abc
+import base64
 import contextlib
 import logging
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -19,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class Copy(Protocol):
-    """Single values on their way from the device to the host."""
+    """Values being copied from the device to the host."""
 
     def arrived(self) -> bool: ...
 
     def read(self) -> list[float]:
-        """The values, once they have arrived."""
+        """Waits for the values and returns them."""
         ...
 
 
 class Runtime(abc.ABC):
-    """One device family as seen by one process: its device, its generator, its precision."""
+    """One device family as seen by one process."""
 
     name: ClassVar[str]
     # The torch.distributed backend that carries tensors between devices of this family.
@@ -37,7 +40,7 @@ class Runtime(abc.ABC):
 
     @property
     def mesh_backend(self) -> str:
-        """The same for the axes of a mesh, which gather and scatter as well."""
+        """The backend for the axes of a mesh."""
         return self.backend
 
     # Whether every new shape costs a compilation, so that short batches are better filled up.
@@ -57,13 +60,13 @@ class Runtime(abc.ABC):
         self.device = device
 
     def prepare(self) -> None:  # noqa: B027  not every family has something to do
-        """Make this thread ready to use its device, before anything is placed there; may be called again."""
+        """Prepares this thread to use its device; may be called again."""
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        """The state of every torch generator that this process draws from."""
+        """Returns the state of torch's generators."""
         return {"torch": torch.get_rng_state()}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -75,7 +78,7 @@ class Runtime(abc.ABC):
         return torch.autocast(self.device.type, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
 
     def use_precision(self, precision: str) -> None:
-        """Make ready for a model of this precision, or refuse it."""
+        """Prepares for a precision, or refuses it."""
         if precision == "fp16":
             raise ConfigError(
                 f"train.precision: fp16 is for CUDA GPUs, but the runtime is {self.name}: use bf16, which needs no "
@@ -85,36 +88,36 @@ class Runtime(abc.ABC):
             logger.info("train.precision: tf32 is a way of GPUs to multiply; with runtime: %s it is float32", self.name)
 
     def recomputed(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """What a function returns. What it computes on the way is computed again in the backward pass, not kept."""
+        """Calls a function with activation checkpointing."""
         return checkpoint(function, *inputs, use_reentrant=False)
 
     def synchronize(self) -> None:  # noqa: B027
-        """Return once the device has done everything it was given."""
+        """Waits for the device to finish."""
 
     def end_of_program(self, device: torch.device | None = None) -> None:  # noqa: B027
-        """Here a program ends that is to be compiled and run as one; where operations run at once, nothing happens."""
+        """Ends a program that is compiled as one; does nothing in eager mode."""
 
     def compilations(self) -> int | None:
-        """Programs compiled so far; None where nothing is."""
+        """Returns the number of compiled programs, or None."""
         return None
 
     def program_text(self, tensor: torch.Tensor) -> str:
-        """What a tensor is computed by, with the lines it comes from; nothing where it is already computed."""
+        """Returns the program that computes a tensor, with source lines, if it is pending."""
         return ""
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [each.cpu() for each in tensors]
 
     def fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors that a copy can be made of without compiling a program for each; most can as they are."""
+        """Returns tensors that can be copied without compiling a program for each."""
         return tensors
 
     def copy_to_host(self, values: list[torch.Tensor]) -> Copy | None:
-        """Begin to copy single values to the host without waiting for them; None where there is nothing to gain."""
+        """Starts copying values to the host; returns None if there is nothing to gain."""
         return None
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Sum a tensor over all ranks, in place, by the data plane; what is returned can be waited for."""
+        """Sums a tensor over all ranks in place and returns a handle to wait for."""
         return dist.all_reduce(tensor, async_op=True)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
@@ -125,25 +128,61 @@ class Runtime(abc.ABC):
         return 1
 
     def global_device_count(self) -> int | None:
-        """Devices of all processes; None where the device family does not know, and it is one per process."""
+        """Returns the devices of all processes, or None if it is one per process."""
         return None
 
     def move(self, batch: Any) -> Any:
-        """A batch with all its tensors on the device, in the same nesting; what begin_move gave goes on from there."""
+        """Returns a batch with all tensors on the device; also takes what `begin_move` returned."""
         return moved(batch, self.device)
 
     def begin_move(self, batch: Any) -> Any:
-        """Begin to copy a batch to the device, where that goes on by itself; `move` takes what is returned."""
+        """Starts copying a batch to the device."""
         return batch
 
     def identity(self) -> str:
-        """The physical device, by a name that no other device on any host has."""
+        """Returns a name of the physical device that is unique over all hosts."""
         raise NotImplementedError
 
     def world_size(self) -> int | None:
-        """How many ranks the device's own runtime believes in; None where it knows nothing of other ranks."""
+        """Returns the device runtime's number of ranks, or None."""
         return None
 
     def memory(self) -> dict[str, int]:
-        """Bytes in use on the device, by kind; empty where the device does not say."""
+        """Returns the bytes in use by kind, if known."""
         return {}
+
+
+def seed_generators(runtime: Runtime, seed: int, rank: int | None = None) -> None:
+    """Seeds all generators, equally on all ranks or differently with a rank."""
+    words = np.random.SeedSequence([seed] if rank is None else [seed, rank + 1]).generate_state(3, np.uint64)
+    runtime.seed(int(words[0] >> np.uint64(1)))
+    random.seed(int(words[1]))
+    np.random.seed(int(words[2] & np.uint64(0xFFFFFFFF)))
+
+
+def generator_states(runtime: Runtime) -> dict[str, Any]:
+    kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, state, following = random.getstate()
+    return {
+        "torch": {name: _text(each.numpy().tobytes()) for name, each in runtime.rng_state().items()},
+        "numpy": [kind, _text(np.asarray(words, dtype=np.uint32).tobytes()), position, has_gauss, gauss],
+        "python": [version, _text(np.array(state, dtype=np.uint32).tobytes()), following],
+    }
+
+
+def set_generator_states(runtime: Runtime, states: dict[str, Any]) -> None:
+    runtime.set_rng_state(
+        {name: torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8) for name, text in states["torch"].items()}
+    )
+    kind, words, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, np.frombuffer(_bytes(words), dtype=np.uint32), position, has_gauss, gauss))
+    version, state, following = states["python"]
+    random.setstate((version, tuple(np.frombuffer(_bytes(state), dtype=np.uint32).tolist()), following))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)

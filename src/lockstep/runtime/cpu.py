@@ -30,7 +30,7 @@ class CpuRuntime(Runtime):
 
 
 def _container() -> str:
-    """Containers on one host may share its name and count their processes alike: tell them apart."""
+    """Containers on one host may share its name and process ids."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:

@@ -1,10 +1,19 @@
-"""CUDA GPUs: one process per device, chosen by the local rank among the devices that are visible."""
+"""CUDA GPUs: one process per device, chosen by the local rank among the visible devices.
+
+Ranks that share a GPU use gloo through host memory, since NCCL refuses two ranks on one device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.futures import Future
 
 from lockstep.runtime.base import Copy, Runtime
 from lockstep.runtime.gpus import check_devices
@@ -12,9 +21,9 @@ from lockstep.runtime.moving import map_tensors, moved
 
 
 class Arriving:
-    """A batch on its way to a GPU on a separate stream.
+    """A batch being copied to a GPU on a separate stream.
 
-    `arrive` gives it to the stream that computes, without the host waiting for it.
+    `arrive` hands it to the computing stream without blocking the host.
     """
 
     def __init__(self, batch: Any, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -59,9 +68,8 @@ class CudaRuntime(Runtime):
     def mesh_backend(self) -> str:
         if self.backend == "nccl":
             return "nccl"
-        from lockstep.runtime import through_host
 
-        return through_host.register()
+        return register_through_host()
 
     def prepare(self) -> None:
         check_devices(self.device.index + 1, torch.cuda.device_count())
@@ -81,7 +89,7 @@ class CudaRuntime(Runtime):
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def move(self, batch: Any) -> Any:
-        """Also without having begun before: the copy does not queue up behind the step that the GPU is at."""
+        """The copy does not wait for the current step of the GPU."""
         begun: Arriving = batch if isinstance(batch, Arriving) else self.begin_move(batch)
         return begun.arrive()
 
@@ -107,7 +115,7 @@ class CudaRuntime(Runtime):
 
 
 class _CopyToHost:
-    """Read at once, values would empty the queue of the GPU: about a millisecond of every step that is logged."""
+    """Reading values at once would stall the GPU for about a millisecond."""
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         together = torch.stack([each.reshape(()).double() for each in values])
@@ -122,3 +130,117 @@ class _CopyToHost:
     def read(self) -> list[float]:
         self._event.synchronize()
         return [float(each) for each in self._on_host.tolist()]
+
+
+THROUGH_HOST = "lockstep_through_host"
+
+
+def register_through_host() -> str:
+    """Registers the backend with torch and returns its name."""
+    if THROUGH_HOST.upper() not in vars(dist.Backend):
+        dist.Backend.register_backend(THROUGH_HOST, _create, devices=["cuda", "cpu"])
+    return THROUGH_HOST
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost:
+    return ThroughHost(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+class ThroughHost(dist.ProcessGroup):
+    """The collectives that fully_shard and DTensor use, through host memory. Each has ended when its call returns."""
+
+    def __init__(self, rank: int, size: int, gloo: Any) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo = gloo
+
+    def getBackendName(self) -> str:
+        return THROUGH_HOST
+
+    @property
+    def pg_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def group_name(self) -> Any:
+        return self.pg_name
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        return self._in_place(tensors, lambda each: self._gloo.allreduce(each, _operation(opts, dist.AllreduceOptions)))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        return self._in_place(tensors, lambda each: self._gloo.broadcast(each, opts or dist.BroadcastOptions()))
+
+    def barrier(self, opts: Any = None) -> Any:
+        self._gloo.barrier().wait()
+        return _done([])
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        for parts, mine in zip(outputs, inputs, strict=True):
+            on_host = [torch.empty_like(each, device="cpu") for each in parts]
+            self._gloo.allgather([on_host], [_on_host(mine)]).wait()
+            for part, each in zip(parts, on_host, strict=True):
+                part.copy_(each)
+        return _done(outputs)
+
+    def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
+        parts = list(output.view(-1).chunk(self.size()))
+        return self.allgather([parts], [mine.reshape(-1)])
+
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
+        return self._allgather_base(output, mine, opts)  # which is what torch calls it up to 2.12
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        for output, mine in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, mine)
+        return _done(outputs)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:  # type: ignore[override]
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, torch.cat([each.reshape(-1) for each in parts]), opts)
+        return _done(outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        on_host = _on_host(whole).clone()
+        self._gloo.allreduce([on_host], _operation(opts, dist.AllreduceOptions)).wait()
+        output.copy_(on_host.view(-1).chunk(self.size())[self.rank()].view(output.shape))
+        return _done([output])
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        return self._reduce_scatter_base(output, whole, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        for output, whole in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, whole, opts)
+        return _done(outputs)
+
+    def _in_place(self, tensors: Sequence[Tensor], exchange: Any) -> Any:
+        for tensor in tensors:
+            on_host = _on_host(tensor).contiguous()
+            exchange([on_host]).wait()
+            if on_host.data_ptr() != tensor.data_ptr():
+                tensor.copy_(on_host)
+        return _done(tensors)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu")
+
+
+def _operation(opts: Any, kind: Any) -> Any:
+    found = kind()
+    if opts is not None:
+        found.reduceOp = opts.reduceOp
+    return found
+
+
+def _done(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)

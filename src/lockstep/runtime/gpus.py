@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this host. Counted by the driver's own library: importing torch would take seconds."""
+"""The NVIDIA GPUs of this host, counted with the driver's library: importing torch would take seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 
 
 def gpu_count() -> int:
-    """How many GPUs torch can use. Torch itself is asked only where the driver's answer does not settle it."""
+    """Returns how many GPUs torch can use. Torch is asked only if the driver's answer is not enough."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi")
     if not driver or visible in ("", "-1"):
@@ -28,7 +28,7 @@ def gpu_count() -> int:
 
 
 def visible_of(present: int, visible: str | None) -> int | None:
-    """How many GPUs CUDA_VISIBLE_DEVICES leaves, as CUDA reads it; None where it names them by anything but numbers."""
+    """Returns how many GPUs CUDA_VISIBLE_DEVICES leaves, or None if it does not use numbers."""
     if visible is None:
         return present
     names = [each.strip() for each in visible.split(",")]
@@ -41,7 +41,7 @@ def visible_of(present: int, visible: str | None) -> int | None:
 
 
 def _counted_by_driver() -> int | None:
-    """None where torch may see it otherwise: it was built without CUDA, or for a later one than the driver has."""
+    """Returns None if torch has no CUDA, or a newer one than the driver."""
     wanted = _cuda_of_torch()
     if wanted is None:
         return None

@@ -1,4 +1,4 @@
-"""Batches of any shape, as collate functions make them: changing every tensor in one, and finding them."""
+"""Nested batches: mapping over their tensors, and finding them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def map_tensors(change: Change, batch: Any, other: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A batch of the same types and nesting with every tensor in it changed.
+    """Returns a batch of the same structure with every tensor changed.
 
-    Knows mappings, lists, tuples, dataclasses and packed sequences; anything else is given to `other`.
+    Knows mappings, lists, tuples, dataclasses and packed sequences; anything else goes to `other`.
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -39,7 +39,7 @@ def map_tensors(change: Change, batch: Any, other: Callable[[Any], Any] = lambda
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on a device. What knows by itself how to get there (`.to()`) is asked to."""
+    """Returns a batch on a device; objects with a `.to()` method are moved by it."""
 
     def move(value: Any) -> Any:
         to = getattr(value, "to", None)
@@ -49,7 +49,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """A batch in page-locked memory, from which copies to a GPU need not be waited for."""
+    """Returns a batch in page-locked memory."""
 
     def pin(value: Any) -> Any:
         method = getattr(value, "pin_memory", None)
@@ -59,7 +59,7 @@ def pinned(batch: Any) -> Any:
 
 
 def tensors_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a batch with where it is: `batch[0]`, `batch['inputs']`, `batch.mask`."""
+    """Yields every tensor of a batch with its place: `batch[0]`, `batch['inputs']`, `batch.mask`."""
     if isinstance(batch, torch.Tensor):
         yield path, batch
     elif isinstance(batch, PackedSequence):

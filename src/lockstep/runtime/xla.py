@@ -1,4 +1,4 @@
-"""XLA devices through PJRT: operations are noted, and compiled and run as one program where a step ends."""
+"""XLA devices through PJRT: operations are traced, and compiled and run as one program where a step ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class XlaRuntime(Runtime):
             xr.initialize_cache(settings.xla.cache, readonly=local_rank != 0)
 
     def _chosen(self, local_rank: int, local_world_size: int) -> torch.device:
-        """The device of the local rank. A process that sees one device only (a TPU chip, PJRT CPU) uses that one."""
+        """Returns the device of the local rank. A process that sees only one device uses that one."""
         if local_world_size == 1 or self.spmd or local_rank >= self._xr.addressable_device_count():
             return cast(torch.device, self._xla.device())
         device = torch.device("xla", local_rank)
@@ -61,7 +61,7 @@ class XlaRuntime(Runtime):
 
     @property
     def addressable_devices(self) -> list[torch.device]:
-        """The devices of this process, other than under SPMD, where there is one that stands for all."""
+        """The devices of this process; under SPMD one stands for all."""
         return [torch.device("xla", index) for index in range(self._xr.addressable_device_count())]
 
     def addressable_device_count(self) -> int:
@@ -153,7 +153,7 @@ class XlaRuntime(Runtime):
 
     @property
     def spans_processes(self) -> bool:
-        """Whether the device's own collectives reach other processes. On PJRT CPU each is a world of its own."""
+        """Whether the device's collectives reach other processes. On PJRT CPU each process is separate."""
         return not self.spmd and self.family != "CPU" and int(self._xr.world_size()) > 1
 
     def world_size(self) -> int | None:
@@ -182,13 +182,12 @@ class XlaRuntime(Runtime):
 
 
 class _Repeatable:
-    """A computation that is asked for again in the backward pass: with the same random numbers and precision.
+    """A computation that is repeated in the backward pass with the same random numbers and precision.
 
-    torch_xla's own checkpoint sets neither back.
+    torch_xla's checkpoint restores neither.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], drawn_again: set[str]) -> None:
-        """`drawn_again` is told on which device that was."""
         self._function, self._inputs, self._drawn_again = function, inputs, drawn_again
         self._tensors = [each for _, each in tensors_of(inputs) if each.device.type == "xla"]
         self._device = str(self._tensors[0].device) if self._tensors else None
@@ -215,7 +214,7 @@ class _Repeatable:
 
 @contextlib.contextmanager
 def _logging_left_alone() -> Iterator[None]:
-    """torch_xla warns through the root logger, which then prints everybody's records; ours go where we say."""
+    """Removes the handlers that torch_xla adds to the root logger."""
     before = list(logging.getLogger().handlers)
     try:
         yield
@@ -225,7 +224,7 @@ def _logging_left_alone() -> Iterator[None]:
 
 
 def _load(settings: RunSettings, local_rank: int, local_world_size: int, family: str, spmd: bool) -> None:
-    """Import torch_xla with everything set that it reads once: the device, its options, and SPMD."""
+    """Imports torch_xla with everything set that it reads once."""
     pjrt.check(settings, os.environ, local_world_size)
     wanted = pjrt.variables(settings, os.environ)
     os.environ.update(wanted)
@@ -245,9 +244,7 @@ def _load(settings: RunSettings, local_rank: int, local_world_size: int, family:
     import torch_xla.runtime as xr
 
     if family == "CUDA":
-        from lockstep.runtime.cuda_plugin import register
-
-        register()
+        pjrt.register_cuda_plugin()
     touched = torch_xla._XLAC._xla_runtime_is_initialized()
     if touched and spmd and not xr.is_spmd():
         raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import fx, nn
 
-from lockstep.config.optimizing import Compile
+from lockstep.config.training import Compile
 from lockstep.errors import ConfigError
 from lockstep.strategy import graphs
 from lockstep.strategy.blocks import BLOCKS, find_blocks

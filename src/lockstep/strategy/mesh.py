@@ -11,12 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.config.mesh import BATCH_AXES, Shape
-from lockstep.config.mesh import DATA_AXIS as DATA_AXIS
-from lockstep.config.mesh import MAIN as MAIN
-from lockstep.config.mesh import resolve_meshes as resolve_meshes
-from lockstep.config.strategy import AxisNames, ShardRule
+from lockstep.config.strategy import BATCH_AXES, AxisNames, Shape, ShardRule
+from lockstep.config.strategy import DATA_AXIS as DATA_AXIS
+from lockstep.config.strategy import MAIN as MAIN
 from lockstep.config.strategy import Strategy as StrategySettings
+from lockstep.config.strategy import resolve_meshes as resolve_meshes
 from lockstep.errors import ConfigError
 
 # Parameters with fewer elements are cheaper to keep whole than to gather.

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, REPLICA_AXIS
-from lockstep.config.strategy import ShardRule
+from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, ShardRule
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError

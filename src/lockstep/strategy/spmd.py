@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.config.mesh import dp_size
-from lockstep.config.strategy import ShardRule
+from lockstep.config.strategy import ShardRule, dp_size
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors

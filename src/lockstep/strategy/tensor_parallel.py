@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lockstep.config.mesh import BATCH_AXES, Shape
-from lockstep.config.strategy import AxisNames, ShardRule
+from lockstep.config.strategy import BATCH_AXES, AxisNames, Shape, ShardRule
 from lockstep.errors import ConfigError
 from lockstep.strategy.mesh import MAIN, Ruled, axes_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from lockstep.config.optimizing import Optimizer as OptimizerSettings
+from lockstep.config.training import Optimizer as OptimizerSettings
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
 from lockstep.tasks.parameters import text

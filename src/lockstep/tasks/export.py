@@ -33,8 +33,8 @@ from lockstep.engine.frozen import Frozen, are_left_out, digest_of, is_of_peft, 
 from lockstep.engine.models import DEFAULT, Entry, Models
 from lockstep.engine.pretrained import Pretrained
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.runtime.generators import seed_generators
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.single import SingleStrategy
 from lockstep.tasks.task import Task, create_task, has_init_weights

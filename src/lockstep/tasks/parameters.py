@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lockstep.config.optimizing import ParameterGroup
+from lockstep.config.training import ParameterGroup
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import named_parameters, prefixed

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.config.optimizing import Schedule
+from lockstep.config.training import Schedule
 from lockstep.errors import ConfigError
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from lockstep.config.data import Ordering
 from lockstep.config.objects import construct, import_object
-from lockstep.config.optimizing import EVERY_STEP
-from lockstep.config.optimizing import Schedule as NamedSettings
 from lockstep.config.schema import Component, InitFrom, RunConfig
+from lockstep.config.training import EVERY_STEP, Ordering
+from lockstep.config.training import Schedule as NamedSettings
 from lockstep.data.choosing import make_order
 from lockstep.data.orders import Order
 from lockstep.data.sources import is_stream

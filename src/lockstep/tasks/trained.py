@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lockstep.config.nearest import did_you_mean
+from lockstep.config.plain import did_you_mean
 from lockstep.config.schema import After, RunConfig
 from lockstep.data.split import Part
 from lockstep.engine.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component, RunConfig
-from lockstep.distributed import trouble
+from lockstep.distributed import failure
 from lockstep.engine.run import Run
 from lockstep.errors import LOST_PEER, CallbackFailed, ConfigError, LockstepError
 from lockstep.tasks.callbacks import Callback
@@ -161,7 +161,7 @@ def _guarded(name: str, callback: Any, method: str, run: Run, *arguments: Any, w
         with activity.within(f"callback {name}.{method}", limit=limit):
             return getattr(callback, method)(*given)
     except Exception as error:
-        if isinstance(error, LockstepError) or trouble.of(error) is not None or _lost_peer(error):
+        if isinstance(error, LockstepError) or failure.local_error(error) is not None or _lost_peer(error):
             raise  # which says by itself what it is: that another rank is gone, that memory is
         raise CallbackFailed(name, method, run.progress.step, run.rank, error) from error
 

@@ -1,8 +1,7 @@
-"""Calling the roll: every rank reports through the store, rank 0 compares, and its verdict reaches every rank.
+"""The roll call: every rank reports through the store, rank 0 compares, and all ranks get its verdict.
 
-This needs a connection from every rank to the store and none between ranks. Its cost grows in proportion to the
-number of ranks: three small messages to the store per rank and one read per rank by rank 0, and while some ranks are
-late, a question a second by every other.
+It needs a connection from every rank to the store and none between ranks: three small messages per rank, one read per
+rank by rank 0, and a question a second by every rank while some are late.
 """
 
 from __future__ import annotations
@@ -22,27 +21,35 @@ from lockstep.config.schema import RunSettings
 from lockstep.distributed.activity import Activity, Beat, beat_key
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import join
-from lockstep.distributed.rollcall.faults import Fault, differences, find_faults, render
-from lockstep.distributed.rollcall.report import Evidence, Report, decoded, digest
+from lockstep.distributed.rollcall.report import (
+    Evidence,
+    Fault,
+    Report,
+    decoded,
+    differences,
+    digest,
+    find_faults,
+    render,
+)
 from lockstep.distributed.topology import Topology, ranks_text
 from lockstep.errors import PeerLost, RankAbsent, RollCallError
 from lockstep.runtime.base import Runtime
 
-# Once something is known to be wrong, how long the others get to complete the snapshot.
+# Once something is wrong, how long the other ranks get to report.
 _COMPLETE_SECONDS = 1.0
 # How much longer than rank 0 the others wait for its verdict.
 VERDICT_SECONDS = 5.0
 
 
 def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devices: bool = False) -> list[Report]:
-    """Report, and wait for the verdict. Everybody's reports in rank order on rank 0; on the others, their own."""
+    """Reports this rank and waits for the verdict. Returns all reports on rank 0, and this rank's on the others."""
     if store is None or mine.world_size == 1:
         faults = find_faults([mine], 1, share_devices)
         if faults:
             raise RollCallError(render(faults, [mine]))
         return [mine]
     number = store.add("rollcall/arrivals", 1)
-    # Longer, and of interest only where a digest differs: kept apart so that a good roll call does not carry them.
+    # Read only if a digest differs.
     store.set(f"rollcall/evidence/{number}", json.dumps(asdict(evidence)))
     store.set(f"rollcall/report/{number}", json.dumps(asdict(mine)))
     if mine.rank != 0:
@@ -52,7 +59,7 @@ def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devic
         return [mine]
     reports = _collect(store, max(number, mine.world_size), mine.world_size, limit)
     faults = find_faults(list(reports.values()), mine.world_size, share_devices)
-    faults += differences(reports, lambda number: _evidence(store, number))
+    faults += differences(reports, lambda number: decoded(Evidence, store.read(f"rollcall/evidence/{number}")))
     verdict = _verdict(faults, list(reports.values()), _beats(store, faults))
     store.set("rollcall/verdict", json.dumps(verdict))
     if faults:
@@ -62,7 +69,7 @@ def call(store: Any, mine: Report, evidence: Evidence, limit: float, share_devic
 
 
 def _verdict(faults: list[Fault], reports: list[Report], beats: dict[int, Beat | None]) -> tuple[str, bool]:
-    """The message, nothing where all is well, and whether there is no more to it than that some ranks are missing."""
+    """Returns the message, empty if all is well, and whether ranks are only missing."""
     return render(faults, reports, beats) if faults else "", bool(faults) and all(fault.missing for fault in faults)
 
 
@@ -70,19 +77,15 @@ def _error(message: str, absent: bool) -> RollCallError:
     return RankAbsent(message) if absent else RollCallError(message)
 
 
-def _evidence(store: Any, number: int) -> Evidence:
-    return decoded(Evidence, store.read(f"rollcall/evidence/{number}"))
-
-
 def _collect(store: Any, count: int, world_size: int, limit: float) -> dict[int, Report]:
-    """Reports by number of arrival, until all are there, the limit has passed, or it is clear that it failed."""
+    """Collects reports until all have arrived, the limit has passed, or a fault is certain."""
     deadline = time.monotonic() + limit
     reports: dict[int, Report] = {}
     for number in range(1, count + 1):
         remaining = max(deadline - time.monotonic(), 0.001)
         data = store.read(f"rollcall/report/{number}")
         if data is None and not _wait(store, f"rollcall/report/{number}", remaining):
-            continue  # those behind it may be there
+            continue  # later ones may have arrived
         reports[number] = decoded(Report, data or store.read(f"rollcall/report/{number}"))
         ranks = [each.rank for each in reports.values()]
         if reports[number].world_size != world_size or len(set(ranks)) < len(ranks):
@@ -104,7 +107,7 @@ def _hear_verdict(store: Any, mine: Report, limit: float) -> None:
 
 
 def _let_the_others_hear(store: Any, others: int) -> None:
-    """Stay until they have read the verdict: where rank 0 serves the store, it would take that away with it."""
+    """Keeps the store alive on rank 0 until the others have read the verdict."""
     deadline = time.monotonic() + VERDICT_SECONDS
     while store.add("rollcall/heard", 0) < others and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -126,12 +129,9 @@ def _arrived(store: Any) -> list[Report]:
 
 
 def _beats(store: Any, faults: list[Fault]) -> dict[int, Beat | None]:
-    """Where the ranks that did not arrive were last heard of."""
+    """Returns the last heartbeats of missing ranks."""
     missing = {rank for fault in faults if fault.missing for rank in fault.ranks}
-    beats: dict[int, Beat | None] = {}
-    for rank in sorted(missing):
-        beats[rank] = Beat.decode(store.read(beat_key(rank)))
-    return beats
+    return {rank: Beat.decode(store.read(beat_key(rank))) for rank in sorted(missing)}
 
 
 def _wait(store: Any, key: str, seconds: float) -> bool:
@@ -142,16 +142,11 @@ def _wait(store: Any, key: str, seconds: float) -> bool:
 
 
 def hold(
-    topology: Topology,
-    runtime: Runtime,
-    store: Any,
-    settings: RunSettings,
-    evidence: Evidence,
-    activity: Activity,
+    topology: Topology, runtime: Runtime, store: Any, settings: RunSettings, evidence: Evidence, activity: Activity
 ) -> tuple[list[Report], Group]:
-    """Everybody's reports (on rank 0; on the others, their own) and the group, of which all members are known."""
+    """Holds the roll call and joins the group. Returns the reports and the group."""
     mine = report(topology, runtime, evidence)
-    # Longer than both of its own waits, so that it is the roll call that says who is missing, and not the watch.
+    # Longer than both waits, so that the roll call reports who is missing, and not the stall detection.
     limit = 2 * (settings.timeouts.rendezvous + VERDICT_SECONDS)
     with activity.within("the roll call", waits=True, limit=limit):
         reports = call(store, mine, evidence, settings.timeouts.rendezvous, settings.launch.share_devices)
@@ -180,7 +175,7 @@ def report(topology: Topology, runtime: Runtime, evidence: Evidence) -> Report:
 
 
 def prove(group: Group, runtime: Runtime, limit: float) -> None:
-    """Shows by an all_reduce that the data plane adds up what every rank contributes, each exactly once."""
+    """Checks with an all_reduce that the data plane counts every rank exactly once."""
     if group.world_size == 1:
         return
     seen = torch.zeros(group.world_size, dtype=torch.float32)
@@ -204,7 +199,7 @@ def prove(group: Group, runtime: Runtime, limit: float) -> None:
 
 
 def contributions_fault(found: list[list[int]], backend: str) -> str | None:
-    """What is wrong where rank r saw rank s contribute found[r][s] times."""
+    """Describes what is wrong if rank r received found[r][s] contributions of rank s."""
     lines = []
     for rank, counts in enumerate(found):
         absent = [each for each, count in enumerate(counts) if count == 0]

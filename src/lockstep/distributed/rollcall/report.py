@@ -1,4 +1,4 @@
-"""What a rank says of itself at the roll call, and how it is shown."""
+"""What a rank reports at the roll call, and what is wrong with the reports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config.changes import changes
 from lockstep.config.plain import columns
+from lockstep.distributed.activity import Beat
+from lockstep.distributed.topology import ranks_text
 from lockstep.errors import RollCallError
 
 
@@ -26,7 +29,7 @@ class Report:
     device: str
     physical_device: str
     world_size: int
-    runtime_world: int | None  # what the device runtime believes; None where it has no opinion of its own
+    runtime_world: int | None  # the world size of the device runtime, if it has one
     python: str
     torch: str
     lockstep: str
@@ -36,7 +39,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank brings along in case its digests differ from the others'."""
+    """Details that are compared only if digests differ."""
 
     config: Mapping[str, Any]
     source: Mapping[str, str]  # file -> digest
@@ -46,7 +49,7 @@ Said = TypeVar("Said", Report, Evidence)
 
 
 def decoded(kind: type[Said], data: bytes | None) -> Said:
-    """A report, or evidence, as it came over the network: all of its fields, each of its type."""
+    """Decodes a report or evidence from the network and checks its types."""
     try:
         said = kind(**json.loads(data or b"null"))
         fits = all(type(getattr(said, each.name)) in _types(each.type) for each in fields(said))
@@ -69,10 +72,7 @@ def _types(annotation: Any) -> tuple[type, ...]:
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as far as ranks must agree on it: where a host keeps the task's file is its own affair.
-
-    What is in the file is compared by its digest.
-    """
+    """Returns the part of a config that ranks must agree on: not the folder of the task, whose files have digests."""
     task = config.get("task")
     if not task:
         return dict(config)
@@ -93,19 +93,19 @@ def table(reports: list[Report], marked: set[int] | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a task: digests by their paths below a folder."""
+    """Digests of the files of a task, by their paths below a folder."""
 
     root: Path
     digests: dict[str, str]
 
 
 def source_files(thing: Any) -> Source:
-    """The file that a class or function is defined in, and its loaded neighbours.
+    """Returns the digests of the file that defines a class or function, and of its loaded neighbours.
 
-    Neighbours are modules of the same package, or of the same folder where it is a file on its own. Files that are
-    installed, and are not the task itself, are left to the comparison of versions.
+    Neighbours are modules of the same package, or of the same folder for a single file. Installed packages are compared
+    by version instead.
     """
-    while isinstance(thing, functools.partial):  # of the function inside: the partial itself is functools' own
+    while isinstance(thing, functools.partial):
         thing = thing.func
     module = sys.modules.get(getattr(thing, "__module__", ""))
     file = getattr(module, "__file__", None) or _file_of(thing)
@@ -113,7 +113,7 @@ def source_files(thing: Any) -> Source:
         return Source(Path(), {})
     home = Path(file).resolve()
     root = root_of(module, home)
-    # Thousands of modules are loaded: most are told apart by how their path begins, without asking the system.
+    # Thousands of modules are loaded: comparing prefixes avoids most system calls.
     beginnings = tuple({f"{root}{os.sep}", f"{root_of(module, Path(file))}{os.sep}"})
     found = {home}
     for loaded in list(sys.modules.values()):
@@ -122,11 +122,12 @@ def source_files(thing: Any) -> Source:
             path = Path(other).resolve()
             if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
                 found.add(path)
-    return Source(root, {str(path.relative_to(root)): _digest(path) for path in sorted(found) if path.is_file()})
+    contents = {str(path.relative_to(root)): path.read_bytes() for path in sorted(found) if path.is_file()}
+    return Source(root, {name: hashlib.sha256(data).hexdigest()[:16] for name, data in contents.items()})
 
 
 def root_of(module: Any, home: Path) -> Path:
-    """The folder of the outermost package that a module belongs to, or just the folder that its file is in."""
+    """Returns the folder of the outermost package of a module, or the folder of its file."""
     depth = getattr(module, "__name__", "").count(".")
     if not depth:
         return home.parent
@@ -143,5 +144,129 @@ def _file_of(thing: Any) -> str | None:
         return None
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+SHOWN = 32
+
+
+@dataclass(frozen=True)
+class Fault:
+    text: str
+    ranks: tuple[int, ...]
+    missing: bool = False  # whether these ranks did not report at all
+
+
+def find_faults(reports: list[Report], world_size: int, share_devices: bool) -> list[Fault]:
+    """Returns everything that is wrong with the reports, gravest first."""
+    reports = sorted(reports, key=lambda each: each.rank)
+    return [
+        *_rank_faults(reports, world_size),
+        *_unequal(reports, "world_size", "WORLD_SIZE differs"),
+        *_runtime_faults(reports),
+        *([] if share_devices else _device_faults(reports)),
+        *_unequal(reports, "python", "the versions of Python differ"),
+        *_unequal(reports, "torch", "the versions of torch differ"),
+        *_unequal(reports, "lockstep", "the versions of Lockstep differ"),
+    ]
+
+
+def differences(reports: Mapping[int, Report], evidence: Callable[[int], Evidence]) -> list[Fault]:
+    """Returns which settings and files differ from rank 0's."""
+    reference = next((number for number, each in reports.items() if each.rank == 0), None)
+    if reference is None:
+        return []
+    zero = reports[reference]
+    faults = []
+    for number, report in reports.items():
+        if (report.config, report.source) == (zero.config, zero.source):
+            continue
+        theirs, ours = evidence(number), evidence(reference)
+        settings = "; ".join(
+            f"{change.path} is {change.after!r}, on rank 0 {change.before!r}"
+            for change in changes(ours.config, theirs.config)
+        )
+        if settings:
+            faults.append(Fault(f"rank {report.rank} has another config: {settings}", (report.rank,)))
+        # Some imports depend on the rank: a file that only one rank has loaded is fine.
+        files = [file for file, value in theirs.source.items() if ours.source.get(file, value) != value]
+        if files:
+            names = ", ".join(sorted(files))
+            faults.append(
+                Fault(
+                    f"rank {report.rank} has another version of the task's source: {names} on {report.host} differs "
+                    f"from rank 0's on {zero.host}",
+                    (report.rank,),
+                )
+            )
+    return faults
+
+
+def render(faults: list[Fault], reports: list[Report], missing: Mapping[int, Beat | None] | None = None) -> str:
+    """Returns one message: the faults, and a table of the ranks with those concerned marked."""
+    lines = ["the roll call failed:", *(f"  - {fault.text}" for fault in faults)]
+    for rank, beat in (missing or {}).items():
+        seen = f"last seen {beat.describe()} for {beat.still:.0f} s" if beat else "was never seen"
+        lines.append(f"    rank {rank} {seen}")
+    marked = {rank for fault in faults for rank in fault.ranks}
+    ordered = sorted(reports, key=lambda each: (each.rank not in marked, each.rank))
+    shown = sorted(ordered[:SHOWN], key=lambda each: each.rank)
+    lines += ["", *table(shown, marked)]
+    if len(reports) > SHOWN:
+        lines.append(f"  and {len(reports) - SHOWN} more")
+    return "\n".join(lines)
+
+
+def _rank_faults(reports: list[Report], world_size: int) -> list[Fault]:
+    faults = []
+    by_rank: dict[int, list[Report]] = {}
+    for report in reports:
+        by_rank.setdefault(report.rank, []).append(report)
+    for rank, claims in sorted(by_rank.items()):
+        if not 0 <= rank < world_size:
+            faults.append(Fault(f"rank {rank} does not exist in a world of {world_size}", (rank,)))
+        if len(claims) > 1:
+            who = " and ".join(f"process {each.pid} on {each.host}" for each in claims)
+            faults.append(
+                Fault(f"rank {rank} is claimed {len(claims)} times, by {who}: give every process its own RANK", (rank,))
+            )
+    missing = [rank for rank in range(world_size) if rank not in by_rank]
+    if missing:
+        faults.append(Fault(f"{ranks_text(missing)} of {world_size} did not arrive", tuple(missing), missing=True))
+    return faults
+
+
+def _runtime_faults(reports: list[Report]) -> list[Fault]:
+    wrong = [each for each in reports if each.runtime_world not in (None, each.world_size)]
+    return [
+        Fault(
+            f"rank {each.rank}: the device runtime believes in a world of {each.runtime_world}, "
+            f"the run has {each.world_size} ranks: its collectives would leave the others out",
+            (each.rank,),
+        )
+        for each in wrong
+    ]
+
+
+def _device_faults(reports: list[Report]) -> list[Fault]:
+    holders: dict[str, list[int]] = {}
+    for report in reports:
+        holders.setdefault(report.physical_device, []).append(report.rank)
+    return [
+        Fault(
+            f"{ranks_text(ranks)} are on the same physical device, {device}: give every process its own "
+            "(LOCAL_RANK, CUDA_VISIBLE_DEVICES), or allow it with launch.share_devices: true",
+            tuple(ranks),
+        )
+        for device, ranks in holders.items()
+        if len(set(ranks)) > 1
+    ]
+
+
+def _unequal(reports: list[Report], name: str, headline: str) -> list[Fault]:
+    values: dict[Any, list[int]] = {}
+    for report in reports:
+        values.setdefault(getattr(report, name), []).append(report.rank)
+    if len(values) < 2:
+        return []
+    common = max(values, key=lambda value: len(values[value]))
+    odd = tuple(rank for value, ranks in values.items() if value != common for rank in ranks)
+    said = ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in values.items())
+    return [Fault(f"{headline}: {said}", odd)]

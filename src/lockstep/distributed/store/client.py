@@ -1,4 +1,4 @@
-"""A rank's side of the store: short questions and answers, from any thread, one at a time."""
+"""A client of the store, for any thread; requests are answered one at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from lockstep.distributed.store import secret as secrets
+from lockstep.distributed.store import wire
 from lockstep.distributed.store.wire import Malformed, Seal, frame, take_frame
 
-# A store that does not answer for so long is gone. Those who know better how long they can wait do not wait for this.
+# A store that does not answer for this long is gone.
 _ANSWER_SECONDS = 600.0
 _SLICE_SECONDS = 1.0
 _RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.01, 0.5
@@ -31,7 +31,7 @@ class NotLetIn(StoreLost):
 
 
 class Connection:
-    """One connection, that threads take turns on."""
+    """One connection that threads share by turns."""
 
     def __init__(self, connected: socket.socket, theirs: Seal, ours: Seal) -> None:
         self._socket, self._theirs, self._ours = connected, theirs, ours
@@ -84,7 +84,7 @@ class Connection:
 
 
 class Client:
-    """What ranks do with the store; keys are under a prefix of their own."""
+    """Operations on the store, with keys under a prefix."""
 
     def __init__(self, connection: Connection, prefix: str = "", unix_path: str | None = None) -> None:
         self._connection, self._prefix, self.unix_path = connection, prefix, unix_path
@@ -120,12 +120,12 @@ class Client:
     def append(self, key: str, more: str | bytes) -> None:
         self._connection.ask(b"append", self._key(key), _bytes(more))
 
-    def leave_last_word(self, key: str, value: str | bytes) -> None:
-        """What the store is to set once this connection is closed: by its process, or by the system when that dies."""
-        self._connection.ask(b"last word", self._key(key), _bytes(value))
+    def set_final_message(self, key: str, value: str | bytes) -> None:
+        """Has the store set a key once this connection closes, even if the process is killed."""
+        self._connection.ask(b"final message", self._key(key), _bytes(value))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all keys are there within so many seconds. Other threads get their turn every second."""
+        """Returns whether all keys exist within the time. Other threads get a turn every second."""
         deadline, names = time.monotonic() + seconds, [self._key(key) for key in keys]
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), _WAIT_SECONDS)
@@ -142,11 +142,10 @@ class Client:
 
 
 def connect_unix(path: str, limit: float) -> Client:
-    """Raises OSError where nobody serves there within the limit."""
+    """Raises OSError if nothing listens there within the limit."""
 
     def connect() -> Connection:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _closed_on_failure(connected):
+        with closed_on_failure(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connected:
             connected.settimeout(limit)
             connected.connect(path)
             return Connection(connected, Seal(None), Seal(None))
@@ -155,23 +154,22 @@ def connect_unix(path: str, limit: float) -> Client:
 
 
 def connect_tcp(address: str, port: int, secret: str, limit: float) -> Client:
-    """Raises OSError where nobody serves there within the limit, NotLetIn where whoever does has another secret."""
+    """Raises OSError if nothing listens there within the limit, NotLetIn if the secrets differ."""
     deadline = time.monotonic() + limit
 
     def connect() -> Connection:
         left = max(deadline - time.monotonic(), 0.1)
-        connected = socket.create_connection((address, port), timeout=left)
-        with _closed_on_failure(connected):
+        with closed_on_failure(socket.create_connection((address, port), timeout=left)) as connected:
             connected.settimeout(left)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sent = secrets.hello()
+            sent = wire.hello()
             connected.sendall(sent)
-            shaken = secrets.answer(secret, sent, _exactly(connected, secrets.CHALLENGE_BYTES))
-            if shaken is None:
+            handshake = wire.answer(secret, sent, _exactly(connected, wire.CHALLENGE_BYTES))
+            if handshake is None:
                 raise NotLetIn(f"what serves at {address}:{port} does not know the secret of this run")
-            connected.sendall(shaken.proof(b"client"))
-            return Connection(connected, shaken.seal(b"server"), shaken.seal(b"client"))
+            connected.sendall(handshake.proof(b"client"))
+            return Connection(connected, handshake.seal(b"server"), handshake.seal(b"client"))
 
     return Client(_until(limit, connect))
 
@@ -189,11 +187,11 @@ def _until(limit: float, connect: Callable[[], Connection]) -> Connection:
 
 
 @contextlib.contextmanager
-def _closed_on_failure(connected: socket.socket) -> Iterator[None]:
+def closed_on_failure(opened: socket.socket) -> Iterator[socket.socket]:
     try:
-        yield
+        yield opened
     except BaseException:
-        connected.close()
+        opened.close()
         raise
 
 
@@ -208,7 +206,7 @@ def _exactly(connected: socket.socket, count: int) -> bytes:
 
 
 def _one_more_slice(waited: float) -> float:
-    """Time in which this process itself was stopped is one slice, however long it was."""
+    """A slice in which this process was stopped counts once."""
     if waited >= _ANSWER_SECONDS:
         raise StoreLost(f"the store did not answer within {_ANSWER_SECONDS:g} s")
     return waited + _SLICE_SECONDS
@@ -221,10 +219,10 @@ def _bytes(value: str | bytes) -> bytes:
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
-def _close_all() -> None:
-    """In a forked process: what its parent asks and hears is not its own."""
+def _close_in_child() -> None:
+    """A forked process must not use its parent's connections."""
     for connection in list(_open):
         connection.close()
 
 
-os.register_at_fork(after_in_child=_close_all)
+os.register_at_fork(after_in_child=_close_in_child)

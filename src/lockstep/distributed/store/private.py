@@ -1,4 +1,4 @@
-"""Folders that no other user of the machine can look into, for sockets: their paths have to be short."""
+"""Folders that only this user can enter, with paths short enough for Unix sockets."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def fresh_folder() -> Iterator[Path]:
 
 
 def folder_of_run(name: str) -> Path:
-    """The folder where the ranks of one user on this host that know this name meet: the same for all of them."""
+    """Returns the folder where the ranks of this user meet under a name."""
     digest = hashlib.sha256(f"{name} {_network()}".encode()).hexdigest()[:24]
     return user_folder() / digest
 
 
 def user_folder() -> Path:
-    """A folder of this user's own: made where it is not there, refused where it is not as it must be."""
+    """Returns this user's private folder, and creates it if needed."""
     reasons = []
     for place in _places():
         folder = place / f"lockstep-{os.geteuid()}"
@@ -57,10 +57,10 @@ def user_folder() -> Path:
 
 
 class Claim:
-    """Holds the folder of a run for the one process that serves the store there."""
+    """Locks the folder of a run for the process that serves its store."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises BlockingIOError where another process has it."""
+        """Raises BlockingIOError if another process holds it."""
         self.folder, self._owner = folder, os.getpid()
         folder.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -82,7 +82,7 @@ class Claim:
 
 
 def _places() -> list[Path]:
-    """Where private folders may be, the best first."""
+    """Returns candidates for private folders, the best first."""
     named = os.environ.get("XDG_RUNTIME_DIR")
     own = [Path(named)] if named and len(named) < _LONGEST_PATH - 50 and _not_private(Path(named)) is None else []
     anybody = Path("/tmp") if os.access("/tmp", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
@@ -106,7 +106,7 @@ def _not_private(folder: Path) -> str | None:
 
 
 def _network() -> int:
-    """Ports, by which runs are told apart, are those of a network namespace; containers may share the rest."""
+    """Ports belong to a network namespace, which containers may not share."""
     try:
         return Path("/proc/self/ns/net").stat().st_ino
     except OSError:
@@ -114,7 +114,7 @@ def _network() -> int:
 
 
 def _remove_stale(mine: Path) -> None:
-    """What was left by runs that were killed, long ago."""
+    """Removes what killed runs left long ago."""
     with contextlib.suppress(OSError):
         for each in mine.parent.iterdir():
             if each != mine and each.is_dir() and each.stat().st_mtime < time.time() - _STALE_SECONDS:
@@ -128,5 +128,5 @@ def _remove_stale(mine: Path) -> None:
 
 
 def store_prefix(attempt: int, meeting: int = 0) -> str:
-    """A script may launch more than once; what one meeting left in the store says nothing about the next."""
+    """Returns a prefix for keys; a script may launch more than once."""
     return f"lockstep/attempt-{attempt}/meeting-{meeting}"

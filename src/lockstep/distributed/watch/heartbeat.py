@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: a thread that tells the store where the training thread is, and hears when all must end."""
+"""The heartbeat of a rank: a thread that reports its activity to the store, and ends it when the run is stuck."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from typing import Any, TextIO
 
 from lockstep.distributed.activity import LEFT, Activity, Beat, beat_key
 from lockstep.distributed.topology import Topology
-from lockstep.distributed.watch import data_workers
-from lockstep.distributed.watch.clock import RunningClock
-from lockstep.distributed.watch.stall import Limits, Seen
-from lockstep.distributed.watch.user_code import is_users
-from lockstep.distributed.watch.watcher import Watcher
+from lockstep.distributed.watch import stacks
+from lockstep.distributed.watch.stacks import is_users
+from lockstep.distributed.watch.stall import Limits, RunningClock, Seen, Watcher
 from lockstep.errors import RankStalled
 from lockstep.shown import in_a_line, shown
 
@@ -28,19 +26,18 @@ logger = logging.getLogger(__name__)
 
 VERDICT = "stalled"
 _INTERVAL = 1.0
-# How long a rank that must end may take to write down why.
+# How long a rank that must end may take to report why.
 _END_SECONDS = 10.0
-# How often a data worker is asked for its line, at most.
 _WORKER_SECONDS = 5.0
 
 
 def interval(limits: Limits) -> float:
-    """Seconds between two beats: a second, or less where a stall is to be noticed within a few."""
+    """Returns the seconds between two beats."""
     return min(_INTERVAL, limits.stall / 8)
 
 
 class Heartbeat:
-    """Beats until it is stopped. Where no launcher of ours watches, ranks 0 and 1 watch, each also the other."""
+    """Sends beats until it is stopped. Without a watching launcher, ranks 0 and 1 watch all ranks."""
 
     def __init__(self, store: Any, topology: Topology, activity: Activity, limits: Limits) -> None:
         self._store, self._rank, self._world_size = store, topology.place.rank, topology.world_size
@@ -50,39 +47,35 @@ class Heartbeat:
         self._training_thread = threading.get_ident()
         self._count = 0
         self._clock = RunningClock()
-        self._told = (-1, 0.0)  # the number of the moment that was told last, and how long this process had paused then
-        self._worker: tuple[int, tuple[int, int], float, str] = (
-            -1,
-            (-1, -1),
-            0.0,
-            "",
-        )  # asked last, when again, answer
-        self._debugged = 0.0  # how much of that moment the user's debugger took
-        self._asking = 1  # the number of the beat that waits for the store's answers; 0 between two beats
+        self._reported = (-1, 0.0)  # the number of the last moment, and how long this process had been paused then
+        # The moment, the data worker, when to ask it again, and its line.
+        self._worker: tuple[int, tuple[int, int], float, str] = (-1, (-1, -1), 0.0, "")
+        self._debugged = 0.0  # how much of the moment the user's debugger took
+        self._asking = 1  # the number of the beat that waits for the store; 0 between two beats
         self._stopping = threading.Event()
         self.stacks: TextIO = sys.stderr
-        self.on_beat: Callable[[Any], None] | None = None  # what else is done with every beat, given the store
-        self.tell: Callable[[str], None] | None = None  # whoever else is to know why this process ends
-        self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: whoever shows where all ranks are
-        self.ask_to_save: Callable[[], None] = lambda: None  # on rank 0, before ranks that others wait for are ended
-        self.tells_resident_memory = False  # of the process, where its device has no memory of its own
-        self._terminal = os.dup(2)  # where a user may look; later, what most ranks print goes to their logs
+        self.on_beat: Callable[[Any], None] | None = None  # called with the store at every beat
+        self.tell: Callable[[str], None] | None = None  # called with the reason before this process ends
+        self.show: Callable[[list[Seen]], None] | None = None  # on rank 0: displays all ranks
+        self.ask_to_save: Callable[[], None] = lambda: None  # on rank 0, before stuck ranks are ended
+        self.reports_resident_memory = False  # on the CPU
+        self._terminal = os.dup(2)  # before the output of ranks is redirected to their logs
         beat = self._beat if store is not None else self._beat_alone
         self._threads = [threading.Thread(target=beat, name="lockstep-heartbeat", daemon=True)]
         if not self._watched and store is not None:
-            self._threads.append(threading.Thread(target=self._mind_the_store, name="lockstep-store", daemon=True))
+            self._threads.append(threading.Thread(target=self._watch_store, name="lockstep-store", daemon=True))
 
     def start(self) -> None:
-        """Begin to beat. Of a process on its own, without a store, only those hear it who look at the run."""
+        """Starts the threads. Without a store, beats only go to `show`."""
         for thread in self._threads:
             thread.start()
 
     def follow_this_thread(self) -> None:
-        """From here on the caller's thread is the one that trains: its line is told where a rank does not get on."""
+        """Makes the caller's thread the training thread, whose line is reported."""
         self._training_thread = threading.get_ident()
 
     def stop(self) -> None:
-        """Send the last beat and end. Limited, since the store may be gone or out of reach."""
+        """Sends the last beat and ends, within a limit."""
         self._stopping.set()
         self._threads[0].join(timeout=2 * interval(self._limits))
         if not self._threads[0].is_alive():
@@ -105,11 +98,11 @@ class Heartbeat:
                 if watcher is not None and self.show is not None:
                     self.show(watcher.everyone)
                 if not self._watched and (verdict := self._store.read(VERDICT)) is not None:
-                    self._end(verdict.decode(errors="replace"), self._all_have_heard)
+                    self._end(verdict.decode(errors="replace"), self._wait_for_others)
                 self._asking = 0
             self._send()
         except RuntimeError as error:
-            if not self._watched:  # a launcher that is gone is told of in another way
+            if not self._watched:  # a lost launcher is detected elsewhere
                 self._end_without_a_store(error)
 
     def _beat_alone(self) -> None:
@@ -121,7 +114,7 @@ class Heartbeat:
                 self.show(watcher.everyone)
 
     def _warn(self, watcher: Watcher) -> None:
-        """Write a warning past the log, whose lock the training thread may hold; ask for a save where one may help."""
+        """Writes past the log, whose lock the training thread may hold, and requests a save if ranks wait."""
         slow = watcher.warning()
         if slow is None:
             return
@@ -137,13 +130,13 @@ class Heartbeat:
         self._count += 1
         self._clock.now()
         now = self._activity.now
-        if now.number != self._told[0]:
-            self._told, self._debugged = (now.number, self._clock.paused), 0.0
-        taken = time.monotonic() - now.since - (self._clock.paused - self._told[1])
+        if now.number != self._reported[0]:
+            self._reported, self._debugged = (now.number, self._clock.paused), 0.0
+        taken = time.monotonic() - now.since - (self._clock.paused - self._reported[1])
         stacks = sys._current_frames() if taken > _INTERVAL / 2 else {}
         frame = stacks.get(self._training_thread)
         if in_debugger(frame):
-            self._debugged = taken  # whoever looks at it takes their time
+            self._debugged = taken
         still = max(taken - self._debugged, 0.0)
         where = self._where(frame, now.number)
         doing, waits = self._located(stacks) or (now.doing, now.waits)
@@ -151,36 +144,36 @@ class Heartbeat:
             self._count, now.number, now.step, doing, waits, now.first, now.limit, round(still, 1), where,
             self._activity.begun, self._activity.restores, self._activity.exchanges, self._host,
             self._activity.total_steps, self._activity.busy,
-            resident_memory() if self.tells_resident_memory else self._activity.memory,
+            resident_memory() if self.reports_resident_memory else self._activity.memory,
         )  # fmt: skip
 
     def _where(self, frame: FrameType | None, moment: int) -> str:
-        """The line of the training thread; where it waits for a data worker, that worker and its line."""
-        worker = data_workers.awaited(frame)
+        """Returns the line of the training thread, or of the data worker it waits for."""
+        worker = stacks.awaited(frame)
         if worker is None:
             return user_line(frame) if frame is not None else ""
         if self._worker[:2] != (moment, worker) or time.monotonic() > self._worker[2]:
-            line = data_workers.line_of(worker[1])
-            told = f"data worker {worker[0]} (pid {worker[1]}){f' at {line}' if line else ''}"
-            self._worker = (moment, worker, time.monotonic() + _WORKER_SECONDS, told)
+            line = stacks.line_of(worker[1])
+            text = f"data worker {worker[0]} (pid {worker[1]}){f' at {line}' if line else ''}"
+            self._worker = (moment, worker, time.monotonic() + _WORKER_SECONDS, text)
         return self._worker[3]
 
     def _located(self, stacks: dict[int, FrameType]) -> tuple[str, bool] | None:
-        """Where in a sharded model this rank is, unless it waits for something that has a name."""
+        """Returns where in a sharded model this rank is, unless it waits for something named."""
         if self._activity.now.doing.startswith(("'", '"')):
             return None
         mine = stacks.pop(self._training_thread, None)
         return self._activity.locate([*([mine] if mine else []), *stacks.values()]) if mine else None
 
-    def _mind_the_store(self) -> None:
-        """The beating thread cannot tell that a store on another host does not answer any more: it hangs."""
+    def _watch_store(self) -> None:
+        """Detects a store that does not answer, in which the beating thread hangs."""
         clock, asking, since = RunningClock(), 0, 0.0
         while not self._stopping.wait(interval(self._limits)):
             now = clock.now()
             if self._asking != asking:
                 asking, since = self._asking, now
             quiet = now - since
-            # Between two beats nothing is asked: that thread may be late on a host with too few cores.
+            # Between two beats nothing is asked, and the thread may be late on a busy host.
             if asking and self._threads[0].is_alive() and quiet > self._limits.stall:
                 doing = self._activity.now.doing
                 self._end(
@@ -189,7 +182,7 @@ class Heartbeat:
                 )
 
     def _end_without_a_store(self, error: RuntimeError) -> None:
-        """Whoever served the store is gone. Ranks that are done leave by themselves; one that is not is on its own."""
+        """Ends this rank if the store is gone and it does not leave by itself."""
         if not self._stopping.wait(_END_SECONDS) and self._activity.now.doing != LEFT:
             self._end(
                 f"rank {self._rank} lost the store, which rank 0 or the launcher serves, while it was in "
@@ -197,7 +190,7 @@ class Heartbeat:
             )
 
     def _end(self, message: str, wait: Callable[[], None] = lambda: None) -> None:
-        """End this process from here: the training thread is stuck, or waits for one that is."""
+        """Ends this process from here: the training thread is stuck, or waits for a stuck rank."""
         # Writing may hang as well, on a disk that does not answer or a lock that the stuck thread holds.
         in_any_case = threading.Timer(_END_SECONDS, os._exit, (RankStalled.exit_code,))
         in_any_case.daemon = True
@@ -215,8 +208,8 @@ class Heartbeat:
         finally:
             os._exit(RankStalled.exit_code)
 
-    def _all_have_heard(self) -> None:
-        """Leave together: the first to go would look like the cause to those that it was talking to."""
+    def _wait_for_others(self) -> None:
+        """The first rank to leave would look like the cause to the others."""
         deadline = time.monotonic() + 3 * interval(self._limits)
         self._store.add(f"{VERDICT}/heard", 1)
         while self._store.add(f"{VERDICT}/heard", 0) < self._world_size and time.monotonic() < deadline:
@@ -224,7 +217,7 @@ class Heartbeat:
 
 
 def in_debugger(frame: FrameType | None) -> bool:
-    """Whether a thread is at the prompt of pdb, or of a debugger that is made of it."""
+    """Whether a thread is at the prompt of pdb."""
     while frame is not None:
         if frame.f_globals.get("__name__") == "bdb":
             return True
@@ -241,7 +234,7 @@ def resident_memory() -> int | None:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """`train.py:42`: the innermost line that is neither ours nor a library's."""
+    """Returns `train.py:42`: the innermost line of user code."""
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,31 +1,33 @@
-"""When ranks that make no progress are stuck, and which of them: pure functions, and the messages."""
+"""Detects stuck ranks from their heartbeats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lockstep.config.schema import Timeouts
-from lockstep.distributed.activity import Beat
+from lockstep.distributed.activity import Beat, beat_key
 from lockstep.distributed.topology import ranks_text
 
-# Ranks that wait for different things wait for ever: no need to give them all of `timeouts.stall`. On the CPU, that is:
-# where a device works through a queue of its own, the host of one rank may wait for it while another has gone on.
+# Ranks that wait for different things wait forever, so they get less than `timeouts.stall`; on the CPU only, since the
+# host of a rank with a device queue may be ahead.
 APART_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank may go without progress: while it does something for the first time, and later."""
+    """How long a rank may make no progress, the first time and later."""
 
     stall: float
     first_step: float
-    apart: float = math.inf  # while they wait for different things, where that is shorter
+    apart: float = math.inf  # while they wait for different things
 
     @classmethod
     def of(cls, settings: Timeouts, runtime: str) -> Limits:
-        """The limits for ranks on a device family; null is no limit."""
+        """Returns the limits for a device family."""
         if settings.stall is None:
             return cls(math.inf, math.inf)
         return cls(settings.stall, settings.first_step, APART_SECONDS if runtime == "cpu" else math.inf)
@@ -35,7 +37,7 @@ class Limits:
         return max(self.stall, self.first_step if first else 0.0, beat.limit if beat else 0.0)
 
     def without_a_beat(self, beat: Beat | None) -> float:
-        """Beats come from a thread of their own; only native code that holds Python's lock can keep them back."""
+        """Only native code that holds the GIL delays beats."""
         limit = self.without_progress(beat)
         return limit if limit < math.inf else max(self.stall, self.first_step)
 
@@ -43,9 +45,9 @@ class Limits:
 @dataclass(frozen=True)
 class Seen:
     rank: int
-    beat: Beat | None  # its newest, if there was any
-    quiet: float  # seconds since that beat came, by the watcher's clock
-    suspended: bool = False  # stopped by a signal, where the watcher can see that
+    beat: Beat | None  # the newest
+    quiet: float  # seconds since that beat, by the watcher's clock
+    suspended: bool = False  # stopped by a signal
 
     @property
     def still(self) -> float:
@@ -60,9 +62,9 @@ class Stall:
 
 
 def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
-    """Finds ranks that hold up others for longer than the limits allow, and ranks that all wait for each other.
+    """Finds ranks that hold up others beyond the limits, and ranks that all wait for each other.
 
-    Where no rank waits for another, nobody is stuck: user code may take as long as it takes.
+    If no rank waits for another, nobody is stuck: user code may take any time.
     """
     there = _there(everyone)
     waiting = _waiting(there)
@@ -76,7 +78,7 @@ def find_stall(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
 
 
 def find_slow(everyone: Sequence[Seen], limits: Limits) -> Stall | None:
-    """Finds ranks to warn of: past half of their limit where others wait for them, past the limit where none does."""
+    """Finds ranks to warn about: past half of their limit if others wait for them, past the limit if none does."""
     waiting = _waiting(_there(everyone))
     if not waiting:
         found, silent = _overdue(everyone, limits, [])
@@ -101,35 +103,34 @@ def _there(everyone: Sequence[Seen]) -> list[Seen]:
 def _overdue(
     everyone: Sequence[Seen], limits: Limits, waiting: Sequence[Seen], part: float = 1.0
 ) -> tuple[list[int], set[int]]:
-    """Returns the ranks that exceed this part of their limits, and those of them that send no heartbeat.
+    """Returns the ranks that exceed this part of their limits, and those of them without heartbeats.
 
-    Those that are `waiting` must have waited for as long: all may have been in user code before, and the first to be
-    done waits for a moment.
+    The `waiting` ranks must have waited as long: after user code on all ranks, the first to finish waits a moment.
     """
     there, waited = _there(everyone), max((each.still for each in waiting), default=math.inf)
     silent = {each.rank for each in there if each.quiet > part * _longest_silence(each, limits)}
     if waited <= part * limits.stall:
         silent = set()
-    # A device with a queue of its own holds up its host at any line while another rank takes the time that it may.
+    # A device queue blocks its host at any line while another rank uses its longer limit.
     allowed = max((limits.without_progress(each.beat) for each in everyone if _works(each)), default=0.0)
     if allowed == math.inf and any(each.beat and each.beat.waits for each in there):
-        allowed = max(limits.stall, limits.first_step)  # somebody waits for a rank of which nothing is known
+        allowed = max(limits.stall, limits.first_step)  # somebody waits for a rank that never reported
     stuck = {each.rank for each in everyone if _works(each) and min(each.still, waited) > part * allowed}
     stuck -= {each.rank for each in waiting}
     return sorted(silent | stuck), silent
 
 
 def _waiting(there: Sequence[Seen]) -> list[Seen]:
-    """Returns the ranks that wait for another: those that say so, or have begun an exchange that another has not.
+    """Returns the ranks that wait for another: by their report, or with an exchange that another has not begun.
 
-    The latter is how a rank waits whose device works through a queue: its host may be at any line meanwhile.
+    The latter is how a rank with a device queue waits: its host may be at any line.
     """
     begun = [each.beat.exchanges for each in there if each.beat is not None]
     return [each for each in there if each.beat and (each.beat.waits or each.beat.exchanges > min(begun))]
 
 
 def _longest_silence(seen: Seen, limits: Limits) -> float:
-    """A process that was stopped does not do what it was given more time for."""
+    """A stopped process does not use its longer limit."""
     if seen.suspended and _works(seen) and seen.beat is not None:
         return limits.without_a_beat(replace(seen.beat, limit=0.0, first=False))
     return limits.without_a_beat(seen.beat)
@@ -197,3 +198,76 @@ def _waits(waiting: Sequence[Seen]) -> str:
         (left if each.beat.left else at.setdefault(each.beat.at, [])).append(each.rank)
     words = [f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {place}" for place, ranks in at.items()]
     return "; ".join([*words, *([f"{ranks_text(left)} {'has' if len(left) == 1 else 'have'} left"] if left else [])])
+
+
+# A longer gap between two reads is time in which this process did not run.
+_PAUSE_SECONDS = 5.0
+
+
+class RunningClock:
+    """Counts the seconds in which this process ran: a paused job did not stall. Read it at least every second."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.paused = 0.0
+
+    def now(self) -> float:
+        now = time.monotonic()
+        if now - self._last > _PAUSE_SECONDS:
+            self.paused += now - self._last
+        self._last = now
+        return now - self.paused
+
+
+# Early warnings are this many times `timeouts.stall` apart.
+_EARLY_WARNINGS = 10
+
+
+class Watcher:
+    """Reads the newest beats. It uses its own clock, so the clocks of hosts may differ."""
+
+    def __init__(
+        self, store: Any, ranks: Iterable[int], limits: Limits, suspended: Callable[[int], bool] | None = None
+    ) -> None:
+        self._store, self._ranks, self._limits = store, list(ranks), limits
+        self._suspended = suspended or (lambda rank: False)
+        self._clock = RunningClock()
+        began = self._clock.now()
+        self._newest: dict[int, tuple[Beat | None, float]] = dict.fromkeys(self._ranks, (None, began))
+        self.everyone: list[Seen] = []  # as of the last look
+        self._warned = 0.0  # the longest time without progress warned about while no rank waited
+        self._next_early_warning = began  # of ranks that others wait for
+
+    def look(self) -> Stall | None:
+        now = self._clock.now()
+        beats = self._store.read_all([beat_key(rank) for rank in self._ranks])
+        for rank, beat in zip(self._ranks, map(Beat.decode, beats), strict=True):
+            known, _ = self._newest[rank]
+            if beat is not None and (known is None or beat.count != known.count):
+                self._newest[rank] = (beat, now)
+        self.everyone = [self._seen(rank, now) for rank in self._ranks]
+        return find_stall(self.everyone, self._limits)
+
+    def warning(self) -> Stall | None:
+        """Returns what to warn about; rarely, as slow user code is usually slow again."""
+        slow = find_slow(self.everyone, self._limits)
+        if slow is None:
+            return None
+        now, still = self._clock.now(), max(each.still for each in self.everyone if each.rank in slow.ranks)
+        if slow.waited_for:
+            if now < self._next_early_warning:
+                return None
+            self._next_early_warning = now + _EARLY_WARNINGS * self._limits.stall
+        elif still < 2 * self._warned:
+            return None
+        else:
+            self._warned = still
+        return slow
+
+    @property
+    def begun(self) -> bool:
+        return any(beat is not None and beat.begun for beat, _ in self._newest.values())
+
+    def _seen(self, rank: int, now: float) -> Seen:
+        beat, heard = self._newest[rank]
+        return Seen(rank, beat, now - heard, self._suspended(rank))

@@ -29,10 +29,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.schema import RunConfig
-from lockstep.distributed.descendants import end_below
 from lockstep.distributed.failure import report, stop_file
 from lockstep.distributed.group import settle
-from lockstep.distributed.signals import nothing
+from lockstep.distributed.signals import end_below, nothing
 from lockstep.distributed.topology import Topology
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.launchers.local.entry import Outcome

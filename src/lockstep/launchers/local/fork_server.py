@@ -12,8 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.descendants import end_below, processes_below, state_of
-from lockstep.distributed.signals import QUIET_SIGNALS, handled, unless_ignored
+from lockstep.distributed.signals import QUIET_SIGNALS, end_below, handled, processes_below, state_of, unless_ignored
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.import_path import safe_interpreters
 from lockstep.launchers.local.entry import check_config

@@ -20,7 +20,7 @@ def resolved(config: RunConfig, tell: Tell) -> RunConfig:
     """With runtime and processes as they are here, checked against the batch size and the strategy."""
     from lockstep import runtime
     from lockstep.config.load import check_profile_ranks, check_strategy, uneven_shares
-    from lockstep.config.mesh import batch_shares
+    from lockstep.config.strategy import batch_shares
     from lockstep.launchers.local import limits
     from lockstep.record import loggers
 

@@ -19,7 +19,7 @@ import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
 import lockstep.tasks.work  # not the worker: it is run as a module, which must not be loaded before
-from lockstep.distributed.descendants import adopt_orphans
+from lockstep.distributed.signals import adopt_orphans
 
 lockstep.import_path.forget_safe_interpreters()
 # What ranks leave behind becomes the server's, where the launcher finds it and ends it.

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
 
-from lockstep.distributed.descendants import end_below, state_of
-from lockstep.distributed.signals import QUIET_SIGNALS
+from lockstep.distributed.signals import QUIET_SIGNALS, end_below, state_of
 from lockstep.launchers.local.entry import Outcome, run_command, run_rank
 from lockstep.launchers.local.exit import LEAVE_SECONDS, leaving_file
 from lockstep.launchers.local.fork_server import ForkServer

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed import trouble
+from lockstep.distributed import failure
 from lockstep.distributed.failure import (
     Failure,
     Report,
@@ -40,8 +40,7 @@ from lockstep.terminal import tell
 
 if TYPE_CHECKING:
     from lockstep.distributed.store.client import Client
-    from lockstep.distributed.watch.stall import Limits, Stall
-    from lockstep.distributed.watch.watcher import Watcher
+    from lockstep.distributed.watch.stall import Limits, Stall, Watcher
     from lockstep.launchers.local.ranks import Ended, Ranks
 
 logger = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ def _attempt(
     watch: Limits | None,
     timeline: Timeline,
 ) -> Result:
-    from lockstep.distributed.watch.watcher import Watcher
+    from lockstep.distributed.watch.stall import Watcher
     from lockstep.launchers.local.ranks import start_functions
 
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
@@ -185,7 +184,7 @@ def cannot_start(count: int, error: OSError) -> str:
         errno.EMFILE: f"the limit of open files is {files}; raise it (ulimit -n)",
         errno.EAGAIN: "the limit of processes is reached; raise it (ulimit -u), or end some",
         errno.ENOMEM: "there is not enough memory; use fewer processes",
-        errno.ENOSPC: trouble.what_is_full(tempfile.gettempdir()),
+        errno.ENOSPC: failure.what_is_full(tempfile.gettempdir()),
     }.get(error.errno or 0, "`lockstep doctor` looks for what is wrong")
     return f"{count} process{'' if count == 1 else 'es'} could not be started: {error.strerror or error}; {remedy}"
 

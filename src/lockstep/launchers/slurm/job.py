@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.config.launch import limit_in_seconds
 from lockstep.config.load import check_profile_ranks, check_strategy
 from lockstep.config.schema import RunConfig
-from lockstep.config.slurm import limit_in_seconds
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
 
 SCRIPT, LOGS = "job.sh", "slurm"  # in the run's folder

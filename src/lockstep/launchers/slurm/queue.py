@@ -25,7 +25,7 @@ import subprocess
 from lockstep.config.load import with_values
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Sweep, drawn, trial_count
-from lockstep.distributed.store import secret
+from lockstep.distributed.store import wire
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.slurm.job import Job
 from lockstep.record import run_folder
@@ -130,7 +130,7 @@ def submit(job: Job) -> str:
     keeps for the job's own user.
     """
     run_folder.write_text(job.script_file, job.script, depth=2)
-    env = {**os.environ, secret.VARIABLE: os.environ.get(secret.VARIABLE) or secret.fresh()}
+    env = {**os.environ, wire.VARIABLE: os.environ.get(wire.VARIABLE) or wire.fresh()}
     try:
         done = subprocess.run(
             job.argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",

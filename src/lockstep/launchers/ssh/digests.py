@@ -29,7 +29,7 @@ def digests(folder: Path, only_travelling: bool = True) -> dict[str, str]:
     if not folder.is_dir():
         return found
     if only_travelling:
-        from lockstep.config.code_files import travelling
+        from lockstep.config.objects import travelling
 
         names = travelling(folder)
     else:

@@ -17,9 +17,7 @@ from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client
 from lockstep.distributed.store.private import store_prefix
 from lockstep.distributed.topology import ranks_text
-from lockstep.distributed.watch.clock import RunningClock
-from lockstep.distributed.watch.stall import Limits
-from lockstep.distributed.watch.watcher import Watcher
+from lockstep.distributed.watch.stall import Limits, RunningClock, Watcher
 from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
 from lockstep.launchers.ssh.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
 from lockstep.launchers.ssh.order import Order, Share, shares

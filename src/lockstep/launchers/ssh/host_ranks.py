@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.failure import Report, stop_file
-from lockstep.distributed.store.secret import VARIABLE as SECRET
+from lockstep.distributed.store.wire import VARIABLE as SECRET
 from lockstep.distributed.topology import NETWORK_STORE, Place, Topology
 from lockstep.errors import LaunchError
 from lockstep.launchers.local.exit import late_file

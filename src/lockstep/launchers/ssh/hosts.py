@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.config.accelerators import Accelerator
-from lockstep.config.on_slice import check_slice
-from lockstep.config.on_slice import ranks_per_host as ranks_per_host
+from lockstep.config.accelerators import Accelerator, check_slice
+from lockstep.config.accelerators import ranks_per_host as ranks_per_host
+from lockstep.config.plain import read_text
 from lockstep.config.schema import RunConfig, RunSettings
-from lockstep.config.text_file import read_text
 from lockstep.config.values import host_name
 from lockstep.errors import ConfigError
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.distributed.store.client import Client, StoreLost
-from lockstep.distributed.watch.clock import RunningClock
+from lockstep.distributed.watch.stall import RunningClock
 
 HEAD_KEY = "pod/head"
 # How long nothing may be heard of a host, or of the head, before it counts as gone. A beat comes five times a second;
@@ -86,7 +86,7 @@ class Line:
                 return
             try:
                 connections += 1
-                client.leave_last_word(closed_key(self._index), str(connections))
+                client.set_final_message(closed_key(self._index), str(connections))
                 self._converse(client)
                 return
             except (StoreLost, OSError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from lockstep.config.load import from_plain
 from lockstep.config.schema import RunConfig, Section
 from lockstep.config.values import variable_name
 
@@ -43,7 +44,7 @@ class Order(Section):
         return self.hosts[self.index]
 
     def run_config(self) -> RunConfig:
-        return RunConfig.model_validate(self.config)
+        return from_plain(self.config, "the order")
 
 
 class Share(Section):

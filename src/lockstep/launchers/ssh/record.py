@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from lockstep.config.load import from_plain
 from lockstep.config.schema import RunConfig, Section
 from lockstep.errors import ConfigError
 from lockstep.launchers.ssh.folder import checked_name
@@ -27,7 +28,7 @@ class Record(Section):
     head: str | None = Field(None, description="the host that led the job")
 
     def run_config(self) -> RunConfig:
-        return RunConfig.model_validate(self.config)
+        return from_plain(self.config, "the record of the pod")
 
 
 def archive_of(name: str) -> Path:

@@ -162,7 +162,7 @@ class Pod(PodCommands):
             )
 
     def _order(self, job: str, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
-        from lockstep.distributed.store.secret import fresh
+        from lockstep.distributed.store.wire import fresh
         from lockstep.launchers.ssh.order import Host, Order
 
         head = found[0].found

@@ -1,1 +1,1 @@
-"""Plans for slices of Cloud TPUs: a step is traced by torch_xla and compiled by libtpu, without any TPU."""
+"""Plans for slices of Cloud TPUs: torch_xla traces a step and libtpu compiles it, without any TPU."""

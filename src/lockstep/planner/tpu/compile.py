@@ -1,7 +1,6 @@
-"""`python -m lockstep.planner.tpu.compile STEP SLICE OUT`: what libtpu makes of a traced step for a slice.
+"""`python -m lockstep.planner.tpu.compile STEP SLICE OUT`: compiles a traced step with libtpu.
 
-A process of its own: libtpu ends the process where something is wrong with it. It needs jax and libtpu, no TPU and no
-torch. What it says of a program that it does not compile is in the output.
+It runs in a separate process, which libtpu may abort. It needs jax and libtpu, no TPU and no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 
 def narrow(ir: Any, module: Any) -> None:
-    """Makes integers of 64 bits such of 32, in place: a TPU has no others, and libtpu 0.0.21 crashes on some."""
+    """Makes 64-bit integers 32-bit in place: a TPU has no others, and libtpu 0.0.21 crashes on some."""
     wide = ir.IntegerType.get_signless(64)
     short = ir.IntegerType.get_signless(32)
 
@@ -95,8 +94,7 @@ def prepare() -> None:
 
 
 def give_back_memory() -> None:
-    """Have what is freed go back to the system every other second. The compiler frees gigabytes on its way that the C
-    library would keep, in pieces all over its memory: a tenth of what it has at its peak."""
+    """Returns freed memory to the system every other second: the compiler frees gigabytes in fragments."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         time.sleep(_TRIM_SECONDS)
@@ -155,7 +153,7 @@ def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
 
 
 def _annotate(ir: Any, module: Any, traced: Traced, replicas: int, partitions: int) -> None:
-    """How arguments and results lie on the mesh, and which results take the place of an argument in memory."""
+    """Sets the shardings of arguments and results, and which results alias an argument."""
     main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
     number = ir.IntegerType.get_signless(32)
     arguments = []

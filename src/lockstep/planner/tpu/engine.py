@@ -1,4 +1,4 @@
-"""A step for a slice of TPUs: traced in one process, compiled in another, and what came of it as a plan's figures."""
+"""Traces a step for a slice of TPUs in one process, compiles it in another, and returns a plan's figures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import platform
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.accelerators import Accelerator
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
-from lockstep.planner.tpu.blame import of_crash
-from lockstep.planner.tpu.shardings import part
-from lockstep.planner.tpu.stored import Traced, read
+from lockstep.planner.tpu.stored import Traced, part, read
+from lockstep.planner.tpu.trace import of_crash
+from lockstep.planner.traces import NotPlanned, kept, run_module
 
 _USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
@@ -45,7 +42,7 @@ class Refused:
 
 
 def refused(text: str) -> Refused | None:
-    """What libtpu says where a program does not fit: how much it needs, and what for. None for any other error."""
+    """Parses libtpu's message for a program that does not fit; returns None for any other error."""
     used = _USED.search(text)
     if used is None:
         return None
@@ -83,18 +80,12 @@ _LIMIT_SECONDS = 1800.0
 _SHOWN = 300
 
 
-class NotCompiled(LockstepError):
-    """libtpu ended, or did not understand the program."""
-
-    exit_code = 2
-
-
 def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path) -> None:
     require_tracer()
     said = out.with_suffix(".json")
     arguments = [str(config), target.type, str(out), *overrides]
     try:
-        log, code = _child("lockstep.planner.tpu.trace", arguments)
+        log, code = run_module("lockstep.planner.tpu.trace", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
         found = json.loads(said.read_text(encoding="utf-8")) if said.exists() else {}
     finally:
         said.unlink(missing_ok=True)
@@ -102,7 +93,7 @@ def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path
         raise ConfigError(f"{config}: {found['error']}")
     if code != 0 or not out.exists():
         why = of_crash(log) or f"the step cannot be traced: {_crash(log, code)}"
-        raise NotCompiled(f"{config}: {why}. {_kept(log)}")
+        raise NotPlanned(f"{config}: {why}. {kept(log)}")
 
 
 def compile(step: Path, target: Accelerator) -> Step:
@@ -115,18 +106,20 @@ def compile(step: Path, target: Accelerator) -> Step:
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         out = Path(folder) / "compiled.json"
-        log, code = _child("lockstep.planner.tpu.compile", [str(step), target.type, str(out)])
+        log, code = run_module(
+            "lockstep.planner.tpu.compile", [str(step), target.type, str(out)], _LIMIT_SECONDS, f"{step}: compiling"
+        )
         found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
     if found is None or code != 0:
-        raise NotCompiled(f"libtpu ended while it compiled for {target.type}: {_crash(log, code)}. {_kept(log)}")
+        raise NotPlanned(f"libtpu ended while it compiled for {target.type}: {_crash(log, code)}. {kept(log)}")
     if "error" in found:
         raise ConfigError(f"--on {target.type}: {found['error']}")
     if "refused" in found:
         said = refused(found["refused"])
         if said is None:
             first = found["refused"].strip().splitlines()[0][:_SHOWN]
-            kept = _kept(f"{found['refused']}\n\n{log}")
-            raise NotCompiled(f"libtpu does not compile the step for {target.type}: {first}. {kept}")
+            log_kept = kept(f"{found['refused']}\n\n{log}")
+            raise NotPlanned(f"libtpu does not compile the step for {target.type}: {first}. {log_kept}")
         return _not_fitting(traced, said)
     return _fitting(traced, found)
 
@@ -165,22 +158,6 @@ def _require_processor() -> None:
         )
 
 
-def _child(module: str, arguments: Sequence[str]) -> tuple[str, int]:
-    left_out = ("RANK", "WORLD_SIZE", "PJRT_DEVICE", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
-    environment = {key: value for key, value in os.environ.items() if key not in left_out}
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    with tempfile.TemporaryFile() as said:
-        try:
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, timeout=_LIMIT_SECONDS,
-                check=False,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise NotCompiled(f"{module} took more than {_LIMIT_SECONDS:g} s") from None
-        said.seek(0)
-        return said.read().decode(errors="replace"), code
-
-
 def _crash(log: str, code: int) -> str:
     lines = [each.strip() for each in log.splitlines() if each.strip()]
     for wanted in (r"Check fail", r"^F\d{4} ", r"\bFATAL\b", r"Error\b"):
@@ -191,22 +168,15 @@ def _crash(log: str, code: int) -> str:
     return f"{how}{': ' + lines[-1][:_SHOWN] if lines else ''}"
 
 
-def _kept(log: str) -> str:
-    descriptor, file = tempfile.mkstemp(prefix="lockstep-plan-", suffix=".log")
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-        out.write(log)
-    return f"All that was said: {file}"
-
-
 def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     sizes, times = found["sizes"], traced.programs
     given = _by_kind(found["by_argument"], sizes["arguments"])
     made = sizes["temporaries"] + max(sizes["results"] - sizes["shared"], 0) + sizes["code"]
     # What libtpu lays out is a little less or more than what its text says, whose course and kinds are kept.
-    told = sum(found["peak"].values())
-    scale = made / told if told else 0.0
+    listed = sum(found["peak"].values())
+    scale = made / listed if listed else 0.0
     by_kind = {**given, **{kind: round(size * scale) for kind, size in found["peak"].items()}}
-    if not told:
+    if not listed:
         by_kind["temporaries"] = made
     flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
     return _step(
@@ -226,7 +196,7 @@ def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
 
 
 def _not_fitting(traced: Traced, said: Refused) -> Step:
-    """libtpu says what it would have needed, and compiles nothing: the rest nobody knows."""
+    """libtpu compiles nothing then, and reports only what it would have needed."""
     exact: dict[str, int] = {}
     for each in traced.arguments:
         exact[each.kind] = exact.get(each.kind, 0) + math.prod(part(each.shape, each.sharding)) * _width(each.dtype)
@@ -260,7 +230,7 @@ def _step(traced: Traced, **values: Any) -> Step:
 
 
 def _by_kind(exact: Mapping[str, int], total: int) -> dict[str, int]:
-    """By what each is, together what libtpu counts: small numbers and tiles are in `batch`."""
+    """Scales to libtpu's total: the rest (tiles, small values) counts as `batch`."""
     kinds = {kind: size for kind, size in exact.items() if kind != "other" and size}
     kinds["batch"] = max(kinds.get("batch", 0) + total - sum(kinds.values()), 0)
     return kinds
@@ -273,7 +243,6 @@ def _width(dtype: str) -> int:
 def collectives(
     exchanges: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], devices: int, times: int
 ) -> list[Collective]:
-    """Of each kind along each axis together."""
     found: dict[tuple[str, str, int, int], list[int]] = {}
     for each in exchanges:
         group = each["group"] or list(range(devices))
@@ -285,7 +254,7 @@ def collectives(
 
 
 def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
-    """The axis, or the axes, along which a group of devices lies, with the first device among them."""
+    """Returns the axis, or axes, along which a group of devices lies."""
     names = [name for name, size in mesh.items() if size > 1]
     for count in range(1, len(names) + 1):
         for chosen in itertools.combinations(names, count):

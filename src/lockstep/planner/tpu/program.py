@@ -1,10 +1,10 @@
-"""A program as XLA's compiler has left it, in its own words: what it exchanges, and what lies in memory when.
+"""Parses a compiled XLA program: its collectives, and what is in memory when.
 
-The text has one instruction a line, in the order in which the device runs them:
+The text has one instruction per line, in the order of execution:
 
     %fusion.7 = bf16[8,2048]{1,0:T(8,128)(2,1)} fusion(%p.1, %p.2), kind=kOutput, metadata={... source_line=12}
 
-`T(8,128)` are tiles that memory is laid out in, and `S(1)` is memory on the chip itself, which is not counted.
+`T(8,128)` are the tiles of the layout; `S(1)` is on-chip memory, which is not counted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class _Life:
-    """Something that the program makes, from the instruction that does to the last that reads it."""
+    """A result, from its instruction to the last that reads it."""
 
     made: Instruction
     born: int
@@ -75,8 +75,7 @@ class _Life:
 
     @property
     def kind(self) -> str:
-        """The compiler knows none: what is made in the forward pass and read in the backward pass are activations;
-        what is made in the backward pass and has the form of a weight, its gradient."""
+        """Activations cross from the forward to the backward pass; gradients have the shape of a weight."""
         if self.born < self.middle:
             return "activations" if self.end >= self.middle else "temporaries"
         return "gradients" if any(each.dims in self.weights for each in self.made.arrays) else "temporaries"
@@ -123,7 +122,7 @@ class Program:
         return [Exchange(name, list(group), size, count) for (name, group, size), count in self._exchanges.items()]
 
     def plain(self, kinds: Sequence[str], whole: Iterable[Sequence[int]] = ()) -> dict[str, Any]:
-        """`kinds` are those of the arguments, and `whole` the forms of the weights, all of each."""
+        """`kinds` are those of the arguments, `whole` the shapes of the weights."""
         arguments: Counter[str] = Counter()
         weights = {tuple(each) for each in whole}
         for each in self.entry:
@@ -140,7 +139,7 @@ class Program:
         }
 
     def _memory(self, weights: set[tuple[int, ...]]) -> dict[str, Any]:
-        """Bytes of what the program itself makes, by kind, over its run; the largest of them where they are most."""
+        """Returns the bytes by kind over the run, and the largest results at the peak."""
         base = self._bases()
         ends: dict[str, int] = {}
         for number, each in enumerate(self.entry):
@@ -179,15 +178,15 @@ class Program:
         }
 
     def _middle(self) -> int:
-        """Where the backward pass begins: at the first of its operations, but for a few that can be computed at once.
+        """Returns where the backward pass begins: at its first operation, but for a few that can be computed early.
 
-        Of norms the compiler does what both passes need in the forward pass, under the name of the other.
+        The compiler moves shared parts of norms into the forward pass under the name of the backward pass.
         """
         found = [number for number, each in enumerate(self.entry) if _BACKWARD.search(each.text)]
         return found[len(found) // 20] if found else len(self.entry)
 
     def _bases(self) -> dict[str, tuple[str, ...]]:
-        """For every instruction, those whose memory its result is in; of what takes an argument's place, none."""
+        """Returns, for every instruction, those whose memory its result uses; none for an aliased argument."""
         found: dict[str, tuple[str, ...]] = {}
         for each in self.entry:
             if each.operation in ("parameter", "constant"):
@@ -221,7 +220,7 @@ def parsed(line: str) -> Instruction | None:
 
 
 def _made(shape: str, operation: str) -> str:
-    """Of what is started and waited for later, the result has what it works on as well: (from, to, ...)."""
+    """The result of an asynchronous start includes its operands: (from, to, ...)."""
     if not operation.endswith("-start") or operation == "all-reduce-start" or not shape.startswith("("):
         return shape
     parts = _parts(shape[1:-1])
@@ -229,7 +228,7 @@ def _made(shape: str, operation: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """What commas divide, outside of all brackets."""
+    """Splits at commas outside of brackets."""
     found, depth, begin = [], 0, 0
     for number, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -249,7 +248,7 @@ def _split_shape(rest: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis ends that began before the text."""
+    """Returns where the open parenthesis ends."""
     depth = 1
     for number, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -265,7 +264,7 @@ def _array(match: re.Match[str]) -> Array:
 
 
 def padded_bytes(type: str, dims: Sequence[int], layout: str = "") -> int:
-    """With what tiles add: T(8,128) rounds the last two dimensions up, in the order that the layout has them."""
+    """Includes the padding of tiles: T(8,128) rounds the last two dimensions of the layout up."""
     order = [int(each) for each in layout.partition(":")[0].split(",") if each.strip().isdigit()]
     major = [dims[number] for number in reversed(order)] if len(order) == len(dims) else list(dims)
     if tiles := _TILE.findall(layout):
@@ -277,7 +276,7 @@ def padded_bytes(type: str, dims: Sequence[int], layout: str = "") -> int:
 
 
 def group_of(text: str) -> list[int]:
-    """The devices of the first group, in the forms {{0,1},{2,3}} and [2,2]<=[4]T(1,0)."""
+    """Returns the devices of the first group, from {{0,1},{2,3}} or [2,2]<=[4]T(1,0)."""
     match = _GROUPS.search(text)
     if match is None:
         pairs = _PAIRS.search(text)
@@ -307,7 +306,7 @@ def _iota(sizes: str, order: str) -> Iterator[int]:
 
 
 def _chain(pairs: str) -> list[int]:
-    """Those that device 0 reaches by sending on and on."""
+    """Returns the devices that device 0 reaches."""
     sends = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
     found, at = [0], sends.get(0)
     while at is not None and at not in found:

@@ -1,13 +1,16 @@
-"""A step as it was traced, in a file: one machine traces it, another compiles it.
+"""A traced step in a file, so that one machine traces and another compiles; and its shardings.
 
-A zip archive of two members: `step.json`, what the arguments and results of the program are, and `step.hlo`, the
-program as XLA's own message. Nothing in it is code of Python's, and it is read with limits.
+A zip archive of `step.json`, the arguments and results of the program, and `step.hlo`, the program as XLA's message. It
+contains no Python code, and it is read with limits.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,3 +88,44 @@ def _member(archive: zipfile.ZipFile, name: str, most: int, file: Path) -> bytes
         raise ConfigError(f"{file}: {name} would be {size} bytes, more than the {most} that are read")
     with archive.open(name) as member:
         return member.read(most + 1)
+
+
+REPLICATED = "{replicated}"
+
+Entry = str | tuple[str, ...] | None
+
+
+def words(spec: Sequence[Entry], mesh: Mapping[str, int]) -> str:
+    """Returns XLA's sharding, such as `{devices=[8,1,2]<=[16] last_tile_dim_replicate}`: 8 parts, 2 copies of each.
+
+    Devices are numbered along the mesh, its last axis first; `T(...)` is the order of its axes.
+    """
+    names = list(mesh)
+    parts = [math.prod(mesh[axis] for axis in _axes(entry)) for entry in spec]
+    read = [names.index(axis) for entry in spec for axis in _axes(entry)]
+    if math.prod(parts) == 1:
+        return REPLICATED
+    left = [number for number in range(len(names)) if number not in read]
+    copies = math.prod(mesh[names[number]] for number in left)
+    tiles = [*parts, copies] if copies > 1 else parts
+    order = [*read, *left]
+    sizes = list(mesh.values())
+    devices = math.prod(sizes)
+    source = f"[{devices}]" if order == sorted(order) else f"[{_joined(sizes)}]T({_joined(order)})"
+    return f"{{devices=[{_joined(tiles)}]<={source}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
+
+
+def part(shape: Sequence[int], sharding: str) -> list[int]:
+    match = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if match is None:
+        return list(shape)
+    tiles = [int(each) for each in match[1].split(",")][: len(shape)]
+    return [-(-size // by) for size, by in zip(shape, tiles, strict=True)]
+
+
+def _axes(entry: Entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

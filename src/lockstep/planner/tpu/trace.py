@@ -1,15 +1,17 @@
-"""`python -m lockstep.planner.tpu.trace CONFIG SLICE OUT [KEY=VALUE ...]`: a step of a run as one program of XLA's.
+"""`python -m lockstep.planner.tpu.trace CONFIG SLICE OUT [KEY=VALUE ...]`: traces a step as one XLA program.
 
-The run, its strategy and the task are the real ones; weights, optimizer state and batches are placeholders, so that a
-model of any size and a mesh of any size can be traced on a machine that has neither. Needs torch_xla, no TPU.
+The run, its strategy and the task are the real ones; weights, optimizer state and batches are placeholders, so a model
+and a mesh of any size can be traced. Needs torch_xla, no TPU.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import linecache
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -17,14 +19,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.accelerators import Accelerator
+from lockstep.config.accelerators import Accelerator, check_slice
 from lockstep.config.load import load
-from lockstep.config.on_slice import check_slice
 from lockstep.config.schema import Checkpoint, Log, RunConfig, Xla
 from lockstep.config.values import Interval
 from lockstep.errors import LockstepError
 from lockstep.planner.devices import slice_of
-from lockstep.planner.tpu.blame import told
 from lockstep.planner.tpu.stored import Argument, Traced, write
 
 _NEVER = Interval(10**9, "step")
@@ -33,7 +33,7 @@ _VIRTUAL_DEVICES = 2
 
 
 def prepare() -> None:
-    """What torch_xla reads once, when it is imported."""
+    """Sets what torch_xla reads on import."""
     os.environ.update(
         PJRT_DEVICE="CPU",
         CPU_NUM_DEVICES=str(_VIRTUAL_DEVICES),
@@ -51,7 +51,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     from lockstep.distributed.topology import Topology
     from lockstep.engine.run import Run
     from lockstep.engine.stop_requests import StopRequests
-    from lockstep.planner.tpu import noted
+    from lockstep.planner.tpu import placeholders
     from lockstep.record.display import Display
     from lockstep.tasks.schedules import RunLength
     from lockstep.tasks.setup import order_of, set_up
@@ -75,14 +75,14 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     datasets = datasets_of(task, config)
     order = order_of(task, config, datasets["train"])
     torch_xla._XLAC._set_ir_debug(True)  # which line made what
-    register = noted.Register()
-    runtime = noted.NotedRuntime(settings, target.devices, register)
-    with noted.world(ranks, register) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+    register = placeholders.Register()
+    runtime = placeholders.PlaceholderRuntime(settings, target.devices, register)
+    with placeholders.world(ranks, register) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
         set_up(run, task, settings, RunLength(10**9, 10**6))
-        state = noted.State(run, register)
+        state = placeholders.State(run, register)
         runtime.at_end_of_program = state.renew_gradients
-        noted.steps(run, task, config, datasets["train"], order, state)
+        placeholders.steps(run, task, config, datasets["train"], order, state)
         results = state.changed()
         numbers, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([each for each, _ in results])
         program: bytes = torch_xla._XLAC._get_xla_tensors_hlo_proto([each for each, _ in results])
@@ -91,7 +91,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     for number in numbers:
         one = register.known.get(number)
         if one is None:  # a number that the host works out for every step, or the seed of random numbers
-            arguments.append(Argument("other", "", [], "", noted.REPLICATED, None))
+            arguments.append(Argument("other", "", [], "", placeholders.REPLICATED, None))
         else:
             place = takes_place.get(number)
             arguments.append(Argument(one.kind, one.name, one.shape, one.dtype, one.sharding, place))
@@ -135,10 +135,50 @@ def main(config: str, target: str, out: str, *overrides: str) -> int:
         said = {"error": str(error)}
     except Exception as error:  # the user's own code, and torch_xla's
         traceback.print_exc()
-        said = {"error": told(error)}
+        said = {"error": describe(error)}
     Path(out).with_suffix(".json").write_text(json.dumps(said), encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))
+
+
+_OURS = Path(__file__).resolve().parents[2]
+_LIBRARIES = ("site-packages", "dist-packages", "torch", "torch_xla")
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
+_FATAL = "Fatal Python error"
+
+
+def describe(error: Exception) -> str:
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
+    where = f" at {_place(frames[-1].filename, frames[-1].lineno or 0)}" if frames else ""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return f"the step cannot be traced: {type(error).__name__}{where}: {first}"
+
+
+def of_crash(log: str) -> str | None:
+    """Explains a process that crashed when a placeholder was asked for its value; returns None otherwise.
+
+    Python's fault handler prints where that was, the innermost line first.
+    """
+    _, found, after = log.partition(_FATAL)
+    frames = [each for each in _FRAME.finditer(after) if _is_users(each["file"])] if found else []
+    if not frames:
+        return None
+    place = _place(frames[0]["file"], int(frames[0]["line"]))
+    return (
+        f"the step reads a value at {place}: while it is traced there are none, so that it must not do so (.item(), "
+        "print, a branch or a shape that depends on one)"
+    )
+
+
+def _place(file: str, line: int) -> str:
+    return f"{file}:{line} ({linecache.getline(file, line).strip()})"
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    standard = Path(traceback.__file__).parent
+    mine = path.is_relative_to(_OURS) or path.is_relative_to(standard) or file.startswith("<")
+    return not mine and not set(_LIBRARIES) & set(path.parts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.distributed import trouble
+from lockstep.distributed import failure
 from lockstep.distributed.failure import report
 from lockstep.distributed.group import Group
 from lockstep.errors import PeerLost
@@ -27,7 +27,7 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 
 
 @pytest.mark.parametrize(
-    ("error", "beginning", "is_told"),
+    ("error", "beginning", "is_complete"),
     [
         (
             RuntimeError(WORKER),
@@ -43,10 +43,10 @@ CUDA = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), "could not be written: [Errno 28] No space l", True),
     ],
 )
-def test_it_is_called_what_it_is(error: BaseException, beginning: str, is_told: bool) -> None:
-    found = trouble.of(error)
+def test_it_is_called_what_it_is(error: BaseException, beginning: str, is_complete: bool) -> None:
+    found = failure.local_error(error)
     assert found is not None
-    assert (found.message[: len(beginning)], found.is_told) == (beginning, is_told)
+    assert (found.message[: len(beginning)], found.is_complete) == (beginning, is_complete)
     written = report(error, 1, "box")
     assert (written.message, written.consequence) == (found.message, False)
     group = Group(0, 2, timeout=1.0)
@@ -68,23 +68,23 @@ def test_whose_memory_it_is() -> None:
 @pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:4711", "Connection reset by peer"])
 def test_a_lost_connection_is_none_of_these(text: str) -> None:
     error = RuntimeError(text)
-    assert trouble.of(error) is None
+    assert failure.local_error(error) is None
     assert report(error, 1, "box").consequence
     assert isinstance(Group(0, 2, timeout=9.0).explain(error, "the gradients"), PeerLost)
 
 
 @pytest.mark.parametrize("error", [ValueError("out of memory"), KeyError("shared memory"), RuntimeError("bus error")])
 def test_an_error_of_the_users_own_is_left_alone(error: Exception) -> None:
-    assert trouble.of(error) is None
+    assert failure.local_error(error) is None
 
 
 def test_memory_that_ran_out_in_earnest() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**52)
-    assert trouble.of(raised.value) is not None
+    assert failure.local_error(raised.value) is not None
     with pytest.raises(MemoryError) as failed:
         bytearray(2**62)
-    assert trouble.of(failed.value) is not None
+    assert failure.local_error(failed.value) is not None
 
 
 class Dying(Dataset[Any]):
@@ -101,5 +101,5 @@ class Dying(Dataset[Any]):
 def test_a_worker_that_was_killed_in_earnest() -> None:
     with pytest.raises(RuntimeError) as raised:
         list(DataLoader(Dying(), num_workers=1))
-    found = trouble.of(raised.value)
+    found = failure.local_error(raised.value)
     assert found is not None and found.message.startswith("a data worker died: DataLoader worker (pid")

@@ -14,10 +14,9 @@ from lockstep.launchers import fitting
 from lockstep.launchers.local import limits
 from lockstep.planner.devices import Device, Target, known
 from lockstep.planner.explain import like
-from lockstep.planner.figures import Step, Work
+from lockstep.planner.figures import Step, Work, estimate
+from lockstep.planner.fixes import Found, find, lines
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.remedies import Found, find, lines
-from lockstep.planner.roofline import estimate
 from lockstep.planner.traces import NO_TIME
 
 
@@ -67,7 +66,7 @@ def found(memory: float, model: Model, count: int = 1, **values: Any) -> tuple[F
 
 
 def told(found: Found) -> list[dict[str, Any]]:
-    return [dict(each.values) for each in found.remedies]
+    return [dict(each.values) for each in found.fixes]
 
 
 def test_the_cheapest_comes_first_and_what_computes_the_same_before_another_batch() -> None:
@@ -97,7 +96,7 @@ def test_what_the_config_has_already_is_not_tried() -> None:
 
 def test_where_nothing_alone_is_enough_some_are_tried_together() -> None:
     result, plan = found(4, Model(), count=2)
-    (one,) = result.remedies
+    (one,) = result.fixes
     assert set(one.values) == {"train.activation_checkpointing", "strategy", "train.accumulate"}
     assert one.plan.step.peak < plan.capacity
 
@@ -115,7 +114,7 @@ def test_where_nothing_alone_is_enough_some_are_tried_together() -> None:
 )
 def test_what_cannot_be_traced_is_left_out(without: dict[str, str], untried: list[str], told: str) -> None:
     result, plan = found(16, Model(**without))
-    assert not result.remedies and set(untried) <= set(result.untried)
+    assert not result.fixes and set(untried) <= set(result.untried)
     assert any(told in line for line in lines(result, plan))
 
 

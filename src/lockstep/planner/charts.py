@@ -1,7 +1,7 @@
-"""The pictures of a plan's page: HTML and SVG as text, without anything that has to be fetched or run.
+"""The charts of a plan's page as HTML and SVG text, without scripts or external files.
 
-Shapes are stretched to the width of the page, and text is laid over them at places in percent: so it is as large on a
-phone as on a desk. What is hovered over says its figures.
+Shapes stretch to the width of the page; text is placed over them in percent, so it has the same size on a phone.
+Hovering shows the figures.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lockstep.planner.figures import KINDS, Collective, Work
+from lockstep.planner.figures import KINDS, Collective, Work, seconds
+from lockstep.planner.figures import peak as peak_of
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.roofline import peak as peak_of
-from lockstep.planner.roofline import seconds
 from lockstep.planner.search import Tried
 
 SIDE = 1000  # of a plot, in the units of its shapes
@@ -34,12 +33,12 @@ _DOTS = 60  # dots: those that take the most time
 class Bar:
     label: str
     value: float
-    told: str
+    text: str
     colour: str = BLUE
 
 
 def plot(label: str, shapes: str, marks: str, kind: str = "") -> str:
-    """`shapes` have places from 0 to SIDE, `marks` are HTML with places in percent."""
+    """`shapes` use coordinates from 0 to SIDE, `marks` are HTML in percent."""
     return (
         f'<div class="plot {kind}" role="img" aria-label="{escape(label)}">'
         f'<svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio="none">{shapes}</svg>{marks}</div>'
@@ -47,16 +46,15 @@ def plot(label: str, shapes: str, marks: str, kind: str = "") -> str:
 
 
 def mark(text: str, left: float, top: float, kind: str) -> str:
-    """`left` and `top` from 0 to 1."""
     return f'<span class="mark {kind}" style="left:{100 * left:.2f}%;top:{100 * top:.2f}%">{escape(text)}</span>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str, title: str = "") -> str:
-    told = f"<title>{escape(title)}</title>" if title else ""
+    text = f"<title>{escape(title)}</title>" if title else ""
     places = " ".join(
         f'{name}="{SIDE * at:.1f}"' for name, at in (("x1", x1), ("y1", y1), ("x2", x2), ("y2", y2))
     )  # fmt: skip
-    return f'<line {places} class="{kind}">{told}</line>'
+    return f'<line {places} class="{kind}">{text}</line>'
 
 
 def bars(label: str, values: Sequence[Bar]) -> str:
@@ -64,7 +62,7 @@ def bars(label: str, values: Sequence[Bar]) -> str:
     rows = "".join(
         f'<div class="row"><span class="of">{escape(each.label)}</span><span class="track">'
         f'<span style="width:{100 * each.value / most:.2f}%;background:{each.colour}"></span></span>'
-        f'<span class="told">{escape(each.told)}</span></div>'
+        f'<span class="text">{escape(each.text)}</span></div>'
         for each in values
     )
     return f'<div class="bars" role="img" aria-label="{escape(label)}">{rows}</div>'
@@ -87,7 +85,7 @@ def ticks(top: float, about: int = 4) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Three digits of it, without an exponent."""
+    """Formats three significant digits without an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
@@ -98,13 +96,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def gib(size: float) -> str:
-    """Of memory: GiB, as devices are sold; of what is small, MiB or KiB."""
     unit, text = next(((2**n, text) for n, text in ((30, "GiB"), (20, "MiB")) if size >= 2**n / 100), (2**10, "KiB"))
     return f"{short(size / unit)} {text}"
 
 
 def gigabytes(size: float) -> str:
-    """Of what is sent."""
     unit, text = next(((10**n, text) for n, text in ((9, "GB"), (6, "MB")) if size >= 10**n / 100), (10**3, "kB"))
     return f"{short(size / unit)} {text}"
 
@@ -113,7 +109,7 @@ def gigabytes(size: float) -> str:
 
 
 def memory(plan: Plan) -> str:
-    """Nothing, where it is not known how memory went over the step."""
+    """Returns nothing if the timeline is unknown."""
     points = plan.step.timeline
     if len(points) < 2:
         return ""
@@ -161,7 +157,7 @@ def _stacked(points: list[dict[str, int]], top: float) -> Iterator[str]:
 
 
 def _phases(plan: Plan) -> list[tuple[str, float, float]]:
-    """Each with where it begins and ends, from 0 to 1; what follows the last backward pass is not forward."""
+    """Returns each phase with its begin and end from 0 to 1."""
     found, events = plan.step.phases, plan.step.events
     if not found or not events:
         return []
@@ -184,10 +180,10 @@ def _hovered(plan: Plan, phases: list[tuple[str, float, float]]) -> Iterator[str
         at = (number + 0.5) / count
         phase = next((name for name, begin, end in phases if begin <= at < end), "")
         kinds = "".join(f"\n{kind} {gib(highest[kind])}" for kind in KINDS if highest.get(kind, 0) > 0)
-        told = f"{phase}: {gib(sum(highest.values()))}{kinds}"
+        text = f"{phase}: {gib(sum(highest.values()))}{kinds}"
         yield (
             f'<rect x="{SIDE * number / count:.1f}" y="0" width="{SIDE / count:.1f}" height="{SIDE}" class="hover">'
-            f"<title>{told}</title></rect>"
+            f"<title>{text}</title></rect>"
         )
 
 
@@ -230,12 +226,12 @@ def _device(rank: int, axes: Mapping[str, int], axis: str | None) -> str:
     place = ", ".join(f"{name} {at}" for name, at in _place(axes, rank).items())
     others = ", ".join(map(str, line[:_RANKS_NAMED])) + (f", ... {line[-1]}" if len(line) > _RANKS_NAMED else "")
     colour = COLOURS[_number(axes, axis, rank) % len(COLOURS)]
-    told = escape(f"rank {rank}: {place}; along {axis} with {others}")
-    return f'<span style="border-color:{colour};background:{colour}44" title="{told}">{rank}</span>'
+    text = escape(f"rank {rank}: {place}; along {axis} with {others}")
+    return f'<span style="border-color:{colour};background:{colour}44" title="{text}">{rank}</span>'
 
 
 def _place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Along every axis; the last runs fastest."""
+    """Returns the coordinates of a rank; the last axis runs fastest."""
     found = {}
     for axis, size in reversed(list(axes.items())):
         rank, found[axis] = divmod(rank, size)
@@ -243,14 +239,14 @@ def _place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def _line(axes: Mapping[str, int], axis: str, rank: int) -> list[int]:
-    """The ranks of the line along an axis that a rank is in."""
+    """Returns the ranks of the line along an axis that contains a rank."""
     stride = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
     first = rank - _place(axes, rank)[axis] * stride
     return [first + number * stride for number in range(axes[axis])]
 
 
 def _number(axes: Mapping[str, int], axis: str, rank: int) -> int:
-    """Which of the lines along an axis a rank is in."""
+    """Returns the number of that line."""
     number = 0
     for name, at in _place(axes, rank).items():
         number = number if name == axis else number * axes[name] + at
@@ -261,7 +257,7 @@ def _number(axes: Mapping[str, int], axis: str, rank: int) -> int:
 
 
 def roofline(plan: Plan, precision: str) -> str:
-    """Nothing, where it is not known what is multiplied."""
+    """Returns nothing if the matrix products are unknown."""
     products = [each for each in plan.step.work if each.flops and each.bytes]
     if not products:
         return ""
@@ -337,7 +333,7 @@ def step_time(plan: Plan) -> str:
 
 
 def exchange(plan: Plan) -> str:
-    """Axis by axis, the one that takes the longest first; all bars have one scale."""
+    """Lists the axes, the slowest first, with one scale for all bars."""
     axes: dict[str, list[Collective]] = {}
     for each in plan.step.collectives:
         axes.setdefault(each.axis, []).append(each)
@@ -374,13 +370,13 @@ def ways(found: Sequence[Tried], price: float | None) -> str:
 
 def _way(each: Tried, plan: Plan, most: float, best: bool, price: float | None) -> str:
     held = plan.step.peak / plan.capacity
-    told = [milliseconds(plan.estimate.step), f"{short(plan.step.peak / GIB)} of {gib(plan.capacity)}"]
+    text = [milliseconds(plan.estimate.step), f"{short(plan.step.peak / GIB)} of {gib(plan.capacity)}"]
     if price is not None and (cost := plan.price_per_epoch(price)) is not None:
-        told.append(f"{cost:,.2f} an epoch")
+        text.append(f"{cost:,.2f} an epoch")
     verdict = ' <b class="fits">the best</b>' if best else "" if plan.fits else ' <b class="not">does not fit</b>'
     return (
         f'<div class="row"><span class="of">{escape(each.way.title)}{verdict}</span><span class="track">'
         f'<span style="width:{100 * plan.estimate.step / most:.2f}%;background:{BLUE if plan.fits else GREY}"></span>'
         f'<span style="width:{100 * min(held, 1):.2f}%;background:{GREEN if plan.fits else RED}"></span></span>'
-        f'<span class="told">{escape(" · ".join(told))}</span></div>'
+        f'<span class="text">{escape(" · ".join(text))}</span></div>'
     )

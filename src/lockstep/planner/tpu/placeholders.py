@@ -1,4 +1,4 @@
-"""The parts of a run that are noted instead of done: its runtime, its strategy, its state as placeholders."""
+"""A run on placeholders: its runtime, its strategies and its state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.engine.run import Run
 from lockstep.planner.ledger import NotTraced
-from lockstep.planner.pretend import PretendGroup
-from lockstep.planner.tpu.shardings import REPLICATED as REPLICATED
-from lockstep.planner.tpu.shardings import words
+from lockstep.planner.step import FakeGroup
+from lockstep.planner.tpu.stored import REPLICATED as REPLICATED
+from lockstep.planner.tpu.stored import words
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
@@ -42,9 +42,9 @@ class Known:
 
 
 class Register:
-    """Every placeholder that was made, by the number that torch_xla has for it.
+    """Every placeholder, by torch_xla's number.
 
-    They stand for values nobody has: torch_xla notes what is computed from them, and they take no memory.
+    A placeholder takes no memory; torch_xla records what is computed from it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Register:
 
 
 def swap(model: nn.Module, make: Any) -> list[tuple[Tensor, Tensor]]:
-    """Placeholders for all parameters and buffers; those that were shared are shared. What took the place of what."""
+    """Replaces all parameters and buffers with placeholders, keeping shared ones shared. Returns the replaced pairs."""
     instead: dict[int, Tensor] = {}
     replaced: list[tuple[Tensor, Tensor]] = []
     for prefix, module in model.named_modules():
@@ -88,8 +88,8 @@ def swap(model: nn.Module, make: Any) -> list[tuple[Tensor, Tensor]]:
 _TIMEOUT = 600.0
 
 
-class NotedRuntime(XlaRuntime):
-    """PJRT's CPU with as many devices as a slice has. Nothing is ever run on it."""
+class PlaceholderRuntime(XlaRuntime):
+    """PJRT's CPU with the device count of a slice. Nothing runs on it."""
 
     def __init__(self, settings: RunSettings, devices: int, register: Register) -> None:
         super().__init__(0, 1, settings)
@@ -132,8 +132,8 @@ class NotedRuntime(XlaRuntime):
         return None
 
 
-class _Noted(Strategy):
-    """What every strategy does otherwise here: models without memory, placeholders where it places them."""
+class _PlaceholderStrategy(Strategy):
+    """Makes a strategy build models without memory and place placeholders."""
 
     register: Register
     shardings: dict[int, str]  # by the identity of the parameter
@@ -169,7 +169,7 @@ class _Noted(Strategy):
         return True
 
 
-class NotedSpmd(_Noted, SpmdStrategy):
+class PlaceholderSpmd(_PlaceholderStrategy, SpmdStrategy):
     def split(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
         found = meshing.shardings(shapes, self._shapes, self._settings, self._rules)
         return {name: words(each.spec, self._shapes[each.mesh]) for name, each in found.items()}
@@ -184,40 +184,40 @@ class NotedSpmd(_Noted, SpmdStrategy):
         return dict(self._shapes[meshing.MAIN])
 
 
-class NotedDdp(_Noted, XlaDdpStrategy):
+class PlaceholderDdp(_PlaceholderStrategy, XlaDdpStrategy):
     pass
 
 
-class NotedSingle(_Noted, SingleStrategy):
+class PlaceholderSingle(_PlaceholderStrategy, SingleStrategy):
     pass
 
 
 @contextlib.contextmanager
-def world(size: int, register: Register) -> Iterator[PretendGroup]:
+def world(size: int, register: Register) -> Iterator[FakeGroup]:
     really = strategies.create
 
     def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
         assert isinstance(runtime, XlaRuntime)
         check_strategy(settings, runtime.name, group.world_size)
-        made: NotedSpmd | NotedDdp | NotedSingle
+        made: PlaceholderSpmd | PlaceholderDdp | PlaceholderSingle
         if settings.has_mesh:
-            made = NotedSpmd(runtime, settings, group.world_size)
+            made = PlaceholderSpmd(runtime, settings, group.world_size)
         elif group.world_size > 1:
-            made = NotedDdp(runtime, settings, group.world_size)
+            made = PlaceholderDdp(runtime, settings, group.world_size)
         else:
-            made = NotedSingle(runtime)
+            made = PlaceholderSingle(runtime)
         made.register = register
         return made
 
     strategies.create = create
     try:
-        yield PretendGroup(0, size, _TIMEOUT)
+        yield FakeGroup(0, size, _TIMEOUT)
     finally:
         strategies.create = really
 
 
 class State:
-    """What a run keeps from step to step: each a placeholder where a step begins."""
+    """The state that a run keeps from step to step, as placeholders at the beginning of a step."""
 
     def __init__(self, run: Run, register: Register) -> None:
         self._run, self._register = run, register
@@ -227,11 +227,11 @@ class State:
         return {name: each for module in self._run.modules.values() for name, each in module.named_parameters()}
 
     def mesh(self) -> dict[str, int]:
-        assert isinstance(self._run.spread, NotedSpmd)
+        assert isinstance(self._run.spread, PlaceholderSpmd)
         return self._run.spread.shape
 
     def _sharding(self, parameter: Tensor) -> str:
-        assert isinstance(self._run.spread, _Noted)
+        assert isinstance(self._run.spread, _PlaceholderStrategy)
         return self._run.spread.shardings.get(id(parameter), REPLICATED)
 
     def _new(self, like: Tensor, kind: str, name: str, sharding: str) -> Tensor:
@@ -239,7 +239,7 @@ class State:
         return made
 
     def renew(self) -> None:
-        """Placeholders for everything, as if it came from an earlier step."""
+        """Replaces everything with placeholders, as if it came from an earlier step."""
         self._held.clear()
         with torch.no_grad():
             for module in self._run.modules.values():
@@ -272,13 +272,13 @@ class State:
         self._held.append((tensor, tensor._version, self._register.last))
 
     def renew_gradients(self) -> None:
-        """A program has ended between two micro-batches: the next one is given the gradients that it made."""
+        """Gives the next micro-batch the gradients of this program."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None:
                 parameter.grad = self._new(parameter.grad, "gradients", name, self._sharding(parameter))
 
     def changed(self) -> list[tuple[Tensor, int]]:
-        """What the step has written to, each with the number of the placeholder that it was."""
+        """Returns what the step has written to, with the number of its placeholder."""
         return [(tensor.detach(), number) for tensor, version, number in self._held if tensor._version != version]
 
     def weights_bytes(self) -> int:
@@ -296,7 +296,7 @@ class State:
 
 
 def steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, state: State) -> None:
-    """Two: the first makes the optimizer's state, the second is what a plan is made of."""
+    """Runs two steps: the first creates the optimizer's state, the second is planned."""
     limits, step, done = config.train, step_of(task), 0
     for _ in run.epochs(None):
         batches = run.batches(

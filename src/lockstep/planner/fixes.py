@@ -1,8 +1,7 @@
-"""What would make a step fit that does not, the cheapest first: each is traced, and its time estimated.
+"""What would make a step fit, the cheapest first: each fix is traced, and its time estimated.
 
-Some change only how the same step is computed (parts of a batch, activation checkpointing, fsdp, compile); others,
-which say so, what
-is computed (bf16, a smaller batch). Where none of them is enough, some are tried together.
+Some change only how the step is computed (accumulation, activation checkpointing, fsdp, compile); others say that they
+change what is computed (bf16, a smaller batch). If none is enough, some are combined.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.mesh import DATA_AXIS, batch_shares
 from lockstep.config.schema import RunConfig
-from lockstep.planner.figures import Step
+from lockstep.config.strategy import DATA_AXIS, batch_shares
+from lockstep.planner.figures import Step, estimate
 from lockstep.planner.plan import Plan
-from lockstep.planner.roofline import estimate
 from lockstep.planner.traces import NO_TIME
 
 # For each of some overrides its step, or why there is none.
@@ -35,7 +33,7 @@ _RECOMPUTE = {"train.activation_checkpointing": "blocks"}
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Fix:
     values: Mapping[str, Any]
     plan: Plan
     more_time: float  # per example, as a share of what it takes now; less than 0: it is faster
@@ -43,16 +41,15 @@ class Remedy:
 
     @property
     def command(self) -> str:
-        """As `lockstep train` and `lockstep resume` take it."""
         return " ".join(f"--set {shlex.quote(each)}" for each in _overrides(self.values))
 
 
 @dataclass(frozen=True)
 class Found:
-    """Those that are enough, the cheapest first, and what there was no time to try."""
+    """The fixes that are enough, the cheapest first, and those there was no time to try."""
 
-    remedies: list[Remedy]
-    least: Remedy | None  # what needs the least, where none is enough
+    fixes: list[Fix]
+    least: Fix | None  # what needs the least, where none is enough
     untried: list[str]
 
 
@@ -64,7 +61,7 @@ def size(count: float) -> str:
 
 
 def find(plan: Plan, config: RunConfig, trace: Trace) -> Found:
-    """Whatever fits though plans are off; of a step that fits by the plan and has failed, whatever needs less."""
+    """Finds what fits with a margin for the error of plans; for a step that should fit but failed, what needs less."""
     certain = plan.capacity * (1 - OFF_BY)
     search = _Search(plan, config, trace, min(certain, plan.step.peak * (1 - _LESS)))
     singles = list(_singles(plan, config))
@@ -79,20 +76,20 @@ def find(plan: Plan, config: RunConfig, trace: Trace) -> Found:
 
 
 def lines(found: Found, plan: Plan) -> Iterator[str]:
-    if found.remedies:
+    if found.fixes:
         yield "cheapest remedies, by the plan and the estimate of its time:"
-    for each in found.remedies[:SHOWN]:
+    for each in found.fixes[:SHOWN]:
         yield from _told(each, plan)
-    if not found.remedies and not found.untried:
+    if not found.fixes and not found.untried:
         yield f"nothing that was tried {'needs much less' if plan.fits else 'fits'}: more devices, or a smaller model"
-    if not found.remedies and found.least is not None:
+    if not found.fixes and found.least is not None:
         yield "what needs the least:"
         yield from _told(found.least, plan)
     if found.untried:
         yield f"there was no time to try {', '.join(found.untried)}"
 
 
-def _told(one: Remedy, plan: Plan) -> Iterator[str]:
+def _told(one: Fix, plan: Plan) -> Iterator[str]:
     peak = one.plan.step.peak
     note = f"; {one.note}" if one.note else ""
     yield f"  {one.command}"
@@ -106,7 +103,6 @@ def _time(more: float) -> str:
 
 
 def _singles(plan: Plan, config: RunConfig) -> Iterator[Asked]:
-    """Settings that are there or not."""
     count, train, own = plan.target.count, config.train, config.strategy
     if train.activation_checkpointing is None:
         yield dict(_RECOMPUTE), ""
@@ -122,12 +118,12 @@ def _singles(plan: Plan, config: RunConfig) -> Iterator[Asked]:
 class _Search:
     def __init__(self, plan: Plan, config: RunConfig, trace: Trace, enough: float) -> None:
         self._plan, self._config, self._trace, self._limit = plan, config, trace, enough
-        self._tried: list[Remedy] = []
+        self._tried: list[Fix] = []
         self._untried: list[str] = []
         self._asked: list[Mapping[str, Any]] = []
 
     @property
-    def enough(self) -> list[Remedy]:
+    def enough(self) -> list[Fix]:
         return [each for each in self._tried if each.plan.step.peak <= self._limit]
 
     def found(self) -> Found:
@@ -138,7 +134,7 @@ class _Search:
         return Found(enough, None if enough else least, self._untried)
 
     def several(self, asked: Sequence[Asked]) -> None:
-        """Trace them at once. What cannot be traced is left out: a model without blocks, a rule that is broken."""
+        """Traces them in parallel. What cannot be traced is left out."""
         new = [(values, note) for values, note in asked if values not in self._asked]
         self._asked += [values for values, _ in new]
         steps = self._trace([_overrides(values) for values, _ in new]) if new else []
@@ -146,12 +142,12 @@ class _Search:
             self._note(values, note, step)
 
     def guesses(self) -> Iterator[Asked]:
-        """A number of parts, and a batch, that are enough by what was traced so far; none where one is."""
+        """Estimates a number of micro-batches and a batch size from the traces so far."""
         yield from self.more_parts({}, "the same batch in more parts")
         yield from self._smaller_batch()
 
     def more_parts(self, beside: Mapping[str, Any], note: str = "") -> Iterator[Asked]:
-        """A power of two, and not more than there are examples."""
+        """A power of two, at most the number of examples."""
         dp_size = batch_shares(self._config.strategy, "cuda", self._plan.target.count)
         most = min(self._plan.step.batch // max(dp_size, 1), _MOST_PARTS)
         before = self._with({*beside, "train.accumulate"})
@@ -167,7 +163,7 @@ class _Search:
             yield {**beside, "train.accumulate": wanted}, note
 
     def _smaller_batch(self) -> Iterator[Asked]:
-        """Memory grows with the batch in a straight line."""
+        """Memory is linear in the batch size."""
         steps = [self._plan.step, *(each.plan.step for each in self._with({"train.batch_size"}))]
         count, last = max(self._plan.target.count, 1), steps[-1]
         if len(steps) > 1 and last.peak <= self._limit:
@@ -179,8 +175,8 @@ class _Search:
         if count <= wanted < last.batch:
             yield {"train.batch_size": wanted}, "another batch, which a resumed run cannot change to"
 
-    def _with(self, keys: set[str]) -> list[Remedy]:
-        """Those that set just these, in the order in which they were tried."""
+    def _with(self, keys: set[str]) -> list[Fix]:
+        """Returns the fixes that set just these keys, in the order they were tried."""
         return [each for each in self._tried if set(each.values) == keys]
 
     def _of(self, values: Mapping[str, Any]) -> Step:
@@ -194,7 +190,7 @@ class _Search:
         target = self._plan.target
         plan = Plan(target, step, estimate(step, target, self._config.train.precision), None, False)
         before, after = self._plan.estimate.step / self._plan.step.batch, plan.estimate.step / step.batch
-        self._tried.append(Remedy(values, plan, after / before - 1 if before else 0.0, note))
+        self._tried.append(Fix(values, plan, after / before - 1 if before else 0.0, note))
 
 
 def _growing(step: Step) -> int:
