@@ -80,10 +80,10 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     for name in manifest.files(told):
         _echo(f"{size(told['files'][name]['bytes']):>10}  {name}")
     _echo("")
-    for weight in found:
-        _echo(in_a_line(f"{weight.dtype:>5}  {weight.name} {weight.shape}"))
-    total = sum(each.nbytes for each in found)
-    beside = sum(each.nbytes for each in state)
+    for entry in (each.entry for each in found):
+        _echo(in_a_line(f"{entry.dtype:>5}  {entry.name} {list(entry.shape)}"))
+    total = sum(each.entry.nbytes for each in found)
+    beside = sum(each.entry.nbytes for each in state)
     _echo(f"\n{len(found)} weights, {size(total)}; beside them {len(state)} tensors, {size(beside)}")
 
 
@@ -230,7 +230,8 @@ def _row(listed: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tensor(weight: Weight) -> dict[str, Any]:
-    return {"name": weight.name, "dtype": weight.dtype, "shape": weight.shape, "bytes": weight.nbytes}
+    entry = weight.entry
+    return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.nbytes}
 
 
 def _print_json(value: Any) -> None:

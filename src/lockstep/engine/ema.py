@@ -15,8 +15,7 @@ from lockstep.config.optimizing import Ema
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.generators import generator_states, set_generator_states
-from lockstep.strategy.loading import read_like
-from lockstep.strategy.slices import local_part
+from lockstep.strategy.slices import local_part, read_like
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from lockstep.engine import setup
 from lockstep.planner import gpu_rules
 from lockstep.planner.ledger import Ledger
 from lockstep.strategy import activation_checkpointing
-from lockstep.strategy.blocks import find_blocks
-from lockstep.strategy.forward import Forward, wrap_forward
+from lockstep.strategy.blocks import Forward, find_blocks, wrap_forward
 
 _ATEN = torch.ops.aten
 # Not of single numbers, and yet read where they are needed: inductor makes them parts of other kernels.
