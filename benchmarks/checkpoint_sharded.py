@@ -98,7 +98,7 @@ def checkpointer(run: Any, model: Any, optimizer: Any, asynchronous: bool, folde
     from lockstep.config.schema import Checkpoint
     from lockstep.engine.models import Entry, Models
     from lockstep.strategy.base import Strategy
-    from lockstep.strategy.loading import load_module, load_optimizer
+    from lockstep.strategy.slices import load_module, load_optimizer
 
     class Sharded(Strategy):
         name: ClassVar[str] = "by hand"

@@ -150,7 +150,7 @@ class Training:
 def silence(run: Any) -> Iterator[None]:
     """Without what makes a rank known to others."""
     from lockstep.distributed.watch.heartbeat import Heartbeat
-    from lockstep.engine.stop_requests import NOTHING
+    from lockstep.engine.control_sync import NOTHING
 
     control_sync, activity, send = run._control_sync, run.group.activity, Heartbeat._send
     control_sync.beat, activity.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
@@ -185,7 +185,7 @@ def timed_pulse(run: Any) -> Iterator[list[float]]:
 
 
 def calls_table(found: list[dict[str, Any]]) -> str:
-    from lockstep.engine.stop_requests import PULSE_SECONDS
+    from lockstep.engine.control_sync import PULSE_SECONDS
 
     rows = []
     for name in found[0]["calls"]:

@@ -10,7 +10,7 @@ import torch
 from programs import Program, Source, build_models, build_source, computed, is_walked
 from torch import Tensor, nn
 
-from lockstep.data.orders import Sequential, Shuffled
+from lockstep.data.order import Sequential, Shuffled
 
 DECAY = 0.8
 

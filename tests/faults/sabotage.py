@@ -213,7 +213,7 @@ def saboteur() -> Saboteur | None:
 def _watch_for_moments(saboteur: Saboteur) -> None:
     import lockstep.distributed.rollcall.call as hold
     from lockstep.checkpoint import manifest, ranges
-    from lockstep.checkpoint.owners import OwnersWriter
+    from lockstep.checkpoint.sharded_writer import ShardedWriter
     from lockstep.checkpoint.storage import CheckpointStorage
     from lockstep.distributed.group import Group
     from lockstep.engine.run import Run
@@ -264,7 +264,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
 
     before(hold, "call", lambda *args, **kwargs: saboteur.reached(ROLL_CALL, 0))
     before(manifest, "write", files_are_written)
-    before(OwnersWriter, "_write_blocks", writes_shards)
+    before(ShardedWriter, "_write_blocks", writes_shards)
     after(ranges, "put", first_shard_is_written)
     before(CheckpointStorage, "_publish", about_to_be_renamed)
     after(Run, "barrier", validated)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lockstep
 from lockstep.checkpoint import reader
 from lockstep.checkpoint.manifest import FILES
-from lockstep.checkpoint.shared_file import SharedFile
+from lockstep.checkpoint.shared_reading import SharedFile
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.errors import CheckpointError, RankZeroFailed
 

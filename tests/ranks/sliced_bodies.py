@@ -24,16 +24,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.checkpoint import owners, ranges
+from lockstep.checkpoint import ranges, sharded_writer
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Checkpoint
 from lockstep.engine.models import Entry, Models
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.strategy.base import Modules, Strategy
-from lockstep.strategy.loading import load_module, load_optimizer
-from lockstep.strategy.single import SingleStrategy
-from lockstep.strategy.slices import slice_of
+from lockstep.strategy.base import Modules, SingleStrategy, Strategy
+from lockstep.strategy.slices import load_module, load_optimizer, slice_of
 
 Mesh = dict[str, int]
 
@@ -199,7 +197,7 @@ class Setup:
         checked = Checkpoint.model_validate({"keep": {"last": 100}, **settings})
         self.checkpointer = Checkpointer(run.group, run.runtime, strategy, checked, limit, folder, self.models, seed=0)
         self.average = Average(self.model)
-        self.checkpointer.attached.register("average", self.average, "refuse")
+        self.checkpointer.registered.register("average", self.average, "refuse")
         self._run = run
 
     def fill(self) -> None:
@@ -388,7 +386,7 @@ def fills_the_disk(run: lockstep.Run, mesh: Mesh, disk: Path, rank: int, blind: 
     setup.fill()
     setup.save(1)
     setup.checkpointer.finish()
-    inner = owners.OwnersWriter._write_blocks
+    inner = sharded_writer.ShardedWriter._write_blocks
     junk = disk / "junk"
 
     def filling(*arguments: Any) -> Any:
@@ -401,14 +399,14 @@ def fills_the_disk(run: lockstep.Run, mesh: Mesh, disk: Path, rank: int, blind: 
                     pass
         return inner(*arguments)
 
-    owners.OwnersWriter._write_blocks = filling  # type: ignore[method-assign]
+    sharded_writer.ShardedWriter._write_blocks = filling  # type: ignore[method-assign]
     told = ""
     try:
         setup.save(2)
         setup.checkpointer.finish()
     except CheckpointError as error:
         told = str(error)
-    owners.OwnersWriter._write_blocks = inner  # type: ignore[method-assign]
+    sharded_writer.ShardedWriter._write_blocks = inner  # type: ignore[method-assign]
     run.barrier("all have heard of it")
     left = sorted(path.name for path in (disk / "run" / "checkpoints").glob("[!.]*"))
     if run.rank == 0:
@@ -424,7 +422,7 @@ def writes_for_ever(run: lockstep.Run, mesh: Mesh) -> dict[str, Any]:
     setup = Setup(run, run.folder / "run", mesh, timeout=1.5)
     setup.fill()
     if run.rank == 1:
-        owners.OwnersWriter._write_blocks = lambda *_: time.sleep(600)  # type: ignore[method-assign,assign,misc]
+        sharded_writer.ShardedWriter._write_blocks = lambda *_: time.sleep(600)  # type: ignore[method-assign,assign,misc]
     setup.save(1)
     began = time.monotonic()
     told = ""

@@ -12,7 +12,7 @@ import order_bodies
 import pytest
 
 import lockstep
-from lockstep.data.choosing import choose
+from lockstep.data.order import choose
 
 launch = partial(lockstep.launch, runtime="cpu")
 

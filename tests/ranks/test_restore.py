@@ -12,8 +12,8 @@ import torch
 import lockstep
 from lockstep.checkpoint import codec
 from lockstep.checkpoint.manifest import FILES, MODEL_FILE
-from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import Snapshot, write
 
 launch = partial(lockstep.launch, runtime="cpu", timeouts={"collective": 20})
 

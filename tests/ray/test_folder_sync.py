@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 from lockstep.checkpoint.manifest import MODEL_FILE
-from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import Snapshot, write
 from lockstep.config.schema import Keep
 from lockstep.distributed.topology import Place
 from lockstep.errors import CheckpointError, FolderLost

@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lock
 import ray_bodies as bodies
 
 import lockstep.ray
-from lockstep.data.stream import streamed
+from lockstep.data.stream_batches import streamed
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 

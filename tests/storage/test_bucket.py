@@ -16,9 +16,8 @@ import torch
 
 from conftest import wait_until
 from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE
-from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import delete_old
+from lockstep.checkpoint.writer import Snapshot, delete_old, write
 from lockstep.config.schema import Checkpoint, Keep, RunSettings
 from lockstep.errors import BucketBehind, CheckpointError, ConfigError
 from lockstep.mirror import lease, staging

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lockstep.strategy.by_block import by_block
+from lockstep.strategy.compiled import by_block
 
 
 class Block(nn.Module):

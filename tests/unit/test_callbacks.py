@@ -148,7 +148,7 @@ def test_the_state_of_each_hook_is_saved_and_restored_by_its_name(new_run: Calla
     fit(run, config(train={"epochs": 2, "batch_size": 2}))
     assert [each.seen for each in chosen] == [10, 10]
     assert "a:before 5" in calls
-    attached = run.checkpointer.attached._parts
+    attached = run.checkpointer.registered._parts
     assert {"callback Noting", "callback Noting 2"} <= attached.keys()
 
 
@@ -529,7 +529,7 @@ def test_auto_stands_for_how_often_the_scheduler_is_stepped(
     fit(run, here)
     assert run.optimizer is not None
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    assert run.checkpointer.attached._parts["run length"].state() == {"steps of the scheduler": times}
+    assert run.checkpointer.registered._parts["run length"][0].state_dict() == {"steps of the scheduler": times}
 
 
 def test_a_total_that_nobody_knows_is_refused() -> None:

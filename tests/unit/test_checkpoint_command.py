@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint import codec
 from lockstep.checkpoint.manifest import MODEL_FILE
-from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import Snapshot, write
 from lockstep.cli import main
 from lockstep.runs.reader import read_run
 
@@ -101,7 +101,7 @@ SAVES = """
 import sys, torch
 from pathlib import Path
 from lockstep.checkpoint import codec
-from lockstep.checkpoint.snapshot import Snapshot, write
+from lockstep.checkpoint.writer import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
 storage, step = CheckpointStorage(Path(sys.argv[1])), 100
 while True:

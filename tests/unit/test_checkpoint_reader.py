@@ -16,8 +16,8 @@ from test_checkpoint_storage import DAMAGES, FILES, flip, snapshot
 from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.manifest import MODEL_FILE, STATE_FILE
 from lockstep.checkpoint.reader import read
-from lockstep.checkpoint.snapshot import write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import write
 from lockstep.distributed.group import Group
 from lockstep.errors import CheckpointError
 
@@ -168,7 +168,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt", "by": "the library"})
     with file.open("rb") as stream:
         loaded = tensor_file.read(lambda memory: _exactly(stream, memory), file.stat().st_size)
-    assert as_bytes(loaded) == as_bytes(tensors)
+    assert as_bytes({entry.name: tensor for entry, tensor in loaded}) == as_bytes(tensors)
 
 
 def _exactly(stream: Any, memory: memoryview) -> None:

@@ -22,9 +22,8 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE, STATE_FILE, TREE_FILE
 from lockstep.checkpoint.reader import read
 from lockstep.checkpoint.retention import Saved
-from lockstep.checkpoint.snapshot import Snapshot, write
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import delete_old
+from lockstep.checkpoint.writer import Snapshot, delete_old, write
 from lockstep.config.schema import Keep
 from lockstep.errors import CheckpointError
 
@@ -403,7 +402,7 @@ def test_what_is_newer_than_where_the_run_goes_on_is_set_aside_by_name(
     ]  # fmt: skip
     assert before == {name: (store.folder / "damaged-step-00000004" / name).read_bytes() for name in FILES}
     assert caplog.messages[0] == (
-        "step-00000003 is newer than step-00000002, which the run goes on from: set aside as aside-step-00000003, "
+        "step-00000003 is newer than step-00000002, which the run resumes from: set aside as aside-step-00000003, "
         "where nothing reads, counts or deletes it"
     )
     assert store.steps() == [1, 2] and store.newest_good() == 2

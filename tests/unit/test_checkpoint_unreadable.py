@@ -16,8 +16,8 @@ from test_checkpoint_storage import FILES, flip, names, snapshot
 from lockstep import run_files
 from lockstep.checkpoint import reader
 from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE
-from lockstep.checkpoint.snapshot import write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import write
 from lockstep.distributed.group import Group
 from lockstep.errors import CheckpointError
 

@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.checkpoint.manifest import MODEL_FILE
 from lockstep.checkpoint.reader import read
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.checkpoint.writer import WholeWriter
 from lockstep.config.schema import Checkpoint, Keep
 from lockstep.errors import CheckpointError
 
@@ -30,11 +30,11 @@ class Savers:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.made: list[CheckpointWriter] = []
+        self.made: list[WholeWriter] = []
 
-    def __call__(self, asynchronous: bool = True, **keep: Any) -> CheckpointWriter:
+    def __call__(self, asynchronous: bool = True, **keep: Any) -> WholeWriter:
         self.made.append(
-            CheckpointWriter(CheckpointStorage(self.folder), Checkpoint(keep=Keep(**keep), asynchronous=asynchronous))
+            WholeWriter(CheckpointStorage(self.folder), Checkpoint(keep=Keep(**keep), asynchronous=asynchronous))
         )
         return self.made[-1]
 
@@ -50,7 +50,7 @@ def saver(tmp_path: Path) -> Iterator[Savers]:
             thread.join(10)
 
 
-def save(saver: CheckpointWriter, step: int, value: float | None = None, **tensors: torch.Tensor) -> None:
+def save(saver: WholeWriter, step: int, value: float | None = None, **tensors: torch.Tensor) -> None:
     saver.save(step, tensors or {"w": torch.full((2,), float(step))}, {"step": step}, {"value": value})
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_newer_one_is_set_aside_by_the_first_save_and_takes_nobodys_pl
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     second = saver(last=1, best=0)
     assert second.store.newest_good() == 5
-    second.go_on_from(5)
+    second.resume_from(5)
     assert second.store.steps() == [5, 10], "whoever only looks changes nothing"
     for step in (6, 7):
         save(second, step)
@@ -146,12 +146,12 @@ def test_a_branch_that_was_left_is_set_aside_and_one_that_was_not_restored_at_al
         save(one, step, value)
     one.finish()
     other = saver(last=2, best=1)
-    other.go_on_from(2)
+    other.resume_from(2)
     save(other, 3, 0.5)
     other.finish()
     assert other.store.steps() == [2, 3] and (saver.folder / "aside-step-00000003").is_dir()
     anew = saver(last=1, best=1)
-    anew.go_on_from(None)
+    anew.resume_from(None)
     save(anew, 1, 9.0)
     anew.finish()
     assert anew.store.steps() == [1], "the only one of this run, though others were newer and better"
@@ -160,7 +160,7 @@ def test_a_branch_that_was_left_is_set_aside_and_one_that_was_not_restored_at_al
 # Failures
 
 
-def blocked(saver: Savers, asynchronous: bool = True) -> CheckpointWriter:
+def blocked(saver: Savers, asynchronous: bool = True) -> WholeWriter:
     """A saver whose folder cannot be made."""
     saver.folder.write_text("in the way")
     return saver(asynchronous)
@@ -196,12 +196,12 @@ def test_a_failed_write_is_raised_at_once_where_saving_is_not_asynchronous(saver
 
 
 @pytest.fixture
-def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckpointWriter]:
+def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[WholeWriter]:
     """A saver whose disk does not answer, with a save under way."""
     answer = threading.Event()
     create = CheckpointStorage.create
     monkeypatch.setattr(CheckpointStorage, "create", lambda self, *how: answer.wait(30) and create(self, *how))
-    one = CheckpointWriter(CheckpointStorage(saver.folder), Checkpoint(), limit=0.2)
+    one = WholeWriter(CheckpointStorage(saver.folder), Checkpoint(), limit=0.2)
     save(one, 1)
     yield one
     answer.set()
@@ -210,13 +210,13 @@ def stuck(saver: Savers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint
             thread.join(10)
 
 
-def test_a_write_that_does_not_end_is_told_at_its_limit_and_holds_up_nobody(stuck: CheckpointWriter) -> None:
+def test_a_write_that_does_not_end_is_told_at_its_limit_and_holds_up_nobody(stuck: WholeWriter) -> None:
     with pytest.raises(CheckpointError, match=r"has taken more than 0\.2 s; .* timeouts\.checkpoint sets the limit"):
         stuck.finish()
     assert [each.daemon for each in threading.enumerate() if each.name == "lockstep-checkpoint"] == [True]
 
 
-def test_a_run_that_failed_waits_for_its_last_write_and_not_for_long(stuck: CheckpointWriter, saver: Savers) -> None:
+def test_a_run_that_failed_waits_for_its_last_write_and_not_for_long(stuck: WholeWriter, saver: Savers) -> None:
     began = time.monotonic()
     stuck.give_up()
     assert 0.15 < time.monotonic() - began < 5
@@ -284,7 +284,7 @@ def test_a_copy_that_comes_in_the_midst_of_a_run_does_not_cost_what_is_saved_aft
     one = saver(last=1, best=0)
     save(one, 1)
     one.finish()
-    other = CheckpointWriter(CheckpointStorage(saver.folder.parent / "other"), Checkpoint(asynchronous=False))
+    other = WholeWriter(CheckpointStorage(saver.folder.parent / "other"), Checkpoint(asynchronous=False))
     save(other, 99)
     shutil.copytree(other.store.path(99), one.store.path(99))
     for step in (2, 3):

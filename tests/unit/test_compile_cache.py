@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.strategy.compile_cache import keep_compiled_code
+from lockstep.strategy.compiled import keep_compiled_code
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunSettings
-from lockstep.data.loaders import one_ahead
-from lockstep.data.order import GlobalBatches
+from lockstep.data.batches import GlobalBatches
+from lockstep.data.loader import one_ahead
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.run import Run

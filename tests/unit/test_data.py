@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lockstep.data.loader import Loader, Loading, batch_fetcher, check_dataset
-from lockstep.data.order import GlobalBatches, MicroBatch
-from lockstep.data.orders import Own, Sequential, Shuffled
-from lockstep.data.permutation import Indices
-from lockstep.data.split import Split, split_dataset
+from lockstep.data.batches import GlobalBatches, MicroBatch
+from lockstep.data.loader import Loader, batch_fetcher, check_dataset
+from lockstep.data.order import CustomOrder, Sequential, Shuffled
+from lockstep.data.permutation import Indices, Split, split_dataset
+from lockstep.data.workers import Loading
 from lockstep.errors import ConfigError
 
 # Each plan is quick to draw, but a busy machine is no reason to fail.
@@ -412,7 +412,7 @@ def generators() -> Any:
 
 
 def test_an_example_that_comes_twice_has_noise_of_its_own_each_time() -> None:
-    again = Own(12, 0, lambda epoch, seed, count: [3] * count, repeats=True)
+    again = CustomOrder(12, 0, lambda epoch, seed, count: [3] * count, repeats=True)
     assert len(noise(Noisy(), 2, given=again)) == 12
 
 

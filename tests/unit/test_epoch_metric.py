@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
+from lockstep.data.batches import GlobalBatches
 from lockstep.data.loader import Loader
-from lockstep.data.order import GlobalBatches
 from lockstep.engine.evaluator import _decoded, _encoded
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import measure_sums

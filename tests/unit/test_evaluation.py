@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.data.batches import GlobalBatches
 from lockstep.data.loader import Loader
-from lockstep.data.order import GlobalBatches
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import BatchMean, combine, evaluating, measure_sums
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lockstep.strategy.fused import divides_gradients, dividing, use_fused_step, with_own_kernels
+from lockstep.strategy.optimizer_step import divides_gradients, dividing, use_fused_step, with_own_kernels
 
 CPU = torch.device("cpu")  # which has fused kernels as well
 

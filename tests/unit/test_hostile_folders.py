@@ -25,8 +25,8 @@ from browser import measured, needs_browser
 from lockstep import run_files
 from lockstep.checkpoint import manifest, reader
 from lockstep.checkpoint.manifest import MANIFEST_FILE, MODEL_FILE, STATE_FILE, TREE_FILE
-from lockstep.checkpoint.snapshot import write
 from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.writer import write
 from lockstep.cli import main
 from lockstep.distributed.group import Group
 from lockstep.errors import CheckpointError

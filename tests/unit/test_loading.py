@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.strategy.loading import load_module, load_optimizer, read_like
-from lockstep.strategy.slices import Stored, slice_of
+from lockstep.strategy.slices import Stored, load_module, load_optimizer, read_like, slice_of
 
 
 class InMemory(Stored):

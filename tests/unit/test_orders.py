@@ -21,12 +21,11 @@ from torch.utils.data import Dataset, TensorDataset
 from conftest import TASK_FILE
 from lockstep.config.schema import After, RunConfig
 from lockstep.config.training import Data
-from lockstep.data.choosing import Buckets, Weighted, choose
-from lockstep.data.loader import Loader, Loading, batch_fetcher
-from lockstep.data.order import GlobalBatches
-from lockstep.data.orders import Order, Own, Shuffled
-from lockstep.data.permutation import SORTED_UP_TO, Permutation
-from lockstep.data.split import Part, Split, split_dataset
+from lockstep.data.batches import GlobalBatches
+from lockstep.data.loader import Loader, batch_fetcher
+from lockstep.data.order import Buckets, CustomOrder, Order, Shuffled, Weighted, choose
+from lockstep.data.permutation import SORTED_UP_TO, Part, Permutation, Split, split_dataset
+from lockstep.data.workers import Loading
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks import evaluate, trainer
@@ -274,7 +273,7 @@ def kinds(count: int) -> dict[str, Callable[[], Order]]:
         "weighted": lambda: Weighted(count, 2, weights, draws=count + 7),
         "without replacement": lambda: Weighted(count, 2, weights, replacement=False, draws=count - 3),
         "buckets": lambda: Buckets(count, 2, lengths, 8, 3),
-        "own": lambda: Own(count, 2, lambda epoch, seed, count: np.arange(count)[::-1]),
+        "own": lambda: CustomOrder(count, 2, lambda epoch, seed, count: np.arange(count)[::-1]),
     }
 
 
@@ -337,14 +336,14 @@ def test_a_loop_goes_on_in_its_order_from_where_it_was_stopped(new_run: Runs, or
 
 def test_other_weights_in_the_midst_of_a_pass_are_refused(new_run: Runs) -> None:
     trained(new_run(), 3, order={"type": "weighted", "weights": [1.0] * 24})
-    with pytest.raises(ConfigError, match=r"it cannot be gone on with weights '.*' -> '.*'"):
+    with pytest.raises(ConfigError, match=r"it cannot be resumed with weights '.*' -> '.*'"):
         trained(new_run(), 3, order={"type": "weighted", "weights": [2.0, *[1.0] * 23]})
 
 
 def test_an_order_of_ones_own_that_comes_out_differently_after_a_restart_is_refused(new_run: Runs) -> None:
     draws = np.random.default_rng(0)
     trained(new_run(), 3, order=lambda epoch, seed, count: draws.permutation(count))
-    with pytest.raises(ConfigError, match=r"it cannot be gone on with examples '.*' -> '.*'"):
+    with pytest.raises(ConfigError, match=r"it cannot be resumed with examples '.*' -> '.*'"):
         trained(new_run(), 3, order=lambda epoch, seed, count: draws.permutation(count))
 
 

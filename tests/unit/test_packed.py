@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.data.loader import Loader, Loading, Packed, collate
-from lockstep.data.order import GlobalBatches
+from lockstep.data.batches import GlobalBatches
+from lockstep.data.loader import Loader
+from lockstep.data.workers import Loading, Packed, collate_packed
 
 
 def same(one: Any, other: Any) -> bool:
@@ -51,14 +52,14 @@ LEFT = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_it_is_the_batch_that_torch_makes_in_one_piece(name: str) -> None:
-    made = collate(PACKED[name])
+    made = collate_packed(PACKED[name])
     assert isinstance(made, Packed) and made.memory.is_shared()
     assert same(made.unpacked(), default_collate(PACKED[name]))
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_other_examples_are_left_to_torch(name: str) -> None:
-    made = collate(LEFT[name])
+    made = collate_packed(LEFT[name])
     assert same(made.unpacked() if isinstance(made, Packed) else made, default_collate(LEFT[name]))
 
 
@@ -67,7 +68,7 @@ def test_examples_that_do_not_go_together_are_refused_in_torchs_words(examples: 
     with pytest.raises(RuntimeError) as theirs:
         default_collate(examples)
     with pytest.raises(type(theirs.value), match=r"stack|size"):
-        collate(examples)
+        collate_packed(examples)
 
 
 class Images(Dataset[Any]):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import parts, ranges
+from lockstep.checkpoint import ranges
 from lockstep.checkpoint.ranges import Digests, Range
 
 
@@ -116,6 +116,6 @@ def test_digests_of_parts_are_made_in_one_pass(lengths: list[int], ranks: int, p
 )
 def test_parts_that_cannot_be_are_refused(told: str) -> None:
     files = {"f": {"bytes": 10, "sha256": {"0": "x"}}}
-    assert parts.parse(b'{"f": {"0": [[0, 10, 10, 1]]}}', files) == {"f": {"0": [Range(0, 10, 10, 1)]}}
+    assert ranges.parse_parts(b'{"f": {"0": [[0, 10, 10, 1]]}}', files) == {"f": {"0": [Range(0, 10, 10, 1)]}}
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
-        parts.parse(told.encode(), files)
+        ranges.parse_parts(told.encode(), files)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.config.values import Interval
-from lockstep.data.progress import Due, Progress
+from lockstep.data.cursors import Due, Progress
 from lockstep.runtime.base import generator_states, seed_generators, set_generator_states
 from lockstep.runtime.cpu import CpuRuntime
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 import lockstep
 from lockstep.config.schema import RunConfig
-from lockstep.data.chunks import BatchSlice
-from lockstep.data.loader import Loading
-from lockstep.data.sources import Source, check_stream, is_stream
-from lockstep.data.streams import Pass
+from lockstep.data.stream import Pass
+from lockstep.data.stream_batches import BatchSlice
+from lockstep.data.stream_reader import Source, check_stream, is_stream
+from lockstep.data.workers import Loading
 from lockstep.distributed.group import Group
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
@@ -108,17 +108,17 @@ def passes(data: Any, dp_size: int, batch_size: int = 6, workers: int = 0, **how
 
 
 def read(walk: Pass) -> list[float]:
-    return [float(value) for chunk in walk._portions() for batch in chunk.batches for value in batch]
+    return [float(value) for chunk in walk._chunks() for batch in chunk.batches for value in batch]
 
 
 def portions_of(walk: Pass, count: int) -> tuple[list[list[float]], Any]:
     """The first portions, and where the rank is after them, as it is saved."""
-    chunks, found, place = walk._portions(), [], walk._once_done(None)
+    chunks, found, place = walk._chunks(), [], walk._place_after(None)
     for _ in range(count):
         chunk = next(chunks, None)
         if chunk is None:
             break
-        place = walk._once_done(chunk)
+        place = walk._place_after(chunk)
         found.append([float(value) for batch in chunk.batches for value in batch])
     chunks.close()
     return found, json.loads(json.dumps(place()))
@@ -141,7 +141,7 @@ def test_every_example_of_every_shard_is_read_once(dp_size: int, workers: int) -
 def test_what_has_no_shards_has_the_same_batches_on_any_number_of_ranks_and_workers(workers: int) -> None:
     whole = [list(map(float, range(start, min(start + 6, 20)))) for start in range(0, 20, 6)]
     for dp_size in (1, 2, 3) if not workers else (2,):
-        found = [list(walk._portions()) for walk in passes(Numbers(20), dp_size, workers=workers)]
+        found = [list(walk._chunks()) for walk in passes(Numbers(20), dp_size, workers=workers)]
         steps = [
             [float(v) for rank in step for v in rank.batches[0][: rank.count]] for step in zip(*found, strict=True)
         ]
@@ -206,7 +206,7 @@ def test_augmentation_of_a_stream_is_the_same_on_any_number_of_ranks_and_workers
         walks = passes(data, dp_size, workers=workers, buffer=buffer, **how)
         # A part without an example computes one of another that counts for nothing.
         return sorted(
-            float(value) for walk in walks for each in walk._portions() for value in each.batches[0][: each.count]
+            float(value) for walk in walks for each in walk._chunks() for value in each.batches[0][: each.count]
         )
 
     one = found(1)
@@ -315,7 +315,7 @@ def test_what_divides_itself_is_not_divided_anew() -> None:
     own = Numbers(20)
     own.is_share = True  # type: ignore[attr-defined]
     saved = {"kind": "own", "places": [portions_of(walk, 1)[1] for walk in passes(own, 2)]}
-    with pytest.raises(ConfigError, match=r"begun with 2 ranks x 1 readers, so that 3 x 1 cannot go on"):
+    with pytest.raises(ConfigError, match=r"begun with 2 ranks x 1 readers, so that 3 x 1 cannot resume"):
         passes(own, 3, start=1, saved=saved)
 
 
@@ -350,7 +350,7 @@ def test_ranks_have_as_many_micro_batches_whatever_they_have_left(fill: bool, ac
     """What three ranks compute together is the mean over what is really there; all have as much to compute."""
     data = Sharded([7, 2, 4])
     walks = passes(data, 3, accumulate=accumulate, fill=fill)
-    chunks = [list(walk._portions()) for walk in walks]
+    chunks = [list(walk._chunks()) for walk in walks]
     for step in range(max(map(len, chunks))):
         mine = [each[step] if step < len(each) else None for each in chunks]
         counts = [0 if each is None else each.count for each in mine]
@@ -513,7 +513,7 @@ def test_a_change_in_the_midst_of_a_pass_is_refused(new_run: Runs) -> None:
         break
     again = new_run()
     set_up(again)
-    with pytest.raises(ConfigError, match=r"cannot be gone on with shuffle_buffer 4 -> None"):
+    with pytest.raises(ConfigError, match=r"cannot be resumed with shuffle_buffer 4 -> None"):
         next(iter(again.batches(Sharded(UNEVEN), 6, name="a")))
 
 

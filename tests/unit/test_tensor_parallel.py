@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from lockstep.config.strategy import Strategy
 from lockstep.errors import ConfigError
 from lockstep.strategy import placing
-from lockstep.strategy.initial import has_no_memory, initialise
 from lockstep.strategy.mesh import by_rules, resolve_meshes
+from lockstep.strategy.placing import has_no_memory, initialise
 from lockstep.strategy.tensor_parallel import Layer, Plan, Split, plan
 
 

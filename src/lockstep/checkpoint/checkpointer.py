@@ -1,4 +1,4 @@
-"""Saves a run so that it can go on bit for bit, and brings it back: what is saved, when it is worth it, and by whom."""
+"""Saves a run so that it resumes bit for bit, and restores it: what is saved, when it is worth it, and by whom."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lockstep.checkpoint import codec, reader
-from lockstep.checkpoint.attached import Attached
-from lockstep.checkpoint.owners import OwnersWriter
+from lockstep.checkpoint.registered import RegisteredState, Stateful
 from lockstep.checkpoint.retention import best_first
-from lockstep.checkpoint.snapshot import versions
-from lockstep.checkpoint.stateful import Stateful
+from lockstep.checkpoint.sharded_writer import ShardedWriter
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.checkpoint.writer import WholeWriter, versions
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
@@ -27,8 +25,7 @@ from lockstep.errors import NonFiniteWeights
 from lockstep.runtime.base import Runtime, generator_states, seed_generators, set_generator_states
 from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.fingerprint import compare, digests, fingerprint, non_finite
-from lockstep.strategy.loading import read_like
-from lockstep.strategy.slices import slice_of
+from lockstep.strategy.slices import read_like, slice_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Last:
-    """The newest save: its step, what it was judged by, and the state it had beside its tensors."""
+    """The newest save: its step, its value, and the state it had beside its tensors."""
 
     step: int
     value: float | None
@@ -60,7 +57,7 @@ class Last:
 
 
 class Checkpointer:
-    """One rank's part in saving and restoring. Rank 0 writes, or all ranks what they own; they call it alike."""
+    """One rank's part in saving and restoring. All ranks call it alike."""
 
     def __init__(
         self,
@@ -74,19 +71,19 @@ class Checkpointer:
         seed: int,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writing a checkpoint may take `limit` seconds. `guard` raises where the run's folder is not this run's any
-        more."""
+        """Writing a checkpoint may take `limit` seconds. `guard` raises where the folder does not belong to this run
+        any more."""
         self._guard, self._next_look = guard, 0.0
         self._group, self._runtime, self._strategy, self._weights = group, runtime, strategy, weights
         self.storage = CheckpointStorage(folder / "checkpoints", guard)
         self._by_owners = strategy.keeps_slices and group.world_size > 1
-        self._writer: CheckpointWriter | OwnersWriter
+        self._writer: WholeWriter | ShardedWriter
         if self._by_owners:
-            self._writer = OwnersWriter(self.storage, settings, limit, group)
+            self._writer = ShardedWriter(self.storage, settings, limit, group)
         else:
-            self._writer = CheckpointWriter(self.storage, settings, limit, group.activity, self._fetch)
-        self._writer.go_on_from(None)  # until it is restored, a run begins anew
-        self.attached = Attached(group, strategy.keeps_slices)
+            self._writer = WholeWriter(self.storage, settings, limit, group.activity, self._fetch)
+        self._writer.resume_from(None)  # until it is restored, a run begins anew
+        self.registered = RegisteredState(group, strategy.keeps_slices)
         self._mode, self._seed = settings.keep.mode, seed
         self.last: Last | None = None
         # For rank 0, where the folder is also kept elsewhere: waits until what is saved is there, too.
@@ -102,10 +99,10 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         automatic: bool = False,
     ) -> None:
-        """Save what the run is made of; `position` is where it is in its data, `state` the rest that it knows itself.
+        """Saves the run; `position` is where it is in its data, `state` the rest that the run itself knows.
 
-        A step that is saved already is saved again where something has changed since: the position, what is attached,
-        what it is judged by. An automatic save keeps what the one before was judged by.
+        A step that is saved already is saved again where something has changed since. An automatic save keeps the value
+        of the one before.
         """
         if self.last is not None and self.last.step == step:
             if automatic:
@@ -114,9 +111,9 @@ class Checkpointer:
                 return
         self._group.activity.enter("saving")
         self.equalize_buffers()
-        message = {"generators": generator_states(self._runtime), "attached": self.attached.digests()}
+        message = {"generators": generator_states(self._runtime), "attached": self.registered.digests()}
         states = self.compared(message, "generator states", step)
-        attached = self.attached.states([each["attached"] for each in states])
+        attached = self.registered.states([each["attached"] for each in states])
         if self._group.rank == 0 or self._strategy.gathers_state or self._by_owners:
             weights, models = self._weights.state()
             whole = {
@@ -127,22 +124,22 @@ class Checkpointer:
                 "attached": attached,
                 "generators": [each["generators"] for each in states],
             }
-            if self._group.rank == 0 or isinstance(self._writer, OwnersWriter):
-                told = {**about, "value": value, "metrics": dict(metrics or {})}
-                self._writer.save(step, weights, whole, told)
+            if self._group.rank == 0 or isinstance(self._writer, ShardedWriter):
+                about = {**about, "value": value, "metrics": dict(metrics or {})}
+                self._writer.save(step, weights, whole, about)
             else:  # what is spread over hosts is fetched by all of them together
                 self._writer.fetch(weights, whole)
         key = self._key(position) if self._group.rank == 0 else None
         self.last = Last(step, value, dict(metrics or {}), key)
 
     def restore(self, step: int | None = None, best: bool = False) -> dict[str, Any] | None:
-        """Go back to a step, to the best or to the newest good checkpoint; the state that the run itself has to take
-        in, or None where there is no checkpoint."""
+        """Restores a step, the best or the newest good checkpoint; returns the state that the run itself has to load,
+        or None where there is no checkpoint."""
         if self._group.rank == 0:
             self.storage.sweep()
         slices = self._strategy.keeps_slices
         loaded = reader.restore(self.storage, self._group, step, best, self._mode, slices)
-        self._writer.go_on_from(loaded.step if loaded else None)
+        self._writer.resume_from(loaded.step if loaded else None)
         if loaded is None:
             return None
         state: dict[str, Any] = loaded.state
@@ -150,7 +147,7 @@ class Checkpointer:
         source = str(self.storage.path(step))
         try:
             self._weights.load(loaded.model, state, source)
-            self.attached.load(state["attached"])
+            self.registered.load(state["attached"])
             state["cursors"] = read_like(state["cursors"], None)  # streams may have tensors in their state
         finally:
             loaded.close()
@@ -166,7 +163,7 @@ class Checkpointer:
         return state
 
     def load_weights(self, folder: Path, step: int, beside: Mapping[str, Stateful]) -> None:
-        """The weights of a checkpoint of another run, and what is asked for beside them; nothing of it changes."""
+        """Loads the weights of a checkpoint of another run, and what is asked for beside them."""
         storage = CheckpointStorage(folder / "checkpoints")
         loaded = reader.restore(storage, self._group, step, slices=self._strategy.keeps_slices)
         assert loaded is not None
@@ -182,17 +179,17 @@ class Checkpointer:
             loaded.close()
 
     def restored_to(self, position: Mapping[str, Any]) -> None:
-        """The run has taken in its part of the state: what it would save now is what is saved already."""
+        """The run has loaded its part of the state: what it would save now is what is saved already."""
         if self.last is not None and self._group.rank == 0:
             self.last = replace(self.last, key=self._key(position))
 
     def compared(self, message: dict[str, Any], name: str, step: int) -> list[dict[str, Any]]:
-        """Gather a message from all ranks, and make sure that weights are finite, and equal where they must be."""
+        """Gathers a message from all ranks, and checks that weights are finite, and equal where they must be."""
         checked = self._strategy.parameters_to_check(self._weights.modules)
         mine = fingerprint(checked) if self._strategy.has_replicas else []
         holders = list((self._strategy.holders(self._weights.modules) or {}).values())
-        told = {**message, "fingerprint": digests(mine, holders), "bad": non_finite(checked)}
-        messages = self._group.gather(told, name)
+        message = {**message, "fingerprint": digests(mine, holders), "bad": non_finite(checked)}
+        messages = self._group.gather(message, name)
         bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
         if bad:
             ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))
@@ -205,44 +202,40 @@ class Checkpointer:
             self._strategy.equalize_buffers(self._weights.modules)
 
     def best(self) -> dict[str, Any] | None:
-        """For rank 0: the best of this run's checkpoints that were given a value."""
+        """For rank 0: returns the best of this run's checkpoints that have a value."""
         last = self.last.step if self.last is not None else -1
         found = best_first([each for each in self.storage.saved() if each.step <= last], self._mode)
         return {"value": found[0].value, "step": found[0].step} if found else None
 
     def check(self) -> None:
-        """Raise what a background write raised, as soon as it is known; and look after the run's folder."""
+        """Raises what a background write raised, and checks the run's folder."""
         self._writer.check()
         if (now := time.monotonic()) > self._next_look:
             self._next_look = now + _LOOK_SECONDS
             self._guard()
 
     def finish(self) -> None:
-        """Wait for the write under way; raises what it raised."""
         self._writer.finish()
 
     def settle(self, leaving: bool) -> None:
-        """Wait until what is saved may be announced; a run that is `leaving` waits longer for what is elsewhere."""
+        """Waits until what is saved may be announced; a run that is `leaving` waits longer for uploads."""
         self.finish()
         self.elsewhere(leaving)
 
     def give_up(self) -> None:
-        """Let a write under way come to its end, in a run that failed."""
+        """Gives a write under way a few seconds to end, in a run that failed."""
         self._writer.give_up()
 
     def newest(self) -> tuple[int, Path] | None:
-        """For rank 0: the step and folder of the newest checkpoint, once a save under way is on the disk.
-
-        It is the one that was saved or restored last: what else the folder has may be damaged, or of a branch that was
-        left.
-        """
+        """For rank 0: returns the step and folder of the checkpoint that was saved or restored last, once it is on the
+        disk. Others in the folder may be damaged, or of a branch that was left."""
         self._writer.finish()
         if self.last is None or self.last.step not in self.storage.steps():
             return None
         return self.last.step, self.storage.path(self.last.step)
 
     def _fetch(self, tensors: list[Tensor]) -> list[Tensor]:
-        """For a rank that saves whole tensors, which on a mesh of one it has of those that are spread, too."""
+        """On a mesh of one, a rank has the whole of sharded tensors, too."""
         here = [each if (found := slice_of(each)) is None else found.tensor for each in tensors]
         return self._strategy.fetch(here)
 
@@ -255,12 +248,12 @@ class Checkpointer:
     def _is_saved(self, position: Mapping[str, Any], value: float | None) -> bool:
         """Whether saving again would write the same: nothing but tensors can have changed, and steps change those."""
         assert self.last is not None
-        has_tensors = self.attached.without_tensors()[1]
+        has_tensors = self.registered.without_tensors()[1]
         return self.last.key == self._key(position) and self.last.value == value and not has_tensors
 
     def _key(self, position: Mapping[str, Any]) -> str:
         """What can change between two steps, without its tensors, as text to compare."""
-        attached, _ = self.attached.without_tensors()
+        attached, _ = self.registered.without_tensors()
         return json.dumps([codec.pack([dict(position), self._weights.hyperparameters()])[0], attached], sort_keys=True)
 
 

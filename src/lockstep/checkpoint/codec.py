@@ -1,4 +1,5 @@
-"""State in, tensors and JSON out; and back. Types that JSON lacks are tagged, anything unknown is refused by path."""
+"""Turns state into tensors and JSON, and back. Types that JSON lacks are tagged, anything unknown is refused by
+path."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(state: Any) -> tuple[Any, Tensors]:
-    """A JSON tree, and the tensors that it refers to by their path."""
+    """Returns a JSON tree, and the tensors that it refers to by their path."""
     tensors: Tensors = {}
     return _pack(state, "", tensors), tensors
 
 
 def unpack(tree: Any, tensors: Mapping[str, torch.Tensor | Stored]) -> Any:
-    """The state that `pack` was given; with what is Stored where its tensors were, and arrays read already."""
+    """Returns the state that `pack` was given, with Stored tensors where they are not read yet."""
     if isinstance(tree, list):
         return [unpack(value, tensors) for value in tree]
     if not isinstance(tree, dict):
@@ -46,7 +47,7 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor | Stored]) -> Any:
 
 
 def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names that stand for the very same tensor as an earlier name (tied weights): later name -> first name."""
+    """Returns later name -> first name for names of the very same tensor (tied weights)."""
     first: dict[tuple[Any, ...], str] = {}
     shared = {}
     for name, tensor in tensors.items():
@@ -84,7 +85,7 @@ def _pack(value: Any, path: str, tensors: Tensors) -> Any:
 
 
 def _keep(tensor: torch.Tensor, path: str, tensors: Tensors) -> str:
-    """Put a tensor under its path, or one like it: `a.b` may also be a key with a dot in it."""
+    """Keeps a tensor under its path, or one like it: `a.b` may also be a key with a dot in it."""
     name = path
     while name in tensors:
         name += "'"

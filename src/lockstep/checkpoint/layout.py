@@ -1,5 +1,7 @@
-"""Where every tensor of a checkpoint by owners is, and which rank writes which block of it: pure functions of what the
-ranks have told each other, so that all of them come to the same."""
+"""Plans the files of a sharded checkpoint, and which rank writes which block of each tensor.
+
+Pure functions of what all ranks have exchanged, so that every rank gets the same plan.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint import ranges, tensor_file
+from lockstep.checkpoint import ranges
+from lockstep.checkpoint.header import Entry, Piece, laid_out
 from lockstep.checkpoint.manifest import shard_name
 from lockstep.checkpoint.ranges import Range
-from lockstep.checkpoint.tensor_file import Entry
 from lockstep.errors import CheckpointError
 
 MODEL, STATE = "model", "state"
@@ -37,15 +39,13 @@ class Item(NamedTuple):
 
     def plain(self) -> list[Any]:
         """For a message to other ranks."""
-        entry = self.entry
-        return [
-            self.kind, entry.name, tensor_file.code_of(entry.dtype), list(entry.shape), entry.pairs, self.spread,
-        ]  # fmt: skip
+        name, dtype, itemsize, shape, _, pairs, _ = self.entry
+        return [self.kind, name, dtype, itemsize, list(shape), pairs, self.spread]
 
     @classmethod
-    def from_plain(cls, told: Sequence[Any]) -> Item:
-        kind, name, code, shape, pairs, spread = told
-        return cls(kind, Entry(name, tensor_file.dtype_of(code), tuple(shape), pairs=pairs), spread)
+    def from_plain(cls, plain: Sequence[Any]) -> Item:
+        kind, name, dtype, itemsize, shape, pairs, spread = plain
+        return cls(kind, Entry(name, dtype, itemsize, tuple(shape), pairs=pairs), spread)
 
 
 class Block(NamedTuple):
@@ -81,27 +81,27 @@ class Layout:
         return sum(each.size for each in self.files)
 
     def written_by(self, rank: int, file: File) -> list[tuple[Item, list[Range]]]:
-        """What a rank writes of a file, in the order of the file; without the header, which is its owner's."""
+        """What a rank writes of a file, in the order of the file, without the header."""
         return [
-            (item, ranges.of_block(item.entry.shape, *block, item.entry.dtype.itemsize, item.entry.begin))
+            (item, ranges.of_block(item.entry.shape, *block, item.entry.itemsize, item.entry.begin))
             for item in file.items
             if (block := self.blocks[item.key].get(rank)) is not None
         ]
 
+    def ranges_of(self, rank: int, file: File) -> list[Range]:
+        """The bytes of a file that a rank writes; its owner also writes the header."""
+        header = [Range(0, len(file.header), len(file.header), 1)] if rank == file.owner else []
+        return header + [each for _, places in self.written_by(rank, file) for each in places]
+
     def parts(self, world_size: int) -> dict[str, dict[str, list[Range]]]:
         """For every file and rank the bytes that this rank writes, as in parts.json."""
-        found: dict[str, dict[str, list[Range]]] = {}
-        for file in self.files:
-            for rank in range(world_size):
-                mine = [each for _, found_ranges in self.written_by(rank, file) for each in found_ranges]
-                if rank == file.owner:
-                    mine.insert(0, Range(0, len(file.header), len(file.header), 1))
-                if mine:
-                    found.setdefault(file.name, {})[str(rank)] = mine
-        return found
+        return {
+            file.name: {str(rank): mine for rank in range(world_size) if (mine := self.ranges_of(rank, file))}
+            for file in self.files
+        }
 
     def index(self) -> dict[str, Any]:
-        """Which file has which weight, as Hugging Face writes it."""
+        """The file of every weight, as Hugging Face writes it."""
         models = [file for file in self.files if file.items[0].kind == MODEL]
         return {
             "metadata": {"total_size": sum(item.entry.nbytes for file in models for item in file.items)},
@@ -110,10 +110,10 @@ class Layout:
 
 
 def make(items: Sequence[Item], had: Sequence[Sequence[Block]], apart: bool = False) -> Layout:
-    """`had` are the blocks that each rank has of the tensors that are spread, in the order of `items`.
+    """Plans a checkpoint; `had` are the blocks that each rank has of the sharded tensors, in the order of `items`.
 
-    Ranks of one host write whole tensors together, each its blocks. With `apart`, every rank writes a file of its own
-    with pieces of tensors: file systems do not promise that hosts may write to one file at the same time.
+    Ranks of one host write into the same files. With `apart`, every rank writes its own file, with pieces of tensors:
+    file systems do not promise that hosts may write to one file at the same time.
     """
     blocks: dict[str, dict[int, Block]] = {}
     spread = 0
@@ -130,7 +130,6 @@ def make(items: Sequence[Item], had: Sequence[Sequence[Block]], apart: bool = Fa
 
 
 def _apart(items: Sequence[Item], blocks: Mapping[str, Mapping[int, Block]], ranks: int) -> Layout:
-    """A file for every rank and kind, with the blocks that the rank writes."""
     files: list[File] = []
     pieces: dict[str, dict[int, Block]] = {}
     for kind in (MODEL, STATE):
@@ -150,12 +149,12 @@ def _piece(item: Item, block: Block) -> Item:
     if block.size == entry.shape:
         return item
     name = f"{entry.name}[{','.join(map(str, block.offset))}]"
-    piece = tensor_file.Piece(entry.name, entry.shape, block.offset)
+    piece = Piece(entry.name, entry.shape, block.offset)
     return item._replace(entry=entry._replace(name=name, shape=block.size, piece=piece))
 
 
 def _writers(entry: Entry, had: Sequence[Block], number: int) -> dict[int, Block]:
-    """Of the ranks that have the same block one writes it, for every tensor another one."""
+    """Chooses one of the ranks that have the same block to write it, another one for every tensor."""
     holders: dict[Block, list[int]] = {}
     for rank, block in enumerate(had):
         if block.elements:
@@ -173,15 +172,15 @@ def _check_complete(entry: Entry, blocks: Sequence[Block]) -> None:
         for intervals, end, length in zip(along, ends, entry.shape, strict=True)
     )
     if entry.nbytes and not (even and len(blocks) == math.prod(len(each) for each in along)):
-        told = ", ".join(f"{list(each.size)} at {list(each.offset)}" for each in blocks[:8]) or "nothing"
+        shown = ", ".join(f"{list(each.size)} at {list(each.offset)}" for each in blocks[:8]) or "nothing"
         raise CheckpointError(
             f"{entry.name!r} of shape {list(entry.shape)} cannot be saved: what the ranks have of it does not make it "
-            f"up, or overlaps ({told})"
+            f"up, or overlaps ({shown})"
         )
 
 
 def _files(kind: str, items: Sequence[Item], most: int) -> list[File]:
-    """Tensors in their order over at most so many files of about the same size."""
+    """Divides tensors, in their order, over at most so many files of about the same size."""
     chosen = [item for item in items if item.kind == kind]
     whole = sum(item.entry.nbytes for item in chosen)
     groups: dict[int, list[Item]] = {}
@@ -193,7 +192,7 @@ def _files(kind: str, items: Sequence[Item], most: int) -> list[File]:
 
 
 def _file(kind: str, items: Sequence[Item], number: int, count: int, owner: int = 0, shared: bool = True) -> File:
-    header, entries = tensor_file.laid_out([item.entry for item in items], _METADATA[kind])
+    header, entries = laid_out([item.entry for item in items], _METADATA[kind])
     spread = {item.entry.name: item.spread for item in items}
     placed = [Item(kind, entry, spread[entry.name]) for entry in entries]
     size = len(header) + sum(entry.nbytes for entry in entries)

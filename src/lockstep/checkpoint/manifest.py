@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: `manifest.json`, with the size and digest of every other file and its own.
+"""The manifest of a checkpoint: `manifest.json`, with the size and digest of every other file.
 
 One rank writes format 1: two files of tensors, each with its digest. Several ranks write format 2: tensors are divided
-over more files, and each of those has a digest for every rank, over the bytes that this rank wrote (`parts.json`).
+over more files, and each has a digest for every rank, over the bytes that this rank wrote (`parts.json`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import run_files
-from lockstep.checkpoint import parts, ranges
+from lockstep.checkpoint import ranges
 from lockstep.config.plain import naming
 
 WHOLE, BY_OWNERS = 1, 2  # formats
@@ -45,7 +45,6 @@ _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E
 
 
 def step_name(step: int) -> str:
-    """What the checkpoint of a step is called."""
     return f"{STEP_PREFIX}{step:08d}"
 
 
@@ -56,35 +55,35 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(kind: str, number: int, count: int) -> str:
-    """What a file of tensors of format 2 is called; numbers begin with 1, as Hugging Face has it."""
+    """Returns the name of a file of tensors of format 2; numbers begin with 1, as in Hugging Face's names."""
     return f"{kind}-{number:05d}-of-{count:05d}.safetensors"
 
 
-def files(told: Mapping[str, Any]) -> list[str]:
-    """All files that a manifest names, in the order in which they are read."""
-    return list(FILES) if told["format"] == WHOLE else [*_SMALL_FILES, *shards(told)]
+def files(meta: Mapping[str, Any]) -> list[str]:
+    """Returns all files that a manifest names, in the order in which they are read."""
+    return list(FILES) if meta["format"] == WHOLE else [*_SMALL_FILES, *shards(meta)]
 
 
-def shards(told: Mapping[str, Any], kind: str = "") -> list[str]:
-    """The files of format 2 that have tensors, all or those of a kind: model or state."""
-    return sorted(name for name in told["files"] if _SHARD.fullmatch(name) and name.startswith(kind))
+def shards(meta: Mapping[str, Any], kind: str = "") -> list[str]:
+    """Returns the files of format 2 that have tensors, all or those of a kind: model or state."""
+    return sorted(name for name in meta["files"] if _SHARD.fullmatch(name) and name.startswith(kind))
 
 
-def tensor_files(told: Mapping[str, Any], kind: str) -> list[str]:
-    """The files of either format with the tensors of the model, or of the state."""
-    return [f"{kind}.safetensors"] if told["format"] == WHOLE else shards(told, kind)
+def tensor_files(meta: Mapping[str, Any], kind: str) -> list[str]:
+    """Returns the files of either format with the tensors of the model, or of the state."""
+    return [f"{kind}.safetensors"] if meta["format"] == WHOLE else shards(meta, kind)
 
 
 class Damaged(Exception):
-    """What is wrong with a checkpoint."""
+    """A checkpoint is not what was written."""
 
 
 class Unreadable(Exception):
-    """Why a checkpoint, which may be whole, cannot be read."""
+    """A checkpoint, which may be whole, cannot be read."""
 
 
 def not_read(name: str, error: OSError) -> Damaged | Unreadable:
-    """What an error that a file could not be read with means."""
+    """Returns what an error while reading a file means."""
     if error.errno == errno.ENOENT:
         return Damaged(f"{name} is missing")
     text = f"{name} cannot be read: {error.strerror or error}"
@@ -101,9 +100,9 @@ def open_part(folder: Path, name: str) -> int:
 
 
 def write(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """The last file of a checkpoint; on the disk when this returns."""
-    told = {"format": WHOLE, **manifest}
-    text = json.dumps({**told, "digest": _digest(told)}, indent=1) + "\n"
+    """Writes the last file of a checkpoint; it is on the disk when this returns."""
+    meta = {"format": WHOLE, **manifest}
+    text = json.dumps({**meta, "digest": _digest(meta)}, indent=1) + "\n"
     file = folder / MANIFEST_FILE
     with naming(file), file.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -112,7 +111,7 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, if it is one and whole; raises Damaged or Unreadable."""
+    """Returns the manifest of a checkpoint; raises Damaged or Unreadable."""
     try:
         data = run_files.read_bytes(folder / MANIFEST_FILE, _LONGEST_MANIFEST, _DEPTH)
     except OSError as error:
@@ -121,7 +120,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def parse(data: bytes, name: str) -> dict[str, Any]:
-    """What the manifest of the checkpoint of this name says; raises Damaged."""
+    """Parses the manifest of the checkpoint of this name; raises Damaged."""
     try:
         manifest: dict[str, Any] = json.loads(data)
         if manifest["format"] not in (WHOLE, BY_OWNERS) or type(manifest["format"]) is not int:
@@ -151,7 +150,7 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Make sure that every file is there, and as long as it was; raises Damaged or Unreadable."""
+    """Checks that every file is there, and as long as it was; raises Damaged or Unreadable."""
     for name in files(manifest):
         expected = manifest["files"][name]["bytes"]
         try:
@@ -163,7 +162,7 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def check_digest(name: str, found: str, manifest: Mapping[str, Any], rank: str | None = None) -> None:
-    """Make sure that a file, or the part of it that a rank wrote, is what it was; raises Damaged."""
+    """Checks the digest of a file, or of the part that a rank wrote; raises Damaged."""
     expected = manifest["files"][name]["sha256"]
     if rank is not None and found != expected[rank]:
         raise Damaged(f"{name} does not match its digest in the manifest: the part that rank {rank} wrote")
@@ -172,7 +171,7 @@ def check_digest(name: str, found: str, manifest: Mapping[str, Any], rank: str |
 
 
 def read_small(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """A file that is read at once, if it is what it was; raises Damaged or Unreadable."""
+    """Reads a file at once and checks its digest; raises Damaged or Unreadable."""
     try:
         data = run_files.read_bytes(folder / name, min(manifest["files"][name]["bytes"], _LONGEST_SMALL), _DEPTH)
     except OSError as error:
@@ -181,11 +180,11 @@ def read_small(folder: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
     return data
 
 
-def read_parts(folder: Path, manifest: Mapping[str, Any]) -> parts.Parts:
-    """Who wrote which bytes of a checkpoint of format 2; raises Damaged or Unreadable."""
+def read_parts(folder: Path, manifest: Mapping[str, Any]) -> ranges.Parts:
+    """Returns who wrote which bytes of a checkpoint of format 2; raises Damaged or Unreadable."""
     data = read_small(folder, PARTS_FILE, manifest)
     try:
-        return parts.parse(data, {name: manifest["files"][name] for name in shards(manifest)})
+        return ranges.parse_parts(data, {name: manifest["files"][name] for name in shards(manifest)})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{PARTS_FILE} cannot be read: {error}") from None
 
@@ -194,11 +193,11 @@ def check_part(
     folder: Path,
     name: str,
     rank: str | None,
-    found: parts.Parts,
+    found: ranges.Parts,
     manifest: Mapping[str, Any],
     progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """Read a file, or the part of it that a rank wrote, and compare its digest; raises Damaged or Unreadable."""
+    """Reads a file, or the part that a rank wrote, and checks its digest; raises Damaged or Unreadable."""
     size = manifest["files"][name]["bytes"]
     wanted = found[name][rank] if rank is not None else [ranges.Range(0, size, size, 1)] if size else []
     descriptor = open_part(folder, name)
@@ -214,7 +213,7 @@ def check_part(
 
 
 def to_check(manifest: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """All that has a digest: files, and parts of files with the rank that wrote them."""
+    """Returns all that has a digest: files, and parts of files with the rank that wrote them."""
     found: list[tuple[str, str | None]] = []
     for name in files(manifest):
         by_rank = manifest["files"][name]["sha256"]
@@ -232,7 +231,7 @@ def check(folder: Path) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, by reading all of it; nothing where it is whole. Raises Unreadable."""
+    """Reads all of a checkpoint; returns what is wrong with it, or None. Raises Unreadable."""
     try:
         check(folder)
     except Damaged as error:
@@ -241,7 +240,6 @@ def problem(folder: Path) -> str | None:
 
 
 def _is_digest(file: str, digest: Any) -> bool:
-    """One for a file, or by rank for those of which every rank wrote a part."""
     if not _SHARD.fullmatch(file):
         return isinstance(digest, str)
     return isinstance(digest, dict) and all(
@@ -250,7 +248,6 @@ def _is_digest(file: str, digest: Any) -> bool:
 
 
 def _check_step(name: str, manifest: Mapping[str, Any]) -> None:
-    """A copy of a checkpoint under the name of another step is not what its name says."""
     step = manifest["step"]
     if type(step) is not int or step < 0:
         raise Damaged(f"{MANIFEST_FILE} names no step")

@@ -1,13 +1,14 @@
-"""Which bytes of a file a block of a tensor takes, and reading, writing and digesting just those."""
+"""The bytes of a file that a block of a tensor takes, and reading, writing and digesting just those."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # What is read or written, and digested, at once.
 PIECE_BYTES = 4 * 1024 * 1024
@@ -16,9 +17,11 @@ _SHORT_ROW = 16 * 1024
 # What is digested at once when it was not written just now: so much stays near the processor.
 _DIGEST_BYTES = 1024 * 1024
 
+_LARGEST = 2**62
+
 
 class Range(NamedTuple):
-    """Rows of bytes, as far apart from each other as their stride."""
+    """Rows of bytes, at a distance of `stride` from each other."""
 
     begin: int
     length: int
@@ -33,7 +36,7 @@ class Range(NamedTuple):
 def of_block(
     shape: Sequence[int], offset: Sequence[int], size: Sequence[int], itemsize: int, begin: int
 ) -> list[Range]:
-    """Where a block of a tensor is that begins at this byte, in the order of the block's own elements."""
+    """Returns where a block of a tensor is that begins at this byte, in the order of the block's elements."""
     if not all(size):
         return []
     partial = [axis for axis in range(len(shape)) if size[axis] != shape[axis]]
@@ -59,7 +62,7 @@ def total(ranges: Iterable[Range]) -> int:
 
 
 def chopped(ranges: Iterable[Range], most: int = PIECE_BYTES) -> Iterator[Range]:
-    """The same bytes in the same order, in ranges of at most so many."""
+    """Yields the same bytes in the same order, in ranges of at most so many."""
     for begin, length, stride, count in ranges:
         together = most // length
         if together:
@@ -72,7 +75,7 @@ def chopped(ranges: Iterable[Range], most: int = PIECE_BYTES) -> Iterator[Range]
 
 
 def from_start(descriptor: int) -> Callable[[memoryview], None]:
-    """Reads on from the beginning of a file, as much at a time as it is given memory for."""
+    """Returns a function that reads a file from its beginning, as much at a time as it is given memory for."""
     position = 0
 
     def fill_next(memory: memoryview) -> None:
@@ -85,7 +88,7 @@ def from_start(descriptor: int) -> Callable[[memoryview], None]:
 
 
 def fill(descriptor: int, ranges: Iterable[Range], memory: memoryview) -> None:
-    """Read these bytes of a file into memory, one after the other. Raises EOFError where the file is too short."""
+    """Reads these bytes of a file into memory. Raises EOFError where the file is too short."""
     done = 0
     for each in chopped(ranges):
         target = memory[done : done + each.bytes]
@@ -98,7 +101,7 @@ def fill(descriptor: int, ranges: Iterable[Range], memory: memoryview) -> None:
 
 
 def put(descriptor: int, ranges: Iterable[Range], memory: memoryview, seen: Callable[[memoryview], object]) -> None:
-    """Write memory to these bytes of a file; `seen` gets every piece of it while the processor still has it at hand."""
+    """Writes memory to these bytes of a file; `seen` gets every piece while it is still in the processor's cache."""
     done = 0
     for each in chopped(ranges):
         piece = memory[done : done + each.bytes]
@@ -109,7 +112,7 @@ def put(descriptor: int, ranges: Iterable[Range], memory: memoryview, seen: Call
 
 
 def digest(descriptor: int, ranges: Iterable[Range], progress: Callable[[], object] = lambda: None) -> str:
-    """SHA-256 of these bytes of a file, in this order. Raises EOFError where the file is too short."""
+    """Returns the SHA-256 of these bytes of a file. Raises EOFError where the file is too short."""
     found, piece = hashlib.sha256(), memoryview(bytearray(_DIGEST_BYTES))
     for each in chopped(ranges, _DIGEST_BYTES):
         fill(descriptor, [each], piece[: each.bytes])
@@ -119,7 +122,7 @@ def digest(descriptor: int, ranges: Iterable[Range], progress: Callable[[], obje
 
 
 class Digests:
-    """The digests of several parts of one file, made while it is read from its beginning to its end."""
+    """The digests of several parts of one file, computed while it is read from beginning to end."""
 
     def __init__(self, parts: Mapping[str, Sequence[Range]]) -> None:
         self._parts = {name: _Following(ranges) for name, ranges in parts.items()}
@@ -135,8 +138,6 @@ class Digests:
 
 
 class _Following:
-    """One of the parts, and how far it has come."""
-
     def __init__(self, ranges: Sequence[Range]) -> None:
         self.digest = hashlib.sha256()
         self._rows = _rows(ranges)
@@ -159,7 +160,7 @@ def _rows(ranges: Iterable[Range]) -> Iterator[tuple[int, int]]:
 
 
 def _read_rows(descriptor: int, rows: Range, target: memoryview) -> None:
-    """Short rows by way of longer pieces of the file, with what is between them."""
+    """Reads short rows in longer pieces, together with what is between them."""
     import numpy as np
     from numpy.lib.stride_tricks import as_strided
 
@@ -184,3 +185,36 @@ def _write(descriptor: int, memory: memoryview, position: int) -> None:
     while memory:
         count = os.pwrite(descriptor, memory, position)
         memory, position = memory[count:], position + count
+
+
+Parts = dict[str, dict[str, list[Range]]]  # file -> rank -> its ranges, in the order of the file
+
+
+def parts_text(parts: Mapping[str, Mapping[str, Sequence[Range]]]) -> str:
+    return json.dumps(parts, separators=(",", ":")) + "\n"
+
+
+def parse_parts(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Parts:
+    """Parses `parts.json`: for every file and rank the bytes that this rank wrote. `files` is what the manifest says.
+
+    Raises ValueError, KeyError, TypeError, AttributeError or RecursionError where it cannot be so.
+    """
+    given = json.loads(data)
+    parts = {
+        file: {rank: [_range(each, entry["bytes"]) for each in given[file][rank]] for rank in entry["sha256"]}
+        for file, entry in files.items()
+    }
+    for file, entry in files.items():
+        count = sum(total(ranges) for ranges in parts[file].values())
+        if set(given[file]) != set(entry["sha256"]) or count != entry["bytes"]:
+            raise ValueError(f"its parts of {file} have {count} bytes, and the file has {entry['bytes']}")
+    return parts
+
+
+def _range(given: Any, size: int) -> Range:
+    found = Range(*given)
+    begin, length, stride, count = found
+    sound = all(type(each) is int and 0 <= each <= _LARGEST for each in found) and length and count
+    if not sound or (count > 1 and stride < length) or begin + (count - 1) * stride + length > size:
+        raise ValueError(f"{given!r} is no range of bytes of a file of {size}")
+    return found

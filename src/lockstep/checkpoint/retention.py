@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: a pure function of what is there."""
+"""Decides which checkpoints to keep: pure functions of what is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as far as keeping it is concerned."""
+    """What retention needs to know of a checkpoint."""
 
     step: int
     value: float | None = None  # the metric that best is judged by
@@ -16,16 +16,16 @@ class Saved:
 
 
 def best_first(saved: Sequence[Saved], mode: str) -> list[Saved]:
-    """Those with a value, best first; of equals the earlier."""
+    """Returns those with a value, best first; of equals the earlier."""
     sign = 1 if mode == "min" else -1
     judged = [each for each in saved if each.value is not None and each.value == each.value]
     return sorted(judged, key=lambda each: (sign * (each.value or 0.0), each.step))
 
 
 def to_delete(saved: Sequence[Saved], keep_last: int, keep_best: int, mode: str) -> list[int]:
-    """The steps whose checkpoints are neither among the newest nor among the best.
+    """Returns the steps whose checkpoints are neither among the newest nor among the best.
 
-    One that is not whole is nobody's to count: it neither takes the place of a good one nor is deleted.
+    One that is not whole does not count: it neither takes the place of a good one nor is deleted.
     """
     whole = sorted((each for each in saved if each.whole), key=lambda each: each.step)
     newest = whole[-max(keep_last, 1) :]

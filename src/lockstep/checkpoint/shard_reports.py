@@ -1,4 +1,4 @@
-"""What the threads that write one checkpoint tell each other, by way of the store. Every wait has a limit."""
+"""Messages between the threads that write one checkpoint, through the store. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LONGER_SECONDS = 10.0
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.1
 
 
-class Words:
-    """Of one save, under keys that no other save has."""
+class ShardReports:
+    """The messages of one save, under keys that no other save has."""
 
     def __init__(self, group: Group, prefix: str, limit: float) -> None:
         self._group, self._prefix, self._limit = group, prefix, limit
@@ -31,22 +31,21 @@ class Words:
     # Rank 0
 
     def ready(self, folder: str) -> None:
-        """The files are there to be filled."""
         self._leave("ready", folder)
 
     def give_turn(self, rank: int) -> None:
         self._leave(f"turn/{rank}", "")
 
-    def reports(self, final: Path) -> dict[int, dict[str, str]]:
-        """The digests of all other ranks, once they are done. Raises what the first of them failed with."""
+    def collect(self, final: Path) -> dict[int, dict[str, str]]:
+        """Waits for the digests of all other ranks. Raises what the first of them failed with."""
         found: dict[int, dict[str, str]] = {}
 
         def look() -> dict[int, dict[str, str]] | None:
             missing = [rank for rank in self._others if rank not in found]
-            words = self._group.published([self._key(f"report/{rank}") for rank in missing])
-            for rank, word in zip(missing, words, strict=True):
-                if word is not None:
-                    found[rank] = _report(rank, word)
+            reports = self._group.published([self._key(f"report/{rank}") for rank in missing])
+            for rank, report in zip(missing, reports, strict=True):
+                if report is not None:
+                    found[rank] = _digests(report)
             return found if len(found) == len(self._others) else None
 
         if self._until(look, self._deadline) is None:
@@ -59,11 +58,11 @@ class Words:
         return found
 
     def conclude(self, problem: str) -> None:
-        """How it ended: well, or with a problem."""
+        """Reports how it ended: well, or with a problem."""
         self._leave("done", problem)
 
     def wait_until_heard(self, seconds: float) -> None:
-        """Give the others so long to hear how it ended; then the words are forgotten."""
+        """Gives the others so long to hear how it ended; then the messages are deleted."""
         keys = [self._key(f"heard/{rank}") for rank in self._others]
         heard = self._until(lambda: None not in self._group.published(keys) or None, time.monotonic() + seconds)
         if heard:
@@ -74,14 +73,14 @@ class Words:
     # Other ranks
 
     def wait_for_ready(self) -> str | None:
-        """The name of the folder to write to; None where rank 0 could not make it."""
+        """Returns the name of the folder to write to; None where rank 0 could not make it."""
         found = self._until(lambda: self._first("ready", "done"), self._deadline + LONGER_SECONDS)
         if found is None:
             raise CheckpointError(self._silent("made the files to write to"))
         return found[1] if found[0] == "ready" else None
 
     def wait_for_turn(self) -> bool:
-        """Whether rank 0 is there to receive what this rank has; not where it has failed before."""
+        """Returns whether rank 0 receives what this rank has; not where it has failed before."""
         key = f"turn/{self._group.rank}"
         found = self._until(lambda: self._first(key, "done"), self._deadline + LONGER_SECONDS)
         if found is None:
@@ -89,21 +88,23 @@ class Words:
         return found[0] == key
 
     def report(self, digests: Mapping[str, str]) -> None:
-        """This rank's part is on the disk."""
         self._leave(f"report/{self._group.rank}", json.dumps({"digests": digests}))
 
     def report_error(self, error: OSError) -> None:
         text = error.strerror or str(error)
         place = f", where it writes {Path(error.filename).name}" if error.filename else ""
-        told = {"errno": error.errno or 0, "text": f"rank {self._group.rank} on {socket.gethostname()}: {text}{place}"}
-        self._leave(f"report/{self._group.rank}", json.dumps(told))
+        message = {
+            "errno": error.errno or 0,
+            "text": f"rank {self._group.rank} on {socket.gethostname()}: {text}{place}",
+        }
+        self._leave(f"report/{self._group.rank}", json.dumps(message))
 
     def concluded(self) -> bool:
-        """Whether it has ended already, so that nobody needs what this rank still has to write."""
+        """Whether the save has ended, so that nobody needs what this rank still has to write."""
         return self._group.published([self._key("done")])[0] is not None
 
     def wait_for_conclusion(self) -> str:
-        """What the problem was; nothing where the checkpoint is there."""
+        """Returns what the problem was; nothing where the checkpoint was written."""
         found = self._until(lambda: self._first("done"), self._deadline + LONGER_SECONDS)
         if found is None:
             raise CheckpointError(self._silent("said whether the checkpoint is whole"))
@@ -119,11 +120,11 @@ class Words:
         self._group.publish(self._key(name), text)
 
     def _first(self, *names: str) -> tuple[str, str] | None:
-        words = self._group.published([self._key(name) for name in names])
-        return next(((name, word) for name, word in zip(names, words, strict=True) if word is not None), None)
+        found = self._group.published([self._key(name) for name in names])
+        return next(((name, text) for name, text in zip(names, found, strict=True) if text is not None), None)
 
     def _until(self, look: Callable[[], Value | None], deadline: float) -> Value | None:
-        """What there is to be seen, or None at the deadline. Asks, and does not wait in the store: others use it."""
+        """Polls until the deadline. It does not wait in the store, which others use."""
         pause = _PAUSE_SECONDS
         while (found := look()) is None and time.monotonic() < deadline:
             time.sleep(pause)
@@ -137,8 +138,8 @@ class Words:
         )
 
 
-def _report(rank: int, word: str) -> dict[str, str]:
-    told = json.loads(word)
-    if "errno" in told:
-        raise OSError(told["errno"], told["text"])
-    return dict(told["digests"])
+def _digests(report: str) -> dict[str, str]:
+    message = json.loads(report)
+    if "errno" in message:
+        raise OSError(message["errno"], message["text"])
+    return dict(message["digests"])

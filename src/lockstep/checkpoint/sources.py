@@ -1,7 +1,6 @@
-"""Weights that others have saved, wherever they are: open to be read from, tensor by tensor.
+"""Opens weights that others have saved: a run, a checkpoint, a safetensors file, a folder of Hugging Face's.
 
-A run, a checkpoint of either format, a safetensors file, a folder as Hugging Face writes it. Pickles are not read: what
-is in them can run code, and no part of a tensor can be read by itself.
+Pickles are not read: they can run code, and no part of a tensor can be read by itself.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from pathlib import Path
 import yaml
 
 from lockstep import run_files
-from lockstep.checkpoint import manifest, ranges, tensor_file
+from lockstep.checkpoint import manifest, ranges
+from lockstep.checkpoint.header import Entry, read_header
 from lockstep.checkpoint.manifest import INDEX_FILE, MANIFEST_FILE, MODEL_FILE, TREE_FILE, Damaged, Unreadable
+from lockstep.checkpoint.sharded_reader import StoredTensor, place
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.stored import StoredTensor, place
+from lockstep.checkpoint.tensor_file import dtype_of
 from lockstep.config.plain import read_text
 from lockstep.config.yaml_text import parse_yaml
 from lockstep.distributed.activity import Activity
@@ -45,7 +46,7 @@ class Source:
             os.close(self._open.pop())
 
     def add(self, file: Path, activity: Activity, only: Iterable[str] | None = None, depth: int = 0) -> None:
-        """The tensors of a safetensors file; `only` those of these names. `depth` as in run_files."""
+        """Adds the tensors of a safetensors file; `only` those of these names. `depth` as in run_files."""
         try:
             descriptor = run_files.open_descriptor(file, os.O_RDONLY, depth)
         except OSError as error:
@@ -60,7 +61,7 @@ class Source:
 
 
 def open_source(given: str, activity: Activity) -> Source:
-    """What a path stands for, looked at and open; ConfigError where it is nothing that weights can be read from."""
+    """Opens what a path stands for; ConfigError where no weights can be read from it."""
     if "://" in given:
         raise ConfigError(f"init_from: {given}: weights are read from a disk: copy them to one that the ranks see")
     path = Path(given)
@@ -112,7 +113,6 @@ def _open_folder(folder: Path, source: Source, activity: Activity) -> None:
 
 
 def _open_run(folder: Path, source: Source, activity: Activity) -> None:
-    """Its best checkpoint, where one was given a value; else its newest."""
     storage = CheckpointStorage(folder / "checkpoints")
     step, what = storage.best_good(_mode_of(folder)), "best"
     if step is None:
@@ -128,22 +128,21 @@ def _open_checkpoint(folder: Path, source: Source, activity: Activity, checked: 
         problem = None if checked else manifest.problem(folder)
         if problem is not None:
             raise Damaged(problem)
-        told = manifest.read(folder)
-        tree = json.loads(manifest.read_small(folder, TREE_FILE, told))
+        meta = manifest.read(folder)
+        tree = json.loads(manifest.read_small(folder, TREE_FILE, meta))
         shared, frozen = dict(tree["shared"]), bool(tree["state"].get("frozen"))
     except (Damaged, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"init_from: {folder} is damaged: {error}. Name another checkpoint, or the run") from None
     except Unreadable as error:
         raise ConfigError(f"init_from: {folder}: {error}: make it readable for this user") from None
-    for name in manifest.tensor_files(told, "model"):
+    for name in manifest.tensor_files(meta, "model"):
         source.add(folder / name, activity, depth=3)
     source.tensors |= {name: source.tensors[first] for name, first in shared.items() if first in source.tensors}
     source.without_frozen = frozen
-    source.described = f"{folder} (a checkpoint, step {told['step']})"
+    source.described = f"{folder} (a checkpoint, step {meta['step']})"
 
 
 def _mode_of(folder: Path) -> str:
-    """What best means for that run, by its config; a run of a script has none."""
     try:
         mode = parse_yaml(run_files.read_text(folder / "config.yaml"))["checkpoint"]["keep"]["mode"]
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError):
@@ -152,7 +151,6 @@ def _mode_of(folder: Path) -> str:
 
 
 def _index(file: Path) -> dict[str, list[str]]:
-    """The names of the weights in every file, by what Hugging Face's index says."""
     try:
         placed: dict[str, str] = json.loads(read_text(file, run_files.LONGEST_RECORD))["weight_map"]
         files: dict[str, list[str]] = {}
@@ -165,9 +163,12 @@ def _index(file: Path) -> dict[str, list[str]]:
     return files
 
 
-def _entries(file: Path, descriptor: int) -> list[tensor_file.Entry]:
+def _entries(file: Path, descriptor: int) -> list[Entry]:
     try:
-        return tensor_file.read_header(ranges.from_start(descriptor), os.fstat(descriptor).st_size)
+        entries, _ = read_header(ranges.from_start(descriptor), os.fstat(descriptor).st_size)
+        for each in entries:
+            dtype_of(each)
+        return entries
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"init_from: {file}: cannot be read as a safetensors file ({error}): it is damaged, cut short or of "
@@ -176,7 +177,7 @@ def _entries(file: Path, descriptor: int) -> list[tensor_file.Entry]:
 
 
 def _adapter_name(name: str) -> str:
-    """Of a weight in an adapter's file, as the model calls it: `lora_A.weight` is `lora_A.default.weight`."""
+    """Returns the model's name for a weight in an adapter's file: `lora_A.weight` is `lora_A.default.weight`."""
     before, dot, last = name.rpartition(".")
     inner = before.rpartition(".")[2]
     if inner.startswith(("lora_", "ia3_", "vera_")):

@@ -2,9 +2,8 @@
 
 A checkpoint is a folder `step-NNNNNNNN` with safetensors files, `state.json` and, written last, `manifest.json` with
 the size and digests of every other file. It is filled under a temporary name and appears under its own by one rename.
-What is not to be gone on with is set aside under another name, and never counted, resumed from or deleted.
-
-Whatever changes the folder is for rank 0 alone.
+What is not to be resumed from is set aside under another name, and never counted or deleted. Only rank 0 changes the
+folder.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ T = TypeVar("T")
 
 
 class Branch(NamedTuple):
-    """What a run went on from: a step, or nothing where it began anew; and what tells it from another such start."""
+    """The step that a run resumed from, None where it began anew; the id tells it from another such start."""
 
     step: int | None
     id: str
 
 
 class Removed(CheckpointError):
-    """Retention, or somebody, removed a checkpoint while it was read."""
+    """A checkpoint was removed while it was read."""
 
 
 class CheckpointStorage:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, guard: Callable[[], None] = lambda: None) -> None:
-        """`guard` raises where the run's folder is not the run's any more: asked before anything is changed."""
+        """`guard` raises where the folder does not belong to the run any more: called before anything is changed."""
         self.folder, self._guard = folder, guard
         self._was_here = False
         self._damaged: set[int] = set()  # found to be so by whoever read all of them
@@ -68,7 +67,7 @@ class CheckpointStorage:
         return self.folder / step_name(step)
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint under its final name, oldest first."""
+        """Returns the steps with a checkpoint under its final name, oldest first."""
         try:
             # Not by a pattern: a folder that may not be read would look like an empty one.
             found = [manifest.step_of(entry.name) for entry in self.folder.iterdir()]
@@ -82,14 +81,17 @@ class CheckpointStorage:
         return sorted(step for step in found if step is not None)
 
     def saved(self) -> list[Saved]:
-        """What retention needs to know of each checkpoint, by its manifest and the sizes of its files.
-
-        One that cannot be read is not for retention to judge, any more than one that is damaged.
-        """
-        return [self._saved(step) for step in self.steps()]
+        """Returns what retention needs to know; a checkpoint that is damaged or cannot be read is not whole."""
+        found = []
+        for step in self.steps():
+            try:
+                found.append(self._looked_at(step))
+            except (Damaged, Unreadable):
+                found.append(Saved(step, whole=False))
+        return found
 
     def require(self, step: int) -> None:
-        """Refuse a step that has no checkpoint, naming those that there are."""
+        """Refuses a step that has no checkpoint, naming those that there are."""
         if step in self.steps():
             return
         there = ", ".join(map(str, self.steps())) or "none"
@@ -98,17 +100,16 @@ class CheckpointStorage:
         raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (steps with one: {there}){hint}")
 
     def set_aside(self, step: int) -> list[Path]:
-        """What was set aside of a step, oldest first."""
+        """Returns what was set aside of a step, oldest first."""
         return [
             path for kind in (_DAMAGED, _ASIDE) for path in sorted(self.folder.glob(f"{kind}{self.path(step).name}*"))
         ]
 
     def all_set_aside(self) -> list[str]:
-        """The names of all that was set aside, of whichever step."""
         return sorted(path.name for kind in (_DAMAGED, _ASIDE) for path in self.folder.glob(f"{kind}{STEP_PREFIX}*"))
 
     def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[int]:
-        """The steps to restore from, those to try first first: the one asked for, the best, else the newest."""
+        """Returns the steps to restore from, in order: the requested one, the best, else the newest."""
         if step is not None:
             self.require(step)
             return [step]
@@ -117,15 +118,15 @@ class CheckpointStorage:
         return self.steps()[::-1]
 
     def newest_good(self) -> int | None:
-        """The newest step whose checkpoint is whole, by reading all of it; each that is not is named in a warning."""
+        """Returns the newest step whose checkpoint is whole, by reading all of it; warns of each that is not."""
         return self._first_good(self.to_try())
 
     def best_good(self, mode: str) -> int | None:
-        """Of those that are whole, by reading all of it, the one with the best value in its manifest."""
+        """Returns the step with the best value of those that are whole, by reading all of it."""
         return self._first_good(self.to_try(best=True, mode=mode))
 
     def problem(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, by reading every file and comparing it with the manifest; raises Removed."""
+        """Reads all of a checkpoint and returns what is wrong with it, or None; raises Removed."""
         try:
             self.look(step, manifest.check)
             return None
@@ -137,8 +138,7 @@ class CheckpointStorage:
     def look(self, step: int, read: Callable[[Path], T]) -> T:
         """Returns what `read` finds in a checkpoint of a run that may be at work.
 
-        Reads again where the run has replaced the checkpoint meanwhile, and raises Removed where it has removed it:
-        what is missing then is no damage.
+        Reads again where the run has replaced the checkpoint meanwhile, and raises Removed where it has removed it.
         """
         while True:
             before = _identity(self.path(step))
@@ -152,12 +152,12 @@ class CheckpointStorage:
                     raise
 
     def pass_over(self, step: int, problem: str) -> None:
-        """Say that a checkpoint is damaged, and remember it until it is set aside."""
+        """Warns that a checkpoint is damaged, and remembers it until it is set aside."""
         self._damaged.add(step)
         logger.warning("checkpoint %s is damaged and is passed over: %s", self.path(step).name, problem)
 
     def unreadable(self, step: int, problem: str) -> CheckpointError:
-        """What to tell of a checkpoint that cannot be read: to pass it over would be to lose it."""
+        """The error for a checkpoint that cannot be read: to pass it over would be to lose it."""
         path = self.path(step)
         return CheckpointError(
             f"{path}: {problem}. It may be whole, so it is neither passed over nor set aside: make it readable for "
@@ -166,7 +166,7 @@ class CheckpointStorage:
         )
 
     def none_usable(self, damaged: Mapping[int, str]) -> CheckpointError:
-        """What to tell where there are checkpoints and none of them is whole: to begin anew would be to lose them."""
+        """The error where no checkpoint is whole: to begin anew would be to lose them."""
         each = "; ".join(f"{self.path(step).name}: {problem}" for step, problem in damaged.items())
         count = len(damaged)
         none = f"of {count} checkpoints none can be used" if count > 1 else "the only checkpoint cannot be used"
@@ -178,7 +178,7 @@ class CheckpointStorage:
     # What changes it
 
     def create(self, step: int, size: int, fill: Callable[[Path], None]) -> Path:
-        """Let `fill` write a checkpoint of about so many bytes into a folder, and give that its name.
+        """Lets `fill` write a checkpoint of about so many bytes into a folder, and gives that its name.
 
         On any failure nothing of it stays, and those before it are untouched.
         """
@@ -201,7 +201,7 @@ class CheckpointStorage:
         return final
 
     def delete(self, step: int) -> None:
-        """Remove a checkpoint so that it is never seen half removed."""
+        """Removes a checkpoint so that it is never seen half removed."""
         self._guard()
         self._unlink_best(step)
         doomed = self.folder / f"{_TEMPORARY}deleted-{step:08d}-{os.getpid()}"
@@ -209,7 +209,7 @@ class CheckpointStorage:
         _remove(doomed)
 
     def link_best(self, step: int | None) -> None:
-        """Have `best` lead to the checkpoint of a step, or be absent; on a disk that has no links, it is absent."""
+        """Has `best` lead to the checkpoint of a step, or removes it; on a disk without links there is none."""
         link = self.folder / BEST
         if link.exists() and not link.is_symlink():
             return  # somebody's own
@@ -223,19 +223,19 @@ class CheckpointStorage:
                 temporary.replace(link)
 
     def _unlink_best(self, step: int) -> None:
-        """Before its checkpoint gets another name: a link that leads nowhere is worse than none."""
+        """Removes the link before its checkpoint gets another name."""
         if _leads_to(self.folder / BEST) == self.path(step).name:
             with contextlib.suppress(OSError):
                 (self.folder / BEST).unlink()
 
     def set_aside_after(self, step: int | None) -> list[Path]:
-        """Set aside all checkpoints newer than the one that the run goes on from; all of them where it begins anew.
+        """Sets aside all checkpoints newer than the one that the run resumes from; all where it begins anew.
 
-        They are damaged, or of a branch that was left by restoring an older one: steps that are about to be reached
-        again, and whatever counts them would count them for newer than what is saved from here on.
+        They are damaged, or of a branch that was left: those steps are about to be reached again, and would count as
+        newer than what is saved from here on.
         """
         why = (
-            f"newer than {self.path(step).name}, which the run goes on from"
+            f"newer than {self.path(step).name}, which the run resumes from"
             if step is not None
             else "of before this run"
         )
@@ -251,17 +251,17 @@ class CheckpointStorage:
         return moved
 
     def branch(self) -> Branch | None:
-        """Returns what the checkpoints of this folder went on from last."""
+        """Returns what the checkpoints of this folder were resumed from last."""
         try:
-            told = json.loads(run_files.read_bytes(self.folder / _BRANCH_FILE, _LONGEST_BRANCH, depth=2))
-            return Branch(told["from"], told["id"])
+            saved = json.loads(run_files.read_bytes(self.folder / _BRANCH_FILE, _LONGEST_BRANCH, depth=2))
+            return Branch(saved["from"], saved["id"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.folder / _BRANCH_FILE} cannot be read: {error}. Delete it") from None
 
     def _note_branch(self, step: int | None) -> None:
-        """For those who keep a copy of the folder: written before anything of the branch is."""
+        """Records the branch before anything of it is written, for those who keep a copy of the folder."""
         file = self.folder / _BRANCH_FILE
         try:
             self._make_folder()
@@ -271,7 +271,7 @@ class CheckpointStorage:
             raise CheckpointError(_cannot_write(file, _LONGEST_BRANCH, error)) from error
 
     def sweep(self) -> None:
-        """Remove what an interrupted write or delete left behind; only while nobody else writes here."""
+        """Removes what an interrupted write or delete left behind; only while nobody else writes here."""
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
             final = self.folder / leftover.name.removeprefix(_REPLACED).rpartition("-")[0]
             if leftover.name.startswith(_REPLACED) and not final.exists():
@@ -284,9 +284,9 @@ class CheckpointStorage:
     # Who else sees it
 
     def who_sees(self, group: Group) -> list[bool]:
-        """For every rank whether its host has this very folder, and not one of its own under the same name.
+        """Returns for every rank whether its host has this very folder. All ranks call it.
 
-        All ranks call it. Rank 0 leaves a file there for the moment, under a name that nobody has looked for before.
+        Rank 0 creates a file there for the moment, under a name that nobody has looked for before.
         """
         name = group.agree(self._leave_token, "whether all ranks see the checkpoints")
         mine = group.rank == 0 or (name is not None and (self.folder / name).exists())
@@ -296,7 +296,7 @@ class CheckpointStorage:
         return sees
 
     def _leave_token(self) -> str | None:
-        """Its name; None where nothing can be written, which is for whoever has to write to say."""
+        """Returns its name; None where nothing can be written."""
         token = self.folder / f"{_TEMPORARY}seen-{secrets.token_hex(8)}"
         self._guard()
         try:
@@ -309,14 +309,14 @@ class CheckpointStorage:
     # Inside
 
     def _make_folder(self) -> None:
-        """Inside of the run's folder, which is never made anew here: it would be one without a config."""
+        """Makes the folder inside of the run's, which is never made here: it would be one without a config."""
         if self._was_here and not self.folder.exists():
             logger.warning("%s is gone, with what was saved in it: made anew", self.folder)
         self.folder.mkdir(exist_ok=True)
         self._was_here = True
 
     def _publish(self, temporary: Path, final: Path) -> None:
-        """From its temporary name to its own; the same step reached again takes the place of what was there."""
+        """Gives a checkpoint its final name; the same step reached again replaces what was there."""
         replaced = None
         if final.exists():
             replaced = self.folder / f"{_REPLACED}{final.name}-{os.getpid()}"
@@ -338,29 +338,22 @@ class CheckpointStorage:
         self._damaged.discard(step)
         return aside
 
-    def _saved(self, step: int) -> Saved:
-        try:
-            return self._looked_at(step)
-        except (Damaged, Unreadable):
-            return Saved(step, whole=False)
-
     def _is_damaged(self, step: int) -> bool:
         try:
             self._looked_at(step)
         except Damaged:
             return True
         except Unreadable:
-            return False
+            pass
         return False
 
     def _looked_at(self, step: int) -> Saved:
-        told = manifest.read(self.path(step))
-        manifest.check_sizes(self.path(step), told)
-        value = told.get("value")
-        return Saved(step, float(value) if isinstance(value, (int, float)) else None)
+        meta = manifest.read(self.path(step))
+        manifest.check_sizes(self.path(step), meta)
+        return Saved(step, meta["value"])  # a float or None: manifest.parse makes sure
 
     def _best(self, mode: str) -> list[Saved]:
-        """Those that look whole, best first. Of one that cannot be read nobody knows whether it is the best."""
+        """Returns those that look whole, best first. One that cannot be read may be the best: it is an error."""
         found = []
         for step in self.steps():
             try:
@@ -415,7 +408,6 @@ def _rename(path: Path, new: Path, what: str) -> None:
 
 
 def _leads_to(link: Path) -> str | None:
-    """What a link says; None where there is none."""
     try:
         return os.readlink(link)  # noqa: PTH115  its text, not a path to go by
     except OSError:

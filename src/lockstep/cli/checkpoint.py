@@ -75,9 +75,9 @@ def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
     for name in files:
         _echo(f"{size(read['files'][name]['bytes']):>10}  {name}")
     _echo("")
-    for weight in weights:
-        _echo(in_a_line(f"{weight.dtype:>5}  {weight.name} {weight.shape}"))
-    total, beside = (size(sum(each.nbytes for each in tensors)) for tensors in (weights, state))
+    for entry in (each.entry for each in weights):
+        _echo(in_a_line(f"{entry.dtype:>5}  {entry.name} {list(entry.shape)}"))
+    total, beside = (size(sum(each.entry.nbytes for each in tensors)) for tensors in (weights, state))
     _echo(f"\n{len(weights)} weights, {total}; beside them {len(state)} tensors, {beside}")
 
 
@@ -216,7 +216,8 @@ def _row(listed: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tensor(weight: Weight) -> dict[str, Any]:
-    return {"name": weight.name, "dtype": weight.dtype, "shape": weight.shape, "bytes": weight.nbytes}
+    entry = weight.entry
+    return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.nbytes}
 
 
 def _print_json(value: Any) -> None:

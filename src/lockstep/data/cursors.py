@@ -1,13 +1,10 @@
 """Where training is in its data: a cursor for every source, saved with what its position depends on.
 
-A source is one dataset as the training loop walks it. It counts its own epochs: a loop that takes the next hundred
-batches of a source in every epoch of the run continues where it was, and two sources in one epoch do not disturb each
-other.
-
-A cursor belongs to a live dataset, or to the name that `run.batches(..., name=...)` gives it. A loop may build its
-dataset anew for every pass: the new one inherits the cursor of one that no longer exists. After a restore, a source is
-matched by its name, or by what was saved of it: type, length and the call of `run.batches` in the code. What cannot be
-told apart is refused.
+A source is one dataset as the training loop walks it. It counts its own epochs, so that two sources in one epoch of the
+run do not disturb each other. A cursor belongs to a live dataset, or to the name that `run.batches(..., name=...)`
+gives it. A loop may build its dataset anew for every pass: the new one inherits the cursor of one that no longer
+exists. After a restore, a source is matched by its name, or by what was saved of it: type, length and the call of
+`run.batches` in the code. What is ambiguous is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +17,12 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from lockstep.data.order import MicroBatch
+from lockstep.config.values import Interval
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,11 +30,57 @@ logger = logging.getLogger(__name__)
 Facts = Mapping[str, Any]
 
 
-def call_site(frame: FrameType) -> str:
-    """Names the call of `run.batches` that a frame is in: the function, and which of its calls.
+@dataclass
+class Progress:
+    """How far training has come. Equal on all ranks at every step boundary."""
 
-    Lines may move in an edit between two starts of a run; this stays the same.
-    """
+    epoch: int = 0  # whole epochs done and left behind, what follows their last step included
+    step: int = 0  # global batches trained on, however many optimizers stepped for each
+    batch: int = 0  # global batches done in the pass over the data that is under way
+    examples: int = 0  # examples trained on, over all ranks
+    epoch_ended: bool = False  # whether the last step was the last of its pass over the data
+
+    @property
+    def epochs_done(self) -> int:
+        """Whole epochs, counting one whose last step was the last one made."""
+        return self.epoch + self.epoch_ended
+
+    def next_epoch(self) -> None:
+        self.epoch, self.batch, self.epoch_ended = self.epoch + 1, 0, False
+
+    def state_dict(self, epoch_is_done: bool = False) -> dict[str, Any]:
+        """Returns the state; with `epoch_is_done`, as it will be once the loop has come back for the next epoch."""
+        state = asdict(self)
+        return {**state, "epoch": self.epoch + 1, "batch": 0, "epoch_ended": False} if epoch_is_done else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in (each.name for each in fields(self)):
+            setattr(self, name, state[name])
+
+
+class Due:
+    """Tells when an interval has passed. Steps and epochs are counted; seconds come from a clock that ranks share."""
+
+    def __init__(self, interval: Interval | None) -> None:
+        self._interval = interval
+        self._last = 0.0
+
+    def now(self, progress: Progress, clock: float) -> bool:
+        if self._interval is None:
+            return False
+        count = self._interval.count
+        if self._interval.unit == "step":
+            return progress.step % count == 0
+        if self._interval.unit == "epoch":
+            return progress.epoch_ended and progress.epochs_done % count == 0
+        if clock - self._last < count:
+            return False
+        self._last = clock
+        return True
+
+
+def call_site(frame: FrameType) -> str:
+    """Names the call of `run.batches` that a frame is in, by its function and number: lines may move in an edit."""
     return _site(frame.f_code, frame.f_lasti)
 
 
@@ -51,7 +95,7 @@ def _calls(code: CodeType) -> list[int]:
 
 
 def _exists(site: str, current: str | None) -> bool:
-    """Whether the code that is loaded now has such a call of `run.batches`; `current` is one that it has."""
+    """Whether the loaded code has such a call of `run.batches`; `current` is one that it has."""
     function, _, number = site.rpartition(", call ")
     calls = number.rpartition(" of ")[2]
     if current is not None and current.startswith(f"{function}, call ") and current.endswith(f" of {calls}"):
@@ -66,7 +110,7 @@ def _exists(site: str, current: str | None) -> bool:
 
 
 def _code(found: Any, path: Sequence[str]) -> CodeType | None:
-    """The code of a function, of a method, or of a function within a function."""
+    """Returns the code of a function, of a method, or of a function within a function."""
     for name in path:
         if name == "<locals>":
             continue
@@ -123,7 +167,7 @@ class Look:
 
 @dataclass
 class Cursor:
-    """The position in one source. It moves on when the step of a batch is done, not when the batch is handed out."""
+    """The position in one source. It advances when the step of a batch is done, not when the batch is handed out."""
 
     name: str
     look: Look | None = None  # None where the user gave the name
@@ -139,9 +183,9 @@ class Cursor:
     # once that one has ended.
     leader: str | None = None
     covered: int = 0  # of the passes, those made during the pass of the leader that is under way
-    # Of a stream in the midst of a pass, where all shares of it were when the run was saved; None of any other source.
+    # Of a stream in the middle of a pass: where all dp ranks were when the run was saved; None of any other source.
     stream: dict[str, Any] | None = None
-    place: Callable[[], Any] | None = field(default=None, repr=False)  # where this rank's share of it is now
+    place: Callable[[], Any] | None = field(default=None, repr=False)  # where this rank is in it now
     kind: str = ""  # of stream that it is, which says what its places mean
     dataset: Reference | None = field(default=None, repr=False)  # None after a restore, until the source is walked
     is_open: bool = False
@@ -157,7 +201,6 @@ class Cursor:
         self.place = None if self.ended else micro.place
 
     def leave(self, finished: bool) -> None:
-        """The loop over the source was left, at its end or before."""
         self.is_open = False
         if finished or self.ended:
             self.epoch, self.batch, self.ended = self.epoch + 1, 0, False
@@ -183,7 +226,7 @@ class Cursors:
         return any(each.passes for each in self._cursors) and not any(each.is_open for each in self._cursors)
 
     def open(self, dataset: Any, facts: Facts, name: str | None = None, site: str | None = None) -> Cursor | None:
-        """The cursor of a source that is about to be walked; None where this pass was done before a restore."""
+        """Returns the cursor of a source that is about to be walked; None where this pass was done before a restore."""
         cursor = self.find(dataset, facts.get("count"), name, site)
         if cursor.is_open:
             raise ConfigError(
@@ -202,7 +245,7 @@ class Cursors:
     def leave(self, cursor: Cursor, finished: bool) -> None:
         """The loop over a source was left, at its end or before.
 
-        With it end the passes of others that were walked together with it (zip) and are done as well: nobody asks for
+        The passes of others that were walked together with it (zip) and are done as well end with it: nobody asks for
         them again. After a resume, such a pass is skipped with that of its leader, and not once more for itself.
         """
         if cursor.leader is None or self._leader_of(cursor):
@@ -216,7 +259,6 @@ class Cursors:
                     each.leave(finished=True)
 
     def _leader_of(self, cursor: Cursor) -> Cursor | None:
-        """Where the loop over it is still under way."""
         return next((each for each in self._cursors if each.is_open and each.name == cursor.leader), None)
 
     @property
@@ -246,7 +288,7 @@ class Cursors:
         return [each.name for each in self._cursors if not each.is_open]
 
     def find(self, dataset: Any, count: int | None, name: str | None, site: str | None = None) -> Cursor:
-        """The cursor of a source, whether it is walked or not."""
+        """Returns the cursor of a source, whether it is walked or not."""
         look = Look.of(dataset, count)
         cursor = self._named(name) if name is not None else self._of_dataset(dataset, look, site)
         if not cursor.is_open:
@@ -267,10 +309,10 @@ class Cursors:
         return self._restored(look, site) or self._inherited(look, site) or self._new(self._free_name())
 
     def _restored(self, look: Look, site: str | None) -> Cursor | None:
-        """Of the cursors of a checkpoint that no source has claimed yet, the one that a new source fits.
+        """Returns the cursor of a checkpoint that a new source fits, of those that none has claimed yet.
 
         One whose call of run.batches is still in the code waits for that call. Only where the code was changed is a
-        source looked for by its type and length, or by its type alone.
+        source matched by its type and length, or by its type alone.
         """
         left = [each for each in self._cursors if each.dataset is None and each.look is not None]
         alike = [each for each in left if each.look == look]
@@ -286,19 +328,19 @@ class Cursors:
                 raise ConfigError(
                     f"run.batches: this {look} may be {' or '.join(each.name for each in found)} of the checkpoint, of "
                     f"the same type and length. If it is, name it: run.batches(..., name={found[0].name!r}). If it is "
-                    "another, give it a name of its own"
+                    "another, give it another name"
                 )
         if begun := [each for each in gone if each.in_pass and not each.to_skip]:
             shown = "; ".join(f"{each.name}: a {each.look}, {each.batch} batches done" for each in begun)
             raise ConfigError(
                 f"run.batches: this {look} is none of the sources that the checkpoint is in the middle of ({shown}). "
-                f"If it is one of them, name it: run.batches(..., name={begun[0].name!r}). If it is new, give it a "
-                "name of its own"
+                f"If it is one of them, name it: run.batches(..., name={begun[0].name!r}). If it is new, give it "
+                "another name"
             )
         return None
 
     def _inherited(self, look: Look, site: str | None) -> Cursor | None:
-        """The cursor of a dataset that is gone, and that this one takes the place of."""
+        """Returns the cursor of a dataset that is gone, and that this one takes the place of."""
         alike = [
             each for each in self._cursors if each.look == look and site in each.sites and each.dataset is not None
         ]
@@ -311,8 +353,9 @@ class Cursors:
         if len(dead) == 1 and len(alike) == 1:
             return dead[0]
         raise ConfigError(
-            f"run.batches: this {look} cannot be told from {' and '.join(each.name for each in alike)}: the same call "
-            "walks both, and their type and length are the same. Give each source a name: run.batches(..., name='a')"
+            f"run.batches: this {look} cannot be distinguished from {' and '.join(each.name for each in alike)}: the "
+            "same call walks both, and their type and length are the same. Give each source a name: "
+            "run.batches(..., name='a')"
         )
 
     def _free_name(self) -> str:
@@ -326,24 +369,24 @@ class Cursors:
         return self._cursors[-1]
 
     def _check(self, cursor: Cursor, facts: Facts) -> None:
-        """Refuse to go on in the midst of a pass with anything that its position depends on being different."""
+        """Refuses to resume in the middle of a pass where something that its position depends on has changed."""
         before = cursor.facts or {}
-        # Which examples there are in which place may be new in every pass: in the midst of one, it may not.
+        # Which examples there are in which place may be new in every pass: in the middle of one, it may not.
         changed = [f"{name} {before[name]!r} -> {value!r}" for name, value in facts.items()
                    if name in before and before[name] != value and (cursor.in_pass or name != "examples")]  # fmt: skip
         if not changed:
             return
         if cursor.in_pass:
             raise ConfigError(
-                f"run.batches: {cursor.batch} batches of this pass over {cursor.name} are done, and it cannot be gone "
-                f"on with {', '.join(changed)}: examples would be trained on twice, or never. Take the change back "
-                "until the pass is done, or go on from a checkpoint at the end of an epoch: run.restore(step=...)"
+                f"run.batches: {cursor.batch} batches of this pass over {cursor.name} are done, and it cannot be "
+                f"resumed with {', '.join(changed)}: examples would be trained on twice, or never. Undo the change "
+                "until the pass is done, or resume from a checkpoint at the end of an epoch: run.restore(step=...)"
             )
-        told = f"{cursor.name} is walked differently from here on: {', '.join(changed)}"
+        text = f"{cursor.name} is walked differently from here on: {', '.join(changed)}"
         if before.get("count", facts.get("count")) == facts.get("count") or cursor.opened:
-            logger.info(told)
+            logger.info(text)
         else:  # since the run was resumed
             logger.warning(
                 "%s. Where it is a random part of other data, of which another part is for validation, examples may "
-                "have moved between the two", told,
+                "have moved between the two", text,
             )  # fmt: skip

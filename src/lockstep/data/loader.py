@@ -2,128 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
+from lockstep.config.training import Data
 from lockstep.data import workers
-from lockstep.data.order import GlobalBatches, MicroBatch
-from lockstep.data.permutation import Indices
+from lockstep.data.batches import GlobalBatches, MicroBatch
+from lockstep.data.permutation import Indices, Part
 from lockstep.data.seeding import COLLATING, FETCHING, Key, States, generators_kept, seed_by
-from lockstep.data.split import Part
+from lockstep.data.workers import Loading, Packed, collate_packed
 from lockstep.errors import ConfigError
+from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import pinned
-
-_ALIGNED_TO = 64
-_LEAST_PART = 1 / 4  # of the file that a view must be: so a kept one holds at most four times its own size
-_NUMBERS = {int: torch.int64, float: torch.float64}  # as default_collate has them
-
-
-class Column(NamedTuple):
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def of(self, memory: Tensor) -> Tensor:
-        return memory[self.offset : self.offset + self.size].view(self.dtype).view(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Packed(NamedTuple):
-    """A batch on its way from a worker in one file of shared memory, where torch has one for every tensor.
-
-    Columns are views of it. A small one (labels) is copied out: a view that is kept keeps the whole file.
-    """
-
-    memory: Tensor  # bytes
-    columns: tuple[Column, ...]
-    keys: tuple[Any, ...] | None  # of mappings; None: a list
-
-    def unpacked(self) -> Any:
-        # In page-locked memory, a batch is on its way to a device: a copy would not be page-locked.
-        shared = self.memory.is_shared()  # type: ignore[no-untyped-call]
-        least = _LEAST_PART * len(self.memory) if shared else 0
-        found = [each.of(self.memory).clone() if each.size < least else each.of(self.memory) for each in self.columns]
-        return found if self.keys is None else dict(zip(self.keys, found, strict=True))
-
-
-def collate(examples: Sequence[Any]) -> Any:
-    """In a worker: what default_collate makes of these examples; tuples, lists and dicts of tensors are packed."""
-    first = examples[0]
-    keys = tuple(first) if type(first) is dict else None
-    if keys is None and type(first) not in (tuple, list):
-        return default_collate(list(examples))
-    width = len(first)
-    if width < 2 or any(type(each) is not type(first) or len(each) != width for each in examples):
-        return default_collate(list(examples))
-    rows = [[each[key] for key in keys] for each in examples] if keys is not None else examples
-    values = list(zip(*rows, strict=True))
-    columns, size = [], 0
-    for column in values:
-        shape_and_type = _shape_and_type(column)
-        if shape_and_type is None:
-            return default_collate(list(examples))
-        shape, dtype = shape_and_type
-        columns.append(Column(size, dtype, (len(examples), *shape)))
-        size += -(-math.prod(columns[-1].shape) * dtype.itemsize // _ALIGNED_TO) * _ALIGNED_TO
-    if not size:
-        return default_collate(list(examples))
-    storage: Any = torch.UntypedStorage._new_shared(size, device="cpu")  # type: ignore[no-untyped-call]
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-    for spec, column in zip(columns, values, strict=True):
-        if isinstance(column[0], Tensor):
-            torch.stack(column, out=spec.of(memory))
-        else:
-            spec.of(memory).copy_(torch.tensor(column, dtype=spec.dtype))
-    return Packed(memory, tuple(columns), keys)
-
-
-def _shape_and_type(column: Sequence[Any]) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Of what all examples have in a place; None where that is not the same, or something else."""
-    first = column[0]
-    if type(first) in _NUMBERS:
-        return ((), _NUMBERS[type(first)]) if all(type(each) is type(first) for each in column) else None
-    if type(first) is not Tensor or first.layout is not torch.strided or first.device.type != "cpu":
-        return None
-    shape, dtype = first.shape, first.dtype
-    alike = all(
-        type(each) is Tensor and each.shape == shape and each.dtype is dtype and not each.requires_grad
-        for each in column
-    )
-    return (tuple(shape), dtype) if alike else None
-
 
 Collate = Callable[[list[Any]], Any]
 
+Fetch = Callable[..., Any]  # of indices and their Seeds; without any, random numbers are not seeded
+
+# Datasets that are evaluated come and go; the loaders of so many are kept.
+_KEPT_FOR_EVALUATION = 4
+
 
 class Seeds(NamedTuple):
-    """What the random numbers of a micro-batch are made of."""
+    """What the random numbers of a micro-batch are seeded by."""
 
     of_epoch: Key  # the seed of the run, the source, the epoch
     positions: Indices  # of the examples, in the order of the epoch
-
-
-Fetch = Callable[..., Any]  # of indices and their Seeds; without any, random numbers are not seeded
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How examples are fetched: here, or by worker processes ahead of time."""
-
-    workers: int = 0
-    pin_memory: bool = False
-    prefetch: int | None = None
 
 
 class Loader:
@@ -168,28 +78,14 @@ class Loader:
         asked: deque[MicroBatch] = deque()  # of the workers, and not handed out yet
         self._keys.next_ones = self._asking(epoch, start, asked)
         if self._worker_loader is None:
-            self._worker_loader = DataLoader(
-                _MicroBatchDataset(batch_fetcher(self.dataset, self.collate, in_worker=True)),
-                batch_size=None,
-                collate_fn=_as_it_is,
-                sampler=self._keys,
-                num_workers=self._loading.workers,
-                pin_memory=self._loading.pin_memory and torch.cuda.is_available(),
-                prefetch_factor=self._loading.prefetch or 2,
-                persistent_workers=True,
-                multiprocessing_context=workers.context(),
-                worker_init_fn=workers.begin,
-                # Of its own, since making an iterator draws a number: a resumed epoch makes one more than the original.
-                generator=torch.Generator(),
-            )
-        with workers.signals_kept_back():
-            fetched = iter(self._worker_loader)
-        for batch in fetched:
+            fetcher = _MicroBatchDataset(batch_fetcher(self.dataset, self.collate, in_worker=True))
+            self._worker_loader = workers.loader(fetcher, self._loading, sampler=self._keys)
+        for batch in workers.fetched(self._worker_loader):
             yield asked.popleft(), batch.unpacked() if isinstance(batch, Packed) else batch
         assert not asked, f"the workers did not fetch {len(asked)} micro-batches"
 
     def _asking(self, epoch: int, start: int, asked: deque[MicroBatch]) -> Iterator[Any]:
-        """What the workers are to fetch, one micro-batch after the other, as they get to it."""
+        """Yields what the workers are to fetch, as they get to it."""
         for micro in self.plan.micro_batches(epoch, start):
             asked.append(micro)
             yield micro.indices, self._seeds(micro, epoch)
@@ -205,10 +101,10 @@ class Loader:
 
 
 def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None, in_worker: bool = False) -> Fetch:
-    """A function from indices to a batch, by the fastest way that the dataset offers.
+    """Returns a function from indices to a batch, by the fastest way that the dataset offers.
 
-    Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is
-    asked for one example at a time, as torch's DataLoader does. In a worker, a batch is packed for its way.
+    Tensors are indexed at once; a dataset with `__getitems__` is asked for all examples in one call; any other is asked
+    for one example at a time, as torch's DataLoader does.
     """
     if isinstance(dataset, Part):
         return partial(_fetch_part, dataset, batch_fetcher(dataset.dataset, collate, in_worker))
@@ -222,7 +118,7 @@ def batch_fetcher(dataset: Dataset[Any], collate: Collate | None = None, in_work
 
 
 class _Examples:
-    """Fetches examples by the dataset's own code, with the random numbers of each seeded by its position.
+    """Fetches examples by the dataset's code, with the random numbers of each seeded by its position.
 
     Seeding takes longer than fetching a row in memory. So only those generators are seeded that the first batch drew
     from, and a later batch that draws from another one is fetched again with that one seeded, too.
@@ -275,7 +171,7 @@ class _Examples:
         return [self._dataset[number] for number in numbers]
 
     def _joined(self, found: list[Any]) -> Any:
-        """What `__getitems__` would have returned for all examples, of what it returned for each of them."""
+        """Returns what `__getitems__` would have returned for all examples, from what it returned for each."""
         kinds = {type(each) for each in found}
         if kinds == {list}:
             return [example for each in found for example in each]
@@ -289,25 +185,18 @@ class _Examples:
         )
 
     def _collated(self, examples: Any) -> Any:
-        return (self._collate or (collate if self._in_worker else default_collate))(examples)
+        return (self._collate or (collate_packed if self._in_worker else default_collate))(examples)
 
 
 def _keyed(numbers: list[int], seeds: Seeds) -> Iterator[tuple[int, Key]]:
-    """Indices, each with the key of its example's random numbers."""
     for number, position in zip(numbers, seeds.positions.tolist(), strict=True):
         yield number, (FETCHING, *seeds.of_epoch, position)
 
 
 def _fetches_together(dataset: Any) -> bool:
-    """Whether a dataset fetches several examples in one call. torch's Subset does so if what it is a part of does."""
     if type(dataset) is Subset:
         return _fetches_together(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
-
-
-def _as_it_is(batch: Any) -> Any:
-    """In place of what torch would do to a batch from a worker, and not to one that is fetched here."""
-    return batch
 
 
 # Plain functions, not lambdas: worker processes that are spawned receive them pickled.
@@ -327,7 +216,7 @@ def _fetch_tensors(tensors: tuple[torch.Tensor, ...], indices: Indices, seeds: S
 
 
 def check_dataset(dataset: Any, name: str) -> int:
-    """The number of examples; refuses what is not map-style or has nothing in it."""
+    """Returns the number of examples; refuses what is not map-style or is empty."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"task: {name} must return a map-style dataset (with __len__ and __getitem__) or a stream (with __iter__), "
@@ -340,7 +229,7 @@ def check_dataset(dataset: Any, name: str) -> int:
 
 
 class _Keys(Sampler[Any]):
-    """What the workers are to fetch next; given anew for each epoch, so that the workers can stay."""
+    """What the workers are to fetch next; replaced for each epoch, so that the workers can stay."""
 
     def __init__(self) -> None:
         self.next_ones: Iterator[Any] = iter(())
@@ -350,10 +239,92 @@ class _Keys(Sampler[Any]):
 
 
 class _MicroBatchDataset(Dataset[Any]):
-    """Runs in a worker: fetches a whole micro-batch per request."""
-
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
     def __getitem__(self, key: tuple[Indices, Seeds]) -> Any:
         return self._fetch(*key)
+
+
+class Loaders:
+    """The loaders of one rank, kept with their worker processes until others take their place."""
+
+    def __init__(self, rank: int, world_size: int, seed: int, settings: Data, runtime: Runtime, multiple: int) -> None:
+        self._rank, self._world_size, self._seed = rank, world_size, seed
+        self._fill, self._multiple = runtime.fixed_shapes, multiple
+        pin = runtime.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+        self.loading = Loading(settings.workers, pin, settings.prefetch)
+        self._training: dict[str, Loader] = {}
+        self._evaluating: dict[tuple[int, int, bool], Loader] = {}
+
+    def plan(
+        self, dataset: Dataset[Any], batch_size: int, *, alone: bool = False, accumulate: int = 1, **how: Any
+    ) -> GlobalBatches:
+        """Returns how this rank takes its slices of a dataset; all of it, where the rank walks it alone."""
+        rank, world_size = (0, 1) if alone else (self._rank, self._world_size)
+        count = check_dataset(dataset, "the dataset")
+        return GlobalBatches(
+            count, batch_size, rank, world_size, self._seed, accumulate=accumulate, fill=self._fill,
+            multiple=self._multiple, **how,
+        )  # fmt: skip
+
+    def for_training(self, source: str, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None) -> Loader:
+        """Returns the one loader of a source; another collate function needs a new one, another plan does not."""
+        known = self._training.get(source)
+        if known is None or (known.dataset is not dataset) or known.collate != collate:
+            if known is not None:
+                known.close()
+            known = self._training[source] = Loader(dataset, plan, collate, self.loading, source)
+        known.plan = plan
+        return known
+
+    def for_evaluation(
+        self, dataset: Dataset[Any], batch_size: int, collate: Collate | None, *, alone: bool = False
+    ) -> Loader:
+        """Returns a loader apart from those of training: the same data may be evaluated in the middle of an epoch."""
+        # A loader holds on to its dataset, so that no other one can come to have the same id.
+        key = (id(dataset), batch_size, alone)
+        known = self._evaluating.pop(key, None)
+        if known is None or known.collate != collate:
+            if known is not None:
+                known.close()
+            known = Loader(dataset, self.plan(dataset, batch_size, alone=alone, shuffle=False), collate, self.loading)
+        self._evaluating[key] = known
+        while len(self._evaluating) > _KEPT_FOR_EVALUATION:
+            self._evaluating.pop(next(iter(self._evaluating))).close()
+        return known
+
+    def release(self, sources: list[str]) -> None:
+        """Closes the loaders of these sources, and those for evaluation: a loader keeps its dataset alive."""
+        for name in sources:
+            if (loader := self._training.pop(name, None)) is not None:
+                loader.close()
+        for loader in self._evaluating.values():
+            loader.close()
+        self._evaluating.clear()
+
+    def close(self, at_once: bool = False) -> None:
+        for loader in [*self._training.values(), *self._evaluating.values()]:
+            loader.close(at_once)
+
+
+def one_ahead(
+    micros: Iterator[tuple[MicroBatch, Any]], begin: Callable[[Any], Any]
+) -> Iterator[tuple[MicroBatch, Any]]:
+    """Yields the same micro-batches, the next one begun already: its copy to the device overlaps with a step.
+
+    The first is handed out as soon as it is there. No batch counts before its step is done, so that one which was begun
+    and not handed out is fetched again after a restart.
+    """
+    first = next(micros, None)
+    if first is None:
+        return
+    yield first[0], begin(first[1])
+    coming: tuple[MicroBatch, Any] | None = None
+    for micro, batch in micros:
+        begun = micro, begin(batch)
+        if coming is not None:
+            yield coming
+        coming = begun
+    if coming is not None:
+        yield coming

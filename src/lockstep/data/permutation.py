@@ -1,16 +1,23 @@
-"""A random order of any number of things, of which every place can be asked for without making the rest.
+"""Random permutations of any size, of which every place can be computed without the rest; and splits by them.
 
-What is here never changes between versions: a run is resumed with what is installed then. docs/decisions/026 has the
+The numbers never change between versions: a run is resumed with what is installed then. docs/decisions/026 has the
 algorithm in words.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+
+# The first number of a key: what draws by one never meets what draws by another. seeding.py and placing.py have others.
+ORDER_STREAM, SPLIT_STREAM, WEIGHTED_STREAM, BUCKET_STREAM = 1, 2, 5, 6
 
 # Up to here an order is made whole, by sorting random words: milliseconds, half a megabyte, and beyond any doubt.
 SORTED_UP_TO = 1 << 16
@@ -21,7 +28,7 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Permutation:
-    """A bijection of range(count) that a key chooses; called with places, it says what is there."""
+    """A bijection of range(count) that a key chooses; called with places, it returns what is there."""
 
     def __init__(self, count: int, *key: int) -> None:
         self._count = count
@@ -70,14 +77,14 @@ def _mixed(values: Words, key: np.uint64) -> Words:
 
 
 def sorted_words(count: int, *key: int) -> Indices:
-    """A random order that is made whole: that of small data."""
+    """Returns a random order of small data, computed whole."""
     # Sorting raw Philox words: numpy promises that a bit generator's words never change, but not what its shuffles do.
     words = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
 def uniform(places: Indices, *key: int) -> npt.NDArray[np.float64]:
-    """A random number above 0 and up to 1 for every place: the words of SplitMix64, each by its own number."""
+    """Returns a random number above 0 and up to 1 for every place: the words of SplitMix64."""
     words = places.astype(np.uint64)
     words += np.uint64(1)
     words *= _GAMMA
@@ -91,3 +98,60 @@ def uniform(places: Indices, *key: int) -> npt.NDArray[np.float64]:
 def words_of(count: int, *key: int) -> Words:
     words: Words = np.random.SeedSequence(list(key)).generate_state(count, np.uint64)  # type: ignore[assignment]
     return words
+
+
+class Split:
+    """Disjoint random parts by fraction; together they hold every example once.
+
+    A part of large data is a stretch of a random order, in that order, and takes no memory; with `in_order`, its
+    examples come as they are in the dataset, at 8 bytes for each.
+    """
+
+    def __init__(self, count: int, fractions: Mapping[str, float], seed: int, in_order: bool = False) -> None:
+        self.count, self._seed = count, seed
+        self._order = Permutation(count, SPLIT_STREAM, seed, 0)
+        self._sorts = in_order or count <= SORTED_UP_TO
+        self._sorted: dict[str, Indices] = {}
+        ends = np.rint(np.cumsum(list(fractions.values())) * count).astype(int)
+        # What rounding left over belongs to the last part that was asked for.
+        asked = max(index for index, fraction in enumerate(fractions.values()) if fraction > 0)
+        ends[asked:] = count
+        self.parts = {name: (int(start), int(end))
+                      for name, start, end in zip(fractions, [0, *ends[:-1]], ends, strict=True)}  # fmt: skip
+
+    def length(self, part: str) -> int:
+        start, end = self.parts[part]
+        return end - start
+
+    def at(self, part: str, places: Indices) -> Indices:
+        """Returns the examples of the whole that are at these places of a part."""
+        start, end = self.parts[part]
+        if not self._sorts:
+            return self._order(places + start)
+        if part not in self._sorted:
+            self._sorted[part] = np.sort(self._order(np.arange(start, end)))
+        return self._sorted[part][places]
+
+
+class Part(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], split: Split, name: str) -> None:
+        self.dataset, self.split, self.name = dataset, split, name
+
+    def __len__(self) -> int:
+        return self.split.length(self.name)
+
+    def whole(self, places: Indices) -> Indices:
+        """Returns the places of these examples in the dataset that this is a part of."""
+        return self.split.at(self.name, places)
+
+    def __getitem__(self, place: int) -> Any:
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"{place} of {len(self)} examples")
+        return self.dataset[int(self.whole(np.array([place % len(self)]))[0])]
+
+
+def split_dataset(
+    dataset: Dataset[Any], fractions: Mapping[str, float], seed: int, in_order: bool = False
+) -> dict[str, Dataset[Any]]:
+    split = Split(len(dataset), fractions, seed, in_order)  # type: ignore[arg-type]
+    return {name: Part(dataset, split, name) for name in fractions if split.length(name)}

@@ -30,6 +30,8 @@ GENERATORS = ("python", "numpy", "torch")
 
 _one_at_a_time = threading.RLock()  # ranks that are threads share the generators of their process
 
+_SIZE = 624 * 4 + 4  # the words of a Mersenne twister, and the position among them
+
 
 def seed_by(key: Key, generators: Iterable[str] = GENERATORS) -> None:
     """Seeds generators of the host. Those of devices are not for data code."""
@@ -47,7 +49,7 @@ def seed_by(key: Key, generators: Iterable[str] = GENERATORS) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[States]:
-    """Restores the generators at its end: data code that runs in the training process draws nothing from them."""
+    """Restores the generators at its end: data code in the training process draws nothing from them."""
     with _one_at_a_time:
         before = States.now()
         try:
@@ -57,10 +59,7 @@ def generators_kept() -> Iterator[States]:
 
 
 class States(NamedTuple):
-    """The state of every generator, read as bytes: the interfaces for it take as long as fetching a batch.
-
-    They restore it where data code has drawn.
-    """
+    """The state of every generator, read as bytes: the public interfaces for it take as long as fetching a batch."""
 
     python: tuple[Any, Any]
     numpy: tuple[Any, bytes, bool]
@@ -112,9 +111,6 @@ def load_generators(saved: list[Any]) -> None:
     torch.default_generator.set_state(torch.frombuffer(bytearray.fromhex(torchs), dtype=torch.uint8))
 
 
-_SIZE = 624 * 4 + 4  # the words of a Mersenne twister, and the position among them
-
-
 def _bytes(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)  # not by an operation: tensors may be fake (lockstep plan)
 
@@ -155,7 +151,7 @@ class _Numpy:
         self._without_a_spare: deque[bytes] = deque(maxlen=8)  # words when there was none: training's, those of streams
 
     def words(self, bits: Any) -> memoryview:
-        """The memory of a Mersenne twister; of any other bit generator, nothing."""
+        """Returns the memory of a Mersenne twister; of any other bit generator, nothing."""
         if bits is not self._bits:
             twister = type(bits) is np.random.MT19937
             self._bits, self._words = bits, _memory(bits.ctypes.state_address) if twister else memoryview(b"")

@@ -1,20 +1,23 @@
-"""One reader of a stream: it takes examples of its pieces, one piece after the other, and can tell where it is.
+"""Streams, the pieces they fall into, and a reader that takes examples of its pieces and knows where it is.
 
-A piece is read in chunks. At the beginning of each the states of the stream and of its random number generators are
-noted, so that a chunk that is read again has the same examples: shuffled in the same way, augmented by the same random
-numbers. A place is therefore the beginning of a chunk, and how many of its examples are used. Every piece draws from
-generators of its own, seeded when it is opened: which rank reads it, and in chunks of what size, changes nothing.
+A stream with `num_shards` and `shard(num_shards, index)` (Hugging Face's names) is divided by its pieces. Any other is
+read whole by every rank, each of which keeps its examples; one with `is_share` is divided by rank already. A piece is
+read in chunks. At the beginning of each the states of the stream and of its random number generators are noted, so that
+a chunk that is read again has the same examples. A place is the beginning of a chunk, and how many of its examples are
+used. Every piece draws from its own generators: which rank reads it, and in chunks of what size, changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
+from torch.utils.data import IterableDataset
 
+from lockstep.data.permutation import sorted_words
 from lockstep.data.seeding import (
     COLLATING,
     READING,
@@ -26,44 +29,181 @@ from lockstep.data.seeding import (
     saved_generators,
     seed_by,
 )
-from lockstep.data.sources import Opened, Source
 from lockstep.errors import ConfigError
+
+PIECES, WHOLE, OWN = "pieces", "whole", "own"
 
 # {"read": examples before the chunk, "size": of chunks, "offset": used of the chunk, "state": of the stream at its
 # beginning, "random": of the generators, where anything was drawn from them}. Plain data: it is saved.
 Mark = dict[str, Any]
 
 
+def is_stream(data: Any) -> bool:
+    """Whether data is read from its beginning on; other data is asked for by index."""
+    if isinstance(data, IterableDataset):
+        return True
+    by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return hasattr(data, "__iter__") and not by_index
+
+
+def check_stream(data: Any, name: str) -> None:
+    """Refuses what cannot be read again, or is not made of examples."""
+    if getattr(data, "batch_sampler", None) is not None:
+        raise ConfigError(
+            f"{name}: a {type(data).__name__} makes batches, and Lockstep divides examples among ranks and puts them "
+            "into batches itself: return its dataset (data.workers sets how many workers read it), or make the loader "
+            "with batch_size=None. Batches of your own loader are for run.stream"
+        )
+    if hasattr(data, "__next__") and not is_stateful(data):
+        raise ConfigError(
+            f"{name}: a {type(data).__name__} can be read once, and the next epoch, an evaluation and a resume read it "
+            "again: return an object whose __iter__ makes it"
+        )
+
+
+def is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class Opened:
+    def __init__(self, stream: Any, state: Any, name: str) -> None:
+        self.ended = self.closed = False
+        self._holder = stream if is_stateful(stream) and keeps_all(stream) else None
+        if self._holder is not None and state is not None:
+            self._holder.load_state_dict(copy.deepcopy(state))
+        iterator: Any = iter(stream)
+        self.examples: Iterator[Any] = iterator
+        if self._holder is None and iterator is not stream and is_stateful(iterator):
+            self._holder = iterator
+            if state is not None:
+                iterator.load_state_dict(copy.deepcopy(state))
+        if state is not None and self._holder is None:
+            raise ConfigError(
+                f"{name}: it was saved with a state, and has none any more (no state_dict and load_state_dict): give "
+                "them back, or resume from a checkpoint at the end of an epoch"
+            )
+
+    def state(self) -> Any:
+        """Returns where it is, or None where it has no state."""
+        return None if self._holder is None else copy.deepcopy(self._holder.state_dict())
+
+    def close(self) -> None:
+        self.closed = True
+        close = getattr(self.examples, "close", None)
+        if callable(close):
+            close()
+
+
+class Source:
+    """A stream, and how parts of it are opened. It is pickled to workers."""
+
+    def __init__(self, data: Any, name: str) -> None:
+        self.data, self.name = data, name
+        self.pieces = _num_shards(data)  # None where there is no way to have one of them
+        self._first: Any = None  # the state before anything was read, of an object that keeps its own place
+        self._reading: Opened | None = None
+        self._moved = False  # whether another process read on in it before it came here
+
+    def __getstate__(self) -> dict[str, Any]:
+        moved = self._moved or (self._reading is not None and not self._reading.ended)
+        return {**self.__dict__, "_reading": None, "_moved": moved}
+
+    def kind(self, dp_size: int) -> str:
+        """Returns how it is divided among so many."""
+        if getattr(self.data, "is_share", False) or getattr(self.data, "_distributed", None) is not None:
+            return OWN  # or split by Hugging Face's split_dataset_by_node
+        if self.pieces is None or (self.pieces < dp_size and _is_of_datasets(self.data)):
+            return WHOLE
+        return PIECES
+
+    def open(self, piece: int, count: int, epoch: int | None, state: Any = None) -> Opened:
+        """Opens one of `count` pieces, at its beginning or at a state that it had."""
+        itself = self.pieces is None
+        stream = self.data if itself else self.data.shard(num_shards=count, index=piece)
+        set_epoch = getattr(stream, "set_epoch", None)
+        if epoch is not None and callable(set_epoch):
+            set_epoch(epoch)
+        if not itself or not is_stateful(stream):
+            return Opened(stream, state, self.name)
+        self._begin_anew()
+        self._reading = Opened(stream, state, self.name)
+        return self._reading
+
+    def _begin_anew(self) -> None:
+        """An object that keeps its own place, and was left in the middle of a pass, is set back to where it was at
+        first."""
+        if self._first is None:
+            self._first = copy.deepcopy(self.data.state_dict())
+        elif self._reading is not None and not self._reading.closed:
+            raise ConfigError(
+                f"{self.name}: it is being read already, and keeps its place in itself (state_dict): read an object of "
+                "its own for the second purpose"
+            )
+        elif self._moved or (self._reading is not None and not self._reading.ended):
+            self._moved = False
+            self.data.load_state_dict(copy.deepcopy(self._first))
+
+
+def keeps_all(stream: Any) -> bool:
+    """Whether the state of a stream is enough to resume. That of a Hugging Face dataset with a shuffle buffer leaves
+    out what the buffer holds, so that examples would be lost; its documentation names both cases."""
+    if not _is_of_datasets(stream):
+        return True
+    waiting = [getattr(stream, "_ex_iterable", None)]
+    while waiting:
+        each = waiting.pop()
+        if type(each).__name__ == "BufferShuffledExamplesIterable" or _batches_tables(each):
+            return False
+        inner = (getattr(each, "ex_iterable", None), *getattr(each, "ex_iterables", ()))
+        waiting += [within for within in inner if within is not None]
+    return True
+
+
+def _num_shards(data: Any) -> int | None:
+    count = getattr(data, "num_shards", None)
+    return count if isinstance(count, int) and callable(getattr(data, "shard", None)) else None
+
+
+def _batches_tables(each: Any) -> bool:
+    """A batched map() after with_format("arrow")."""
+    formatting = getattr(each, "formatting", None)
+    return bool(getattr(each, "batched", False)) and bool(getattr(formatting, "is_table", False))
+
+
+def _is_of_datasets(data: Any) -> bool:
+    return type(data).__module__.partition(".")[0] == "datasets"
+
+
 @dataclass(frozen=True)
 class Reading:
-    """How the pieces of one pass are read: the same for all lanes."""
+    """How the pieces of one pass are read: the same for all readers."""
 
     source: Source
-    pieces: int  # how many there are, of all lanes
+    pieces: int  # how many there are, of all readers
     chunk: int  # examples
     shuffle: bool = False  # the examples of a chunk
     seed: int = 0
     epoch: int = 0
     set_epoch: bool = True
-    own: tuple[int, ...] = ()  # which share and worker, where each of them has another stream
+    own: tuple[int, ...] = ()  # which dp rank and worker, where each of them has another stream
     walk: str = ""  # tells the random numbers of two passes over one stream apart
 
 
 @dataclass
 class ReaderShards:
-    """What one reader has to read: pieces, and where those are gone on with that were begun before."""
+    """The pieces that one reader has to read, and where those are continued that were begun before."""
 
     pieces: list[int]
     marks: dict[int, Mark] = field(default_factory=dict)
-    number: int = 0  # which of its rank's lanes it is, for streams that are another one in every worker
+    number: int = 0  # which of its rank's readers it is, for streams that are another one in every worker
 
     @property
     def to_discard(self) -> int:
-        """Examples that have to be read from the beginning to come back to where it was, since there is no state."""
+        """The number of examples that are read again to come back to a place, since there is no state."""
         return sum(mark["read"] + mark["offset"] for mark in self.marks.values() if mark["state"] is None)
 
     def rest(self, at: int, mark: Mark | None) -> ReaderShards:
-        """What is left, once the reader is in piece number `at`."""
+        """Returns what is left, once the reader is in piece number `at`."""
         pieces = self.pieces[at:]
         marks = {piece: self.marks[piece] for piece in pieces[1:] if piece in self.marks}
         return ReaderShards(pieces, {**({pieces[0]: mark} if mark and pieces else {}), **marks}, self.number)
@@ -100,7 +240,7 @@ class StreamReader:
         return taken
 
     def place(self) -> tuple[int, Mark | None]:
-        """Which piece it is in, and where in it; to be given to `Lane.rest`."""
+        """Returns which piece it is in, and where in it, for `ReaderShards.rest`."""
         used_up = self._offset == len(self._chunk)
         if self._opened is None or (used_up and self._ended):
             # Nothing of the next piece is read here, but another reader may have begun it before the run was resumed.
@@ -131,7 +271,7 @@ class StreamReader:
         return self._opened is not None and self._opened.ended
 
     def _read_on(self) -> bool:
-        """Read the next chunk that has an example; False where there is none left."""
+        """Reads the next chunk that has an example; False where there is none left."""
         while self._at < len(self._shards.pieces):
             if self._opened is None:
                 self._open()
@@ -148,7 +288,7 @@ class StreamReader:
         return False
 
     def _open(self) -> None:
-        """Open the piece at hand, and come to where it was left."""
+        """Opens the current piece, at the place where it was left."""
         how, piece = self._reading, self._shards.pieces[self._at]
         mark = self._shards.marks.get(piece, {"read": 0, "size": how.chunk, "offset": 0, "state": None, "random": None})
         self._chunk, self._offset, self._drawn = [], 0, mark["random"]
@@ -174,12 +314,11 @@ class StreamReader:
     def _shorter(self, done: int, found: int) -> ConfigError:
         return ConfigError(
             f"{self._reading.source.name}: {done} examples of shard {self.piece} were done when the checkpoint was "
-            f"made, but it ends after {found}: it is not the same data. Give it back as it was, or go on from a "
+            f"made, but it ends after {found}: it is not the same data. Restore it as it was, or resume from a "
             "checkpoint at the end of an epoch"
         )
 
     def _begin_chunk(self) -> None:
-        """All of the chunk is used: the next begins here."""
         assert self._opened is not None
         self._read, self._offset, self._chunk = self._read + len(self._chunk), 0, []
         self._state, self._random = self._opened.state(), self._drawn
@@ -190,10 +329,10 @@ class StreamReader:
         self._opened.ended = len(self._chunk) < self._size
         if self._reading.shuffle:
             key = [SHUFFLING, *self._key(self._read)]
-            self._chunk = [self._chunk[index] for index in _permutation(len(self._chunk), key)]
+            self._chunk = [self._chunk[index] for index in sorted_words(len(self._chunk), *key)]
 
     def _examples(self, count: int) -> list[Any]:
-        """The next examples of the piece; its code draws from the generators of the piece."""
+        """Returns the next examples of the piece; its code draws from the generators of the piece."""
         assert self._opened is not None
         with generators_kept():
             self._generators.restore()
@@ -210,15 +349,9 @@ class StreamReader:
         seed_by((purpose, self._reading.walk, *self._key(position), *dp_rank))
 
     def seed_for_collating(self, dp_rank: int) -> None:
-        """A batch is put together with random numbers of its own: those of its last example's place."""
+        """A batch is collated with random numbers of the place of its last example."""
         self._seed(COLLATING, self.position, dp_rank)
 
 
 def piece_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    return _permutation(count, [SHARDS, seed, epoch]) if shuffle else list(range(count))
-
-
-def _permutation(count: int, key: Sequence[int]) -> list[int]:
-    # As in order.py: words of a bit generator never change, what is made of them may.
-    words = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(count)
-    return [int(index) for index in np.argsort(words, kind="stable")]
+    return sorted_words(count, SHARDS, seed, epoch).tolist() if shuffle else list(range(count))

@@ -1,7 +1,7 @@
-"""Examples from tar files, as WebDataset lays them out: members of the same base name are one example.
+"""Examples from tar files in WebDataset's layout: members of the same base name are one example.
 
 `000017.jpg` and `000017.cls` become `{"__key__": "000017", "jpg": bytes, "cls": bytes}`. Nothing is unpacked to the
-disk, and nothing that is read is ever unpickled: what the bytes mean is for `decode` to say.
+disk, and nothing is ever unpickled: what the bytes mean is for `decode` to say.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TarShards(IterableDataset[Any]):
 
     @property
     def num_shards(self) -> int:
-        """How many files there are."""
+        """The number of files."""
         return len(self.paths)
 
     def shard(self, num_shards: int, index: int) -> TarShards:
-        """A reader of its own for one of so many parts of the files."""
+        """Returns a reader for one of so many parts of the files."""
         first, last = (len(self.paths) * part // num_shards for part in (index, index + 1))
         part = TarShards.__new__(TarShards)
         part.__dict__.update(self.__dict__, paths=self.paths[first:last], _shard=0, _samples=0, _offset=0)
@@ -48,11 +48,11 @@ class TarShards(IterableDataset[Any]):
         return part
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: the file, and how far into it."""
+        """Returns the file, and the place in it."""
         return {"shard": self._shard, "samples": self._samples, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on from there."""
+        """The next iteration resumes there."""
         self._shard, self._samples, self._offset = state["shard"], state["samples"], state["offset"]
         self._goes_on = True
 
@@ -68,7 +68,6 @@ class TarShards(IterableDataset[Any]):
 
 
 def _samples(path: str, done: int, offset: int | None) -> Iterator[tuple[Sample, int | None]]:
-    """The samples of a tar file after so many, each with where the next begins."""
     with open(path, "rb") as file:  # noqa: PTH123
         compressed = _is_compressed(file)
         if not compressed and done and offset is not None:

@@ -12,15 +12,13 @@ from torch.utils.data import Dataset
 
 from lockstep.config.load import uneven_shares
 from lockstep.config.schema import RunSettings
-from lockstep.data.choosing import Asked, choose
-from lockstep.data.cursors import Cursor, Cursors
-from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.loaders import Loaders, one_ahead
-from lockstep.data.order import MicroBatch
-from lockstep.data.progress import Progress
-from lockstep.data.sources import check_stream, is_stateful, is_stream
-from lockstep.data.stream import streamed
-from lockstep.data.streams import Pass, Streams
+from lockstep.data.batches import MicroBatch
+from lockstep.data.cursors import Cursor, Cursors, Progress
+from lockstep.data.loader import Collate, Loaders, check_dataset, one_ahead
+from lockstep.data.order import OrderChoice, choose
+from lockstep.data.stream import Pass, Streams
+from lockstep.data.stream_batches import streamed
+from lockstep.data.stream_reader import check_stream, is_stateful, is_stream
 from lockstep.distributed.group import Group
 from lockstep.engine import places
 from lockstep.engine.compile_guard import CompileGuard
@@ -29,7 +27,7 @@ from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 from lockstep.profiler.base import Profiler
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import graphs
+from lockstep.strategy import compiled
 from lockstep.strategy.base import Strategy, dp_rank_of
 
 logger = logging.getLogger(__name__)
@@ -112,7 +110,7 @@ class BatchFeed:
         shuffle: bool,
         drop_last: bool,
         accumulate: int,
-        order: Asked = None,
+        order: OrderChoice = None,
         site: str | None = None,
     ) -> Iterator[Any]:
         accumulate *= self._strategy.micro_batches
@@ -314,7 +312,7 @@ class BatchFeed:
                 filled = continues and accumulate == 1 and self._fixed_shapes
                 self._guard.begin("a batch that was filled up" if filled else "a step", batch)
                 if not continues:  # gradients of a batch's parts are added up: they must not be written over before
-                    graphs.next_pass()
+                    compiled.next_pass()
                 self._activity.enter("loss")
                 self._profiler.enter("forward")
                 yield batch

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lockstep.config.training import Ema
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
-from lockstep.strategy.loading import read_like
-from lockstep.strategy.slices import local_part
+from lockstep.strategy.slices import local_part, read_like
 
 logger = logging.getLogger(__name__)
 

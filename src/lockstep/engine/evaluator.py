@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from lockstep.checkpoint import codec
 from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.order import MicroBatch
-from lockstep.data.sources import check_stream, is_stream
-from lockstep.data.stream import counted
+from lockstep.data.stream_batches import counted
+from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.distributed.group import Group
 from lockstep.engine.batch_feed import BatchFeed
 from lockstep.engine.models import Models
@@ -25,7 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.epoch_metrics import Collected, WholeSet, require_other_names, whole_set_of
 from lockstep.evaluation.means import Measure, combine, evaluating, measure_sums, sums_of
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
-from lockstep.strategy import graphs
+from lockstep.strategy import compiled
 from lockstep.strategy.base import Strategy
 
 
@@ -197,7 +197,7 @@ class Evaluator:
             if leaves():
                 raise _GivenUp
             self._group.activity.enter(name)
-            graphs.next_pass()
+            compiled.next_pass()
             return self._strategy.move(batch)
 
         return move

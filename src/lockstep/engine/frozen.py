@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.tensor_file import memory, stored_form
 from lockstep.distributed.activity import Activity
 from lockstep.errors import ConfigError
-from lockstep.strategy.initial import has_no_memory
+from lockstep.strategy.placing import has_no_memory
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from lockstep.engine.frozen import Frozen, refuse_other
 from lockstep.engine.gradients import GradientTracker
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.fused import with_own_kernels
-from lockstep.strategy.loading import read_like
+from lockstep.strategy.optimizer_step import with_own_kernels
+from lockstep.strategy.slices import read_like
 
 DEFAULT = "model"
 

@@ -23,7 +23,7 @@ from lockstep.engine.frozen import is_of_peft
 from lockstep.errors import ConfigError
 from lockstep.record.logs import file_only
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.initial import has_no_memory
+from lockstep.strategy.placing import has_no_memory
 from lockstep.strategy.slices import Stored
 
 logger = logging.getLogger(__name__)

@@ -21,15 +21,14 @@ from torch.utils.data import Dataset
 from lockstep import profiler
 from lockstep import strategy as strategies
 from lockstep.checkpoint.checkpointer import Checkpointer
-from lockstep.checkpoint.stateful import Stateful
+from lockstep.checkpoint.registered import Stateful
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import RunSettings
 from lockstep.config.strategy import COMM_HOOKS
 from lockstep.config.training import Compile, Ema
-from lockstep.data.choosing import Asked
-from lockstep.data.cursors import call_site
+from lockstep.data.cursors import Due, Progress, call_site
 from lockstep.data.loader import Collate
-from lockstep.data.progress import Due, Progress
+from lockstep.data.order import OrderChoice
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
 from lockstep.engine.batch_feed import BatchFeed
@@ -392,7 +391,7 @@ class Run:
         accumulate: int = 1,
         collate: Collate | None = None,
         name: str | None = None,
-        order: Asked = None,
+        order: OrderChoice = None,
     ) -> Iterator[Any]:
         """This rank's share of every global batch of a pass over the data, on the device.
 
@@ -634,7 +633,7 @@ class Run:
         Where ranks have different states, each gets its own back. On another number of ranks such a state cannot be
         carried over: with `per_rank` it begins anew there, without it the restore is refused.
         """
-        self.checkpointer.attached.register(name, part, "begin anew" if per_rank else "refuse")
+        self.checkpointer.registered.register(name, part, "begin anew" if per_rank else "refuse")
 
     @in_region("checkpoint")
     def checkpoint(self, value: float | None = None, metrics: Mapping[str, float] | None = None) -> None:

@@ -22,11 +22,10 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.activation_checkpointing import checkpoint_activations
 from lockstep.strategy.base import Strategy
-from lockstep.strategy.compile_cache import keep_compiled_code
-from lockstep.strategy.compiled import compile_blocks, compile_whole
+from lockstep.strategy.compiled import compile_blocks, compile_whole, keep_compiled_code
 from lockstep.strategy.float8 import use_float8
-from lockstep.strategy.fused import use_fused_step
-from lockstep.strategy.initial import has_no_memory
+from lockstep.strategy.optimizer_step import use_fused_step
+from lockstep.strategy.placing import has_no_memory
 
 logger = logging.getLogger(__name__)
 

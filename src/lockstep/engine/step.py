@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lockstep.data.batches import MicroBatch
 from lockstep.data.cursors import Cursor
-from lockstep.data.order import MicroBatch
 from lockstep.errors import ConfigError
 
 

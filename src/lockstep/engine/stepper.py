@@ -22,7 +22,7 @@ from lockstep.evaluation.means import Mean
 from lockstep.profiler.base import Profiler
 from lockstep.record.aggregator import MetricAggregator
 from lockstep.strategy.base import Strategy, dp_rank_of
-from lockstep.strategy.fused import divides_gradients, dividing
+from lockstep.strategy.optimizer_step import divides_gradients, dividing
 
 
 class Stepper:

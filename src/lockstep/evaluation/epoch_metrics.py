@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.order import MicroBatch
+from lockstep.data.batches import MicroBatch
 from lockstep.data.permutation import Indices
 from lockstep.errors import ConfigError
 from lockstep.evaluation.metric_states import (

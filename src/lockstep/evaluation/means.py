@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.order import MicroBatch
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.record.meters import Sums, numbers
 

@@ -1,7 +1,7 @@
 """A linear layer and the cross entropy of what it returns, some rows at a time.
 
 With a large vocabulary the logits are by far the largest tensor of a step, and their gradient is as large. Here neither
-is ever there as a whole: the gradients of a few rows are worked out while their logits are at hand. Torch has the same
+is ever there as a whole: the gradients of a few rows are worked out while their logits are there. Torch has the same
 from 2.13 on, but not for compiled models.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What the logits of the rows at hand may take, in float32.
+# What the logits of the current rows may take, in float32.
 _CHUNK_BYTES = 2**30
 _REDUCTIONS = ("mean", "sum", "none")
 

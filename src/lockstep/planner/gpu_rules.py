@@ -22,8 +22,7 @@ from lockstep.config.training import Compile
 from lockstep.engine import setup
 from lockstep.planner.ledger import Ledger
 from lockstep.strategy import activation_checkpointing
-from lockstep.strategy.blocks import find_blocks
-from lockstep.strategy.forward import Forward, wrap_forward
+from lockstep.strategy.blocks import Forward, find_blocks, wrap_forward
 
 # Operations that autocast computes in float32 on CUDA and leaves as they are on the host (torch 2.9 to 2.13).
 _FLOAT32 = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.values import Interval
-from lockstep.data.progress import Due, Progress
+from lockstep.data.cursors import Due, Progress
 from lockstep.distributed.group import Group
 from lockstep.errors import NonFiniteGradients, NonFiniteLoss
 from lockstep.record.logger import Kind

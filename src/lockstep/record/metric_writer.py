@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import Keep, Log
-from lockstep.data.progress import Progress
+from lockstep.data.cursors import Progress
 from lockstep.record.display import NEW_BEST, Display
 from lockstep.record.logger import Kind
 from lockstep.record.loggers import LoggerQueue

@@ -1,4 +1,4 @@
-"""Ways of spreading a model: one file each, chosen by name."""
+"""Strategies: how a model and its batches are spread over devices. One file each, chosen by name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from lockstep.config.load import check_strategy
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.base import Strategy
+from lockstep.strategy.base import SingleStrategy, Strategy
 from lockstep.strategy.ddp import DdpStrategy
-from lockstep.strategy.single import SingleStrategy
 
 
 def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
-    """The strategy that the config names; `auto` is `single` for one process and `ddp` for more."""
+    """Returns the strategy that the config names; `auto` is `single` for one process and `ddp` for more."""
     world_size = group.world_size
     check_strategy(settings, runtime.name, world_size)
     if runtime.name == "xla":

@@ -1,4 +1,4 @@
-"""Activations that are computed a second time in the backward pass, instead of being kept until then."""
+"""Recomputes activations in the backward pass, instead of keeping them until then."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # all that keep running statistics; their kernels change no version
 
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.blocks import BLOCKS, find_blocks
-from lockstep.strategy.forward import Forward, wrap_forward
+from lockstep.strategy.blocks import BLOCKS, Forward, find_blocks, wrap_forward
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 def checkpoint_activations(
     model: nn.Module, which: str, blocks: str | None, runtime: Runtime, to_be_compiled: bool = False
 ) -> None:
-    """Let the blocks of a model (or the modules of a pattern) keep no more than their inputs for the backward pass.
+    """Lets the blocks of a model (or the modules of a pattern) keep only their inputs for the backward pass.
 
     Every number stays the same, bit for bit: dropout draws what it drew, and running statistics move once. `blocks` is
     the pattern of strategy.blocks. With `to_be_compiled`, torch.compile is to be put around it.

@@ -1,4 +1,4 @@
-"""What Lockstep asks of a way of spreading a model and its batches."""
+"""The interface of a strategy: a way of spreading a model and its batches. And the strategy of one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lockstep.config.strategy import ShardRule
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy.initial import Initialise, initialise
+from lockstep.strategy.placing import Initialise, initialise
+from lockstep.strategy.slices import local_part
 
 Modules = Mapping[str, nn.Module]
 Parameters = Sequence[nn.Parameter]
@@ -24,8 +25,7 @@ Parameters = Sequence[nn.Parameter]
 class Strategy(abc.ABC):
     """Places models, and owns what depends on that: gradients, state, and what ranks compare.
 
-    Nothing outside of a strategy may assume that a rank has whole tensors. The bare modules stay reachable, for
-    evaluating and saving.
+    Nothing outside of a strategy may assume that a rank has whole tensors.
     """
 
     name: str
@@ -40,72 +40,50 @@ class Strategy(abc.ABC):
 
     def __init__(self, runtime: Runtime, world_size: int = 1) -> None:
         self.runtime, self.world_size = runtime, world_size
+        self.dp_size = world_size  # the number of slices that a global batch is divided into
+        self.dp_rank: int | None = None  # the slice that this rank computes; None: each rank has one, in rank order
+        self.is_dp_leader = True  # others that compute the same slice are not counted again
+        self.micro_batches = 1  # devices of this process that take a micro-batch each, one after the other
+        self.batch_multiple = 1  # examples of a micro-batch are a multiple of this, to be spread over devices evenly
+        self.measures_together = False  # whether an evaluation takes all ranks: then none may leave it alone
+        self.has_replicas = False  # whether parameters must be equal on all ranks between two steps
+        self._replicas_averaged = 1  # the number of ranks over which reduced gradients were averaged
         # Parameters that others have taken the place of, both kept: an optimizer may have the ones before.
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     # Where things are
 
     @property
-    def dp_size(self) -> int:
-        """Into how many shares a global batch is divided."""
-        return self.world_size
-
-    @property
-    def dp_rank(self) -> int | None:
-        """Which of the shares this rank computes; None: each rank has one, in rank order."""
-        return None
-
-    @property
-    def is_dp_leader(self) -> bool:
-        """Whether this rank speaks for its share; others that compute the same are not counted again."""
-        return True
-
-    @property
-    def micro_batches(self) -> int:
-        """Devices of this process that take a micro-batch each, one after the other."""
-        return 1
-
-    @property
-    def batch_multiple(self) -> int:
-        """What the examples of a micro-batch must be a multiple of, to be spread over devices evenly."""
-        return 1
-
-    @property
-    def measures_together(self) -> bool:
-        """Whether the forward pass of an evaluation takes all ranks: then none of them may leave it alone."""
-        return False
-
-    @property
     def meshes(self) -> Mapping[str, Any]:
-        """The device meshes, by name, where there are any."""
+        """The device meshes, by name."""
         return {}
 
     def use_rules(self, rules: Mapping[str, ShardRule]) -> None:  # noqa: B027
-        """The sharding rules of the task; those of the config come before them."""
+        """Adds the sharding rules of the task; those of the config come before them."""
 
     def check_precision(self, precision: str) -> None:  # noqa: B027
-        """Refuse a model whose precision does not go with how it is to be split."""
+        """Refuses a precision that does not go with how the model is split."""
 
     def build(self, make: Callable[[], Any]) -> Any:
-        """Make a model, or several; without memory, where this rank is going to get its part of it from another."""
+        """Makes a model, or several; on the meta device, where this rank gets its part of it from another."""
         return make()
 
     def convert(self, model: nn.Module) -> None:  # noqa: B027
-        """Exchange layers for others that the strategy needs, before anything else is done with a model."""
+        """Exchanges layers for others that the strategy needs, before anything else is done with a model."""
 
     def use_comm_hook(self, hook: Any) -> None:  # noqa: B027
-        """A function of the user's that exchanges gradients, where the strategy is one that can be given it."""
+        """Sets a user's function that exchanges gradients."""
 
     def fill(self, model: nn.Module, seed: int, init_weights: Initialise | None) -> None:
-        """Give values to a model that was made without memory, before it is placed."""
+        """Gives values to a model that was made on the meta device, before it is placed."""
         self._replaced += initialise(model, seed, init_weights)
 
     @abc.abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
-        """The module to train with; its parameters are on the device and equal on all ranks."""
+        """Returns the module to train with; its parameters are on the device and equal on all ranks."""
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
-        """Bring what an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
+        """Moves state that an optimizer made before its model was placed (Adagrad) to where the parameters are now."""
         self._give_new_parameters(optimizer)
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
@@ -114,7 +92,7 @@ class Strategy(abc.ABC):
                     state[name] = value.to(parameter.device)
 
     def _give_new_parameters(self, optimizer: Optimizer) -> None:
-        """An optimizer gets what took the place of its parameters."""
+        """Gives an optimizer the parameters that replaced its own."""
         now = {id(before): after for before, after in self._replaced}
         for group in optimizer.param_groups:
             group["params"] = [now.get(id(each), each) for each in group["params"]]
@@ -122,148 +100,136 @@ class Strategy(abc.ABC):
             optimizer.state[now[id(before)]] = optimizer.state.pop(before)
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
-        """Every replica that this process has of a model that was placed."""
+        """Returns every replica that this process has of a placed model."""
         return [model]
 
     def move(self, batch: Any, number: int = 0) -> Any:
-        """A batch on the device that is to work on it; `number` says which micro-batch of its global batch it is."""
+        """Moves a batch to the device that works on it; `number` is that of the micro-batch in its global batch."""
         return self.runtime.move(batch)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenates the tensors of all shares along the first dimension, with gradients."""
+        """Concatenates the tensors of all dp ranks along the first dimension, with gradients."""
         return tensor
 
     def _refuse_to_gather(self) -> ConfigError:
         return ConfigError(
-            f"run.all_gather: strategy: {self.name} on runtime: xla cannot exchange tensors in the midst of a step. "
+            f"run.all_gather: strategy: {self.name} on runtime: xla cannot exchange tensors in the middle of a step. "
             "Use strategy: spmd or fsdp, where a batch is that of all devices already"
         )
 
     # Gradients
 
     def explain(self, error: RuntimeError) -> Exception | None:
-        """What an error of the backward pass means to the user, where that depends on the strategy."""
+        """Returns what an error of the backward pass means to the user, where that depends on the strategy."""
         return None
 
     def sync_gradients(self, wanted: bool) -> None:  # noqa: B027
-        """Whether the next forward and backward pass exchanges gradients (only the last micro-batch of a batch's)."""
+        """Sets whether the next forward and backward pass exchanges gradients."""
 
     def computed(self, last: bool) -> None:
-        """The gradients of a micro-batch are there; with `last`, those of the whole batch."""
+        """The gradients of a micro-batch are computed; with `last`, those of the whole batch."""
         if not last:  # what follows is a program of its own, the same for every micro-batch
             self.runtime.end_of_program()
 
     def reduce_gradients(self, parameters: Parameters) -> None:  # noqa: B027
-        """Make the gradients those of the whole batch, where the backward pass has not done so."""
+        """Reduces gradients over ranks, where the backward pass has not done so."""
 
     def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
-        """Make gradients of a sum those of the mean over all that was counted, on this rank and on the others."""
+        """Turns gradients of a sum into those of the mean over all that was counted, on all ranks."""
         total = self.total_count(counts)
         self.multiply_gradients(
             parameters, torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
         )
 
     def multiply_gradients(self, parameters: Parameters, factor: Tensor) -> None:
-        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-        for gradient in gradients_of(parameters):
-            kinds.setdefault((gradient.dtype, gradient.is_sparse), []).append(gradient)
-        for (dtype, sparse), gradients in kinds.items():
-            if sparse:
-                for gradient in gradients:
-                    gradient.mul_(factor.to(dtype))
-            else:  # all of a kind at once: a kernel for each would cost more than the arithmetic
-                torch._foreach_mul_(gradients, factor.to(dtype))
-
-    @property
-    def _replicas_averaged(self) -> int:
-        """Over how many ranks reduced gradients were averaged."""
-        return 1
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for gradient in (local_part(each) for each in gradients_of(parameters)):
+            if gradient.is_sparse:
+                gradient.mul_(factor.to(gradient.dtype))
+            else:
+                kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for (dtype, device), gradients in kinds.items():  # all at once: a kernel for each would cost more
+            torch._foreach_mul_(gradients, factor.to(device, dtype))
 
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
-        """What all ranks counted together."""
+        """Returns the sum of the counts of all ranks."""
         device = self.runtime.device
         on_device = [torch.as_tensor(each, dtype=self.runtime.count_dtype, device=device) for each in counts]
         return torch.stack([each.detach().reshape(()) for each in on_device]).sum()
 
     def mean_over_ranks(self, totals: Sequence[Tensor | float], counts: Sequence[Tensor | float]) -> Tensor:
-        """The mean over the global batch of what ranks have as weighed means, or as sums over these counts."""
+        """Returns the mean over the global batch, from weighted means or from sums over these counts."""
         total = self.total_count(totals)
         return total / (self.total_count(counts) if counts else self._replicas_averaged)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """Drop what an optimizer's zero_grad does not reach: gradients that wait for the last micro-batch."""
+        """Drops gradients that an optimizer's zero_grad does not reach: they wait for the last micro-batch."""
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         return bool(all_finite([_values(each) for each in gradients_of(parameters)], self.runtime.device))
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
-        """Scale gradients down to a norm; the one that they had."""
-        if any(each.is_sparse for each in gradients_of(parameters)):
+        """Scales gradients down to a norm; returns the norm that they had."""
+        if self.keeps_slices or any(each.is_sparse for each in gradients_of(parameters)):
             total = self.gradient_norm(parameters)
             self.multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
             return total
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
     def gradient_norm(self, parameters: Parameters) -> Tensor:
-        """The norm of all gradients together, those of all ranks where each has a part."""
+        """Returns the norm of all gradients, those of all ranks where each has a part."""
         return torch.nn.utils.get_total_norm([_values(each) for each in gradients_of(parameters)])
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Have an optimizer change the parameters; with a closure, it computes loss and gradients itself."""
+        """Steps an optimizer; with a closure, it computes loss and gradients itself."""
         optimizer.step() if closure is None else optimizer.step(closure)
 
     def stepped(self) -> None:
-        """An optimizer has changed the parameters: here the step ends."""
+        """An optimizer has changed the parameters: the step ends here."""
         self.runtime.end_of_program()
 
     # State
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """A module's state as it is saved, under names that do not depend on the strategy: whole tensors, or DTensors
-        where the strategy keeps slices."""
+        """Returns a module's state as it is saved, under names that do not depend on the strategy: whole tensors, or
+        DTensors where the strategy keeps slices."""
         return module.state_dict()
 
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Raises RuntimeError where the state does not fit or, with `strict`, is not all of it. Tensors are whole, or
-        Stored where the strategy keeps slices (loading.py reads those); other values are what modules keep beside."""
+        """Raises RuntimeError where the state does not fit or, with `strict`, is not complete. Tensors are whole, or
+        Stored where the strategy keeps slices."""
         module.load_state_dict(state, strict=strict)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """What optimizer_state_dict gave; with Stored for its tensors where the strategy keeps slices."""
+        """Loads what optimizer_state_dict returned; with Stored tensors where the strategy keeps slices."""
         optimizer.load_state_dict(dict(state))
 
     def fetch(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Tensors in a form that a copy to the host can be made of; where it takes a program, one for all of them."""
+        """Returns tensors that can be copied to the host; where that takes a program, one for all of them."""
         return self.runtime.fetch(tensors)
 
     def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
-        """Weights and optimizer state were read back."""
         self.runtime.end_of_program()
 
     # Comparing
 
-    @property
-    def has_replicas(self) -> bool:
-        """Whether parameters must be equal on all ranks between two steps."""
-        return False
-
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        """The parameters by name, where they can be read without compiling a program for it."""
+        """Returns the parameters by name, as they can be read without compiling a program for it."""
         return named_parameters(modules)
 
     def holders(self, modules: Modules) -> dict[str, tuple[int, ...]] | None:
-        """For each parameter the ranks that must have the same of it as this one; None: all of them, of all."""
+        """Returns for each parameter the ranks that must have the same of it; None: all ranks, of all parameters."""
         return None
 
     def equalize_buffers(self, modules: Modules) -> None:  # noqa: B027
-        """Give every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
+        """Gives every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
 
 
 def require_memory(optimizer: Optimizer, state: Tensor) -> None:
-    """State that an optimizer made of parameters without memory has no values to be brought anywhere."""
+    """Refuses an optimizer that made state of parameters on the meta device."""
     if state.is_meta:
         raise ConfigError(
             f"optimizer: {type(optimizer).__name__} makes its state of the parameters it is given, and those of a "
@@ -272,17 +238,24 @@ def require_memory(optimizer: Optimizer, state: Tensor) -> None:
 
 
 def dp_rank_of(strategy: Strategy, group: Group) -> int:
-    """The share of a batch that this rank computes. Ranks with the same share also draw the same random numbers."""
+    """Returns the slice of a batch that this rank computes. Ranks with the same one also draw the same random
+    numbers."""
     return group.rank if strategy.dp_rank is None else strategy.dp_rank
 
 
 def named_parameters(modules: Modules) -> dict[str, Tensor]:
-    """`fc.weight`, or `generator.fc.weight` where there is more than one model."""
+    """Returns parameters as `fc.weight`, or `generator.fc.weight` where there is more than one model."""
     return {
         prefixed(modules, name, parameter_name): parameter
         for name, module in modules.items()
         for parameter_name, parameter in module.named_parameters()
     }
+
+
+def on_host(modules: Modules, fetch: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Tensor]:
+    """Returns the parameters by name, fetched all at once."""
+    named = named_parameters(modules)
+    return dict(zip(named, fetch(list(named.values())), strict=True))
 
 
 def prefixed(modules: Modules, module: str, name: str) -> str:
@@ -294,7 +267,7 @@ def gradients_of(parameters: Parameters) -> list[Tensor]:
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether all numbers are finite, by the largest of each tensor: a kernel or two for all of them."""
+    """Returns whether all numbers are finite, by the largest of each tensor: a kernel or two for all of them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for each in tensors:
         if each.numel():
@@ -305,7 +278,7 @@ def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model so that its parameters stay the same objects: an optimizer that was made before still has them.
+    """Moves a model; its parameters stay the same objects, for an optimizer that was made before.
 
     For most devices `.to()` does that by itself; for XLA it makes new parameters, and unties those that are shared.
     """
@@ -321,3 +294,13 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class SingleStrategy(Strategy):
+    name = "single"
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return to_device(model, self.runtime.device)
+
+    def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
+        return on_host(modules, self.runtime.fetch)

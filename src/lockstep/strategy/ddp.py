@@ -6,25 +6,26 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.config.strategy import CommHook
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import gathering
+from lockstep.strategy import collectives
 from lockstep.strategy.base import Modules, Strategy, gradients_of
-from lockstep.strategy.synced_norm import synchronise
-
-if TYPE_CHECKING:
-    from lockstep.strategy.comm_hooks import Hook
+from lockstep.strategy.collectives import synchronise
 
 logger = logging.getLogger(__name__)
+
+# A communication hook of DDP: called with a state and a bucket, returns a future of the exchanged gradients.
+Hook = Callable[[Any, Any], Any]
 
 # Buffers are made equal where it matters, before they are evaluated or saved. Broadcasting them in every forward pass
 # would make a rank that evaluates through the wrapper alone wait for the others for ever. Torch 2.13 renamed it.
@@ -62,13 +63,12 @@ class Replica(DistributedDataParallel):
         return self.module(*inputs, **keywords)
 
     def fix_bucket_layout(self) -> None:
-        """Make DDP choose its final gradient buckets now, before the first step.
+        """Makes DDP choose its final gradient buckets now, before the first step.
 
         DDP starts with one bucket and regroups after its first backward pass. With three ranks or more the order in
         which an element is summed depends on its place in a bucket, so the first step after a resume would round
-        differently from the same step of a run that was never interrupted. It is told here that gradients come in the
-        order of its parameters, which are in the reverse order of the model's. Left to the first forward pass, ranks
-        would wait for each other in the midst of it.
+        differently from the same step of a run that was never interrupted. DDP assumes here that gradients come in the
+        order of its parameters, which are in the reverse order of the model's.
         """
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
@@ -80,7 +80,7 @@ class Replica(DistributedDataParallel):
         self._reached = True
 
     def computed(self, last: bool) -> None:
-        """Average what torch does not: of several backward passes after a forward pass, it averages the first.
+        """Averages what torch does not: of several backward passes after a forward pass, it averages the first.
 
         All gradients are averaged again. That changes nothing in what was averaged before.
         """
@@ -92,7 +92,7 @@ class Replica(DistributedDataParallel):
         self._awaited, self._reached = self._awaited and not self._reached, False
 
     def _names(self) -> list[tuple[int, str]]:
-        """The parameters in the order of the model, with the numbers that DDP has for them."""
+        """Returns the parameters in the order of the model, with the numbers that DDP has for them."""
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         last = len(names) - 1
         return [(at if self.find_unused_parameters else last - at, name) for at, name in enumerate(names)]
@@ -110,7 +110,7 @@ class Replica(DistributedDataParallel):
         return functools.partial(self._through_forward, name) if _is_method_of(module, found) else found
 
     def _through_forward(self, method: str, *inputs: Any, **keywords: Any) -> Any:
-        """Call another method of the module by way of DDP's forward, without which no gradient would be exchanged."""
+        """Calls another method of the module through DDP's forward, without which no gradient would be exchanged."""
         module = self.module
         if not torch.is_grad_enabled():
             return getattr(module, method)(*inputs, **keywords)
@@ -136,14 +136,15 @@ class DdpStrategy(Strategy):
 
     def __init__(self, runtime: Runtime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)
+        self.has_replicas, self._replicas_averaged = True, world_size
         self._settings = settings
         self._replicas: list[Replica] = []
-        self._own_hook: Hook | None = None
+        self._user_hook: Hook | None = None
 
     def use_comm_hook(self, hook: Any) -> None:
         if not callable(hook):
             raise ConfigError(f"strategy.comm_hook: must be a function of a state and a bucket, got {hook!r}")
-        self._own_hook = hook
+        self._user_hook = hook
 
     def convert(self, model: nn.Module) -> None:
         if self._settings.sync_batchnorm:
@@ -172,17 +173,18 @@ class DdpStrategy(Strategy):
             replica._set_static_graph()  # type: ignore[no-untyped-call]
         replica.fix_bucket_layout()
         if settings.comm_hook is not None:
-            from lockstep.strategy.comm_hooks import register
-
-            register(replica, settings.comm_hook, self._own_hook)
+            hook = self._user_hook or _comm_hook(settings.comm_hook)
+            # Without annotations, which DDP compares with types that a module may name as text. What it refuses besides
+            # is bfloat16 without NCCL, which gloo has by now.
+            replica.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
         self._replicas.append(replica)
         return replica
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return gathering.all_gather(tensor, dist.get_rank(), is_leader=True, copies=1)
+        return collectives.all_gather(tensor, dist.get_rank(), is_leader=True, copies=1)
 
     def explain(self, error: RuntimeError) -> Exception | None:
-        """DDP's complaint about a parameter that gets a gradient twice after one forward pass."""
+        """Explains DDP's error about a parameter that gets a gradient twice after one forward pass."""
         if "mark a variable ready only once" not in str(error):
             return None
         return ConfigError(
@@ -211,23 +213,39 @@ class DdpStrategy(Strategy):
         for replica in self._replicas:
             replica.passes = 0
 
-    @property
-    def _replicas_averaged(self) -> int:
-        return self.world_size
-
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         total = super().total_count(counts)
         dist.all_reduce(total)
         return total
 
-    @property
-    def has_replicas(self) -> bool:
-        return True
-
     def equalize_buffers(self, modules: Modules) -> None:
         for module in modules.values():
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
+
+
+def _comm_hook(settings: CommHook) -> Hook:
+    """Returns torch's hook of a type. The error feedback of powerSGD is not saved: a resume begins without it."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    if settings.type == "bf16_compress":
+        return default_hooks.bf16_compress_hook
+    if settings.type == "fp16_compress":
+        return default_hooks.fp16_compress_hook
+    state = PowerSGDState(
+        process_group=None, matrix_approximation_rank=settings.rank, start_powerSGD_iter=settings.start
+    )
+
+    def exchange(_: None, bucket: Any) -> Any:
+        found = powerSGD_hook(state, bucket)
+        if dist.get_backend() != "nccl":
+            # It exchanges three times per bucket, from the threads of the backend: of two buckets at once, each rank
+            # might begin with another.
+            found.wait()
+        return found
+
+    return exchange
 
 
 def _is_method_of(module: nn.Module, found: Any) -> bool:
@@ -236,7 +254,7 @@ def _is_method_of(module: nn.Module, found: Any) -> bool:
 
 
 def _naming_unused(error: RuntimeError, names: list[tuple[int, str]], passes: int) -> Exception:
-    """DDP's complaint about parameters that got no gradient, with their names in place of their numbers."""
+    """Returns DDP's error about parameters that got no gradient, with their names in place of their numbers."""
     text = str(error)
     found = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", text)
     if "Expected to have finished reduction" not in text or found is None:

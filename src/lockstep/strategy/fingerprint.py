@@ -1,4 +1,4 @@
-"""A fingerprint of the replicas: equal on all ranks, or the run stops and says which parameter differs where."""
+"""Fingerprints of replicas: equal on all ranks, or the run stops and names the parameter that differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Holders = tuple[int, ...]
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
-    """A number per tensor that changes with any of its bits: their sum as integers, which is exact in any order.
+    """Returns a number per tensor that changes with any of its bits: their sum as integers, exact in any order.
 
     Reads every tensor once, where it is, and waits for the device once.
     """
@@ -33,7 +33,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> list[int]:
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first tensor with a value that is no number, or infinite; in the usual case one wait for the device."""
+    """Returns the first tensor with a value that is not finite; in the usual case one wait for the device."""
     floating = {name: each.detach() for name, each in tensors.items() if each.is_floating_point() and each.numel()}
     if not floating or torch.isfinite(torch.nn.utils.get_total_norm(list(floating.values()), math.inf)):
         return None
@@ -41,10 +41,7 @@ def non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def digests(fingerprints: list[int], holders: list[Holders]) -> dict[str, int]:
-    """One number for all that the same ranks must have alike, by these ranks; without holders, by nobody in particular.
-
-    It also depends on the order of the tensors.
-    """
+    """Returns one number for all tensors that the same ranks hold, by these ranks; it depends on their order, too."""
     together: dict[str, list[int]] = {}
     for index, each in enumerate(fingerprints):
         together.setdefault(_key(holders[index]) if holders else "", []).append(each)
@@ -54,7 +51,7 @@ def digests(fingerprints: list[int], holders: list[Holders]) -> dict[str, int]:
 def compare(
     group: Group, names: list[str], mine: list[int], holders: list[Holders], messages: list[dict[str, int]], step: int
 ) -> None:
-    """Raise on every rank where digests differ that must not; only then the fingerprints themselves are exchanged.
+    """Raises on every rank where digests differ that must not; only then the fingerprints themselves are exchanged.
 
     `holders` are the ranks that have the same of each tensor as this one; none given, all ranks have all of it.
     """
@@ -79,7 +76,7 @@ def _key(holders: Holders) -> str:
 
 
 def difference(step: int, name: str, found: Mapping[int, int], world_size: int) -> str:
-    """What to tell where ranks disagree about a parameter: the odd ones out, where there is a majority."""
+    """Describes how ranks disagree about a parameter: the odd ones out, where there is a majority."""
     counted = Counter(found.values()).most_common()
     usual, votes = counted[0]
     odd = [rank for rank, each in found.items() if each != usual]
@@ -94,7 +91,7 @@ def difference(step: int, name: str, found: Mapping[int, int], world_size: int) 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, in words as long as they fit: fewer additions."""
+    """Returns the same memory as integers, in words as long as they fit: fewer additions."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     size = tensor.element_size()

@@ -25,10 +25,10 @@ _VALUES, _SLOPES = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def use_float8(model: nn.Module, pattern: str | None, device: torch.device) -> None:
-    """Exchange the large linear layers of a model's blocks; parameters stay the same objects under the same names.
+    """Exchanges the large linear layers of a model's blocks; parameters stay the same objects under the same names.
 
-    What is outside of the blocks stays as it is: that is the layer that the loss is computed of, where eight bits are
-    felt most. A model without blocks has all of its large layers exchanged.
+    What is outside of the blocks stays as it is: eight bits cost most in the layer that the loss is computed of. A
+    model without blocks has all of its large layers exchanged.
     """
     _check(device)
     blocks = find_blocks(model, pattern)

@@ -1,4 +1,4 @@
-"""Meshes and sharding rules as plain data: what fits what, worked out before any device is asked."""
+"""Meshes and sharding rules as plain data, checked before any device is used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Ruled:
-    """What a rule says of one parameter."""
+    """The rule for one parameter."""
 
     pattern: str
     mesh: str
@@ -45,7 +45,7 @@ def shardings(
     settings: StrategySettings,
     rules: Mapping[str, ShardRule],
 ) -> dict[str, Sharding]:
-    """How every parameter is split, by its shape; those that neither a rule nor fsdp splits are kept whole."""
+    """Returns how parameters are split; those that neither a rule nor fsdp splits are kept whole."""
     ruled = by_rules(parameters, meshes, settings, rules)
     found = {name: Sharding(each.mesh, each.rule.spec) for name, each in ruled.items()}
     if settings.splits_all:
@@ -62,7 +62,7 @@ def by_rules(
     settings: StrategySettings,
     rules: Mapping[str, ShardRule],
 ) -> dict[str, Ruled]:
-    """The rule that counts for each parameter that one speaks of; a rule that fits none, or not, is refused."""
+    """Returns the rule for each parameter that has one; a rule that matches none, or does not fit, is refused."""
     if settings.type == "tensor" and not rules:
         raise ConfigError("strategy: tensor splits by rules, and there are none: give strategy.shard")
     found: dict[str, Ruled] = {}
@@ -88,7 +88,7 @@ def by_rules(
 def with_rules_of_code(
     config: Mapping[str, ShardRule], code: Mapping[str, ShardRule], meshes: Mapping[str, Shape]
 ) -> dict[str, ShardRule]:
-    """The rules of a config, then those that the code brings along: of these, the ones whose axes the mesh has.
+    """Returns the rules of a config, then those of the code whose axes the mesh has.
 
     Whoever writes a model says once how it can be split; whoever runs it says by the mesh how much of that is wanted.
     """
@@ -103,7 +103,7 @@ def with_rules_of_code(
 def fully_sharded(
     shape: Sequence[int], mesh: Shape, spec: Sequence[AxisNames] | None = None
 ) -> tuple[AxisNames, ...] | None:
-    """A large parameter split over the data axis along its longest dimension that divides; None to keep it as it is.
+    """Splits a large parameter over the data axis along its longest dimension that divides; None to keep it as it is.
 
     `spec` is how a rule splits it already, over other axes: one of the dimensions that it leaves whole is taken.
     """
@@ -118,7 +118,7 @@ def fully_sharded(
 
 
 def batch_spec(dimensions: int, mesh: Shape) -> tuple[AxisNames, ...]:
-    """Examples are spread over the data axis (and replicas); a mesh without one gives every device all of them."""
+    """Spreads examples over the data axis (and replicas); a mesh without one gives every device all of them."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh)
     first: AxisNames = axes if len(axes) > 1 else axes[0] if axes else None
     return (first, *[None] * (dimensions - 1))
@@ -128,8 +128,8 @@ def _refuse_twice(pattern: str, name: str, spec: Sequence[AxisNames], strategy: 
     twice = [axis for entry in spec for axis in axes_of(entry) if axis in BATCH_AXES]
     if twice:
         raise ConfigError(
-            f"strategy.shard.{pattern}: {_text(spec)} splits {name!r} over {twice[0]}, which strategy: {strategy} does "
-            f"by itself: leave {twice[0]} out of the rule (null), or use strategy: tensor"
+            f"strategy.shard.{pattern}: {spec_text(spec)} splits {name!r} over {twice[0]}, which strategy: {strategy} "
+            f"does by itself: leave {twice[0]} out of the rule (null), or use strategy: tensor"
         )
 
 
@@ -138,7 +138,7 @@ def axes_of(entry: AxisNames) -> tuple[str, ...]:
 
 
 def _check(pattern: str, name: str, shape: Sequence[int], spec: Sequence[AxisNames], mesh: Shape) -> None:
-    at, text = f"strategy.shard.{pattern}", _text(spec)
+    at, text = f"strategy.shard.{pattern}", spec_text(spec)
     if len(spec) != len(shape):
         raise ConfigError(
             f"{at}: {text} has {len(spec)} entries, but {name!r} has {len(shape)} dimensions {list(shape)}: give one "
@@ -170,12 +170,12 @@ def _matches_nothing(pattern: str, names: list[str]) -> str:
     )
 
 
-def _text(spec: Sequence[AxisNames]) -> str:
+def spec_text(spec: Sequence[AxisNames]) -> str:
     return "[" + ", ".join("null" if each is None else str(each) for each in spec) + "]"
 
 
 def shard_rules(rules: Mapping[str, Any]) -> dict[str, ShardRule]:
-    """Parameter-name pattern -> rule, from axis names per dimension or from a mapping with a spec and a mesh."""
+    """Parses rules: axis names per dimension, or a mapping with a spec and a mesh, by parameter-name pattern."""
     checked = {}
     for pattern, rule in rules.items():
         try:

@@ -1,32 +1,106 @@
-"""How a model comes to be split over ranks without ever being whole on more than one of them.
+"""Gives first weights to models made on the meta device, and splits models over ranks block by block.
 
-Rank 0 has the values; the others may have made the model without memory. One unit after the other (a block, at last
-what is outside of all blocks) gets its values from rank 0, and is split before the next one comes.
+Each module of a model on the meta device is initialised from its own seed: the same numbers on any number of ranks and
+in any order. For a split model, rank 0 has the values. One unit after the other (a block, at last what is outside of
+all blocks) gets its values from rank 0, and is split before the next: the model is never whole on more than one rank.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.group import Group
-from lockstep.strategy.initial import Initialise, initialise_module, tensors_without_memory
+from lockstep.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+Initialise = Callable[[nn.Module], object]
+
+_STREAM = 4  # of random numbers; data/permutation.py and data/seeding.py have the others
+
+# What a buffer holds until something sets it: any number would do that nobody takes for a result.
+_UNSET = 0
 _ALIGNMENT = 16  # of a tensor in what is broadcast: more than any type of number needs
 _PIECE_BYTES = 64 * 2**20  # that is broadcast at once
 
 
+def has_no_memory(model: nn.Module) -> bool:
+    return any(each.is_meta for each in model.parameters())
+
+
+def initialise(model: nn.Module, seed: int, by: Initialise | None = None) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Gives values to every parameter and buffer that has none, on the host; returns (before, after) of parameters."""
+    replaced = []
+    for name, module in model.named_modules():
+        replaced += initialise_module(model, name, module, seed, by)
+    return replaced
+
+
+def initialise_module(
+    model: nn.Module, name: str, module: nn.Module, seed: int, by: Initialise | None = None
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Gives values to what this module itself has, also where others share it (tied weights)."""
+    own = [(key, each) for key, each in module.named_parameters(recurse=False) if each.is_meta]
+    replaced = []
+    for _, parameter in own:
+        fresh = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+        _replace(model.modules(), parameter, fresh)
+        replaced.append((parameter, fresh))
+    hollow = [key for key, each in module.named_buffers(recurse=False) if each.is_meta]
+    for key in hollow:
+        module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu").fill_(_UNSET)  # type: ignore[arg-type]
+    if not own and not hollow:
+        return replaced
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_seed_of(name, seed))
+        with torch.no_grad():
+            _fill(name, module, [key for key, _ in own] + hollow, by)
+    return replaced
+
+
+def _fill(name: str, module: nn.Module, missing: list[str], by: Initialise | None) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if by is not None:
+        by(module)
+    elif callable(reset):
+        reset()
+    else:
+        raise ConfigError(
+            f"{name + '.' if name else ''}{missing[0]}: the model was made on the meta device, and "
+            f"{type(module).__name__} does not say how it is initialised: give it a method reset_parameters(), or the "
+            "task a method init_weights(module) (in a loop of your own: run.setup(..., init_weights=...))"
+        )
+
+
+def _replace(modules: Iterable[nn.Module], old: nn.Parameter, fresh: nn.Parameter) -> None:
+    for module in modules:
+        for key, each in module._parameters.items():
+            if each is old:
+                module._parameters[key] = fresh
+
+
+def _seed_of(name: str, seed: int) -> int:
+    words = np.random.SeedSequence([_STREAM, seed, zlib.crc32(name.encode())]).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))
+
+
+def tensors_without_memory(module: nn.Module) -> dict[str, Tensor]:
+    """Returns plain attributes of a module that are tensors without values: no parameter, no buffer."""
+    return {key: each for key, each in vars(module).items() if isinstance(each, Tensor) and each.is_meta}
+
+
 @dataclass(frozen=True)
 class Owned:
-    """A parameter as it was before, by everything that has it: the first name is what it is called."""
+    """A parameter as it was before, with all its names and places; the first name is the model's."""
 
     before: nn.Parameter
     names: tuple[str, ...]
@@ -45,7 +119,7 @@ class Owned:
 
 
 def owned_by(model: nn.Module) -> dict[int, Owned]:
-    """Every parameter once, with all its names, by its identity."""
+    """Returns every parameter once, with all its names, by its identity."""
     found: dict[int, Owned] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -58,8 +132,8 @@ def owned_by(model: nn.Module) -> dict[int, Owned]:
 
 
 def units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """What is split by itself, the whole model last. A block that shares a parameter with others is part of the rest:
-    apart, each of them would train a copy of its own."""
+    """Returns what is split by itself, the whole model last. A block that shares a parameter with others is part of the
+    rest: apart, each of them would train a copy of it."""
     inside = {id(module) for block in blocks.values() for module in block.modules()}
     outside = [p for each in model.modules() if id(each) not in inside for p in each.parameters(recurse=False)]
     holders: dict[int, set[str]] = {id(parameter): {""} for parameter in outside}
@@ -83,7 +157,7 @@ class Filling:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def fill(self, unit: nn.Module, owned: Sequence[Owned], part: Callable[[str, Tensor], Tensor]) -> None:
-        """The parameters of a unit with their values, on the device; `part` takes this rank's part of a whole value.
+        """Fills the parameters of a unit, on the device; `part` takes this rank's part of a whole value.
 
         What an optimizer still holds of the parameters before gives its memory back.
         """
@@ -98,7 +172,7 @@ class Filling:
                 before.data = before.data.new_empty(0)
 
     def fill_buffers(self) -> None:
-        """Buffers, and tensors that modules keep as plain attributes, on all ranks as rank 0 has them."""
+        """Fills buffers, and tensors that modules keep as plain attributes."""
         places = [
             (each, key) for each in self._model.modules() for key in each._buffers if each._buffers[key] is not None
         ]
@@ -110,17 +184,17 @@ class Filling:
         self._fill_attributes()
 
     def _fill_attributes(self) -> None:
-        """Those who made the model without memory miss them, all of them alike; rank 0 does not know which."""
+        """Ranks that made the model on the meta device miss them, all alike; rank 0 does not know which."""
         modules = dict(self._model.named_modules())
         mine = [[path, key] for path, module in modules.items() for key in tensors_without_memory(module)]
-        told = self._group.gather(mine, "tensors of the model that are no parameters")[-1]
-        found = [vars(modules[path])[key] for path, key in told]
-        for (path, key), value in zip(told, self.from_rank_0(found), strict=True):
+        names = self._group.gather(mine, "tensors of the model that are no parameters")[-1]
+        found = [vars(modules[path])[key] for path, key in names]
+        for (path, key), value in zip(names, self.from_rank_0(found), strict=True):
             if self._group.rank != 0:
                 setattr(modules[path], key, value.cpu())  # where a model is before it is placed
 
     def from_rank_0(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors with rank 0's values, on the device; on other ranks only shape and type of what is given count."""
+        """Returns rank 0's values, on the device; on other ranks only shape and type of the tensors count."""
         if self._group.world_size == 1:
             return [each.to(self._device) for each in tensors]
         received: list[Tensor] = []

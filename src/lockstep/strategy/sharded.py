@@ -1,8 +1,7 @@
-"""A mesh of processes, by torch's own parts: fully_shard over the data axis, DTensor for rules over the others.
+"""A mesh of processes: torch's fully_shard over the data axis, DTensor for rules over the others.
 
-The settings are the same as on XLA. Every parameter becomes a DTensor of which a rank keeps its part; a block is put
-together just before it computes, and taken apart again. Ranks along the axes that batches are spread over have a share
-of the batch each; ranks along the other axes work on one share together.
+The settings are the same as on XLA. Every parameter becomes a DTensor of which a rank keeps its part. Ranks along the
+axes that batches are spread over have a slice of the batch each; ranks along the other axes work on one together.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
-from lockstep.strategy import gathering, local_step, placing, tensor_parallel
+from lockstep.strategy import collectives, optimizer_step, placing, tensor_parallel
 from lockstep.strategy import mesh as meshing
 from lockstep.strategy.base import (
     Modules,
@@ -41,21 +40,19 @@ from lockstep.strategy.base import (
     named_parameters,
     require_memory,
 )
-from lockstep.strategy.block_tracker import BlockTracker
-from lockstep.strategy.blocks import find_blocks
-from lockstep.strategy.device_mesh import make_mesh
-from lockstep.strategy.forward import without_views
-from lockstep.strategy.initial import Initialise
-from lockstep.strategy.loading import load_module, load_optimizer
-from lockstep.strategy.methods import let_methods_compute
-from lockstep.strategy.second_backward import SecondBackward
-from lockstep.strategy.slices import local_part, slice_of
-from lockstep.strategy.synced_norm import synchronise
+from lockstep.strategy.blocks import find_blocks, without_views
+from lockstep.strategy.collectives import synchronise
+from lockstep.strategy.fsdp import BlockTracker, SecondBackward, let_methods_compute, param_groups
+from lockstep.strategy.placing import Initialise
+from lockstep.strategy.slices import from_part, load_module, load_optimizer, local_part, slice_of, take_part
+from lockstep.strategy.tensor_parallel import make_mesh
 
 logger = logging.getLogger(__name__)
 
 # An axis of one place: where parameters are to be whole on every rank, they are "split" over it.
 _WHOLE = "whole"
+
+_FITTING = ", ".join(each.__name__ for each in optimizer_step.BY_NUMBER)
 
 
 class ShardedStrategy(Strategy):
@@ -73,6 +70,14 @@ class ShardedStrategy(Strategy):
         self._mesh = make_mesh(runtime, group, {**self._shape, **more}, first=(*BATCH_AXES, _WHOLE))
         axes = {"fsdp": (DATA_AXIS,), "hsdp": (REPLICA_AXIS, DATA_AXIS)}.get(settings.type, (DATA_AXIS, _WHOLE))
         self._over = self._mesh[axes]  # what fully_shard is given: axes to copy over, then the one to split over
+        batch_axes = [axis for axis in BATCH_AXES if axis in self._shape]
+        self.dp_size = self._replicas_averaged = math.prod(self._mesh[axis].size() for axis in batch_axes)
+        self.dp_rank = 0
+        for axis in batch_axes:
+            self.dp_rank = self.dp_rank * self._mesh[axis].size() + self._mesh.get_local_rank(axis)
+        self.is_dp_leader = all(self._mesh.get_local_rank(axis) == 0 for axis in self._shape if axis not in BATCH_AXES)
+        self.measures_together = self.has_replicas = self.world_size > 1
+        self._copies = self.world_size // self.dp_size  # ranks that work on the same slice of a batch
         self._models: list[FSDPModule] = []
         self._second: list[SecondBackward] = []  # of each model
         self._scalars: list[nn.Parameter] = []
@@ -87,29 +92,6 @@ class ShardedStrategy(Strategy):
     # Where things are
 
     @property
-    def dp_size(self) -> int:
-        return math.prod(self._mesh[axis].size() for axis in self._batch_axes)
-
-    @property
-    def dp_rank(self) -> int:
-        found = 0
-        for axis in self._batch_axes:
-            found = found * self._mesh[axis].size() + self._mesh.get_local_rank(axis)
-        return found
-
-    @property
-    def is_dp_leader(self) -> bool:
-        return all(self._mesh.get_local_rank(axis) == 0 for axis in self._shape if axis not in BATCH_AXES)
-
-    @property
-    def _batch_axes(self) -> list[str]:
-        return [axis for axis in BATCH_AXES if axis in self._shape]
-
-    @property
-    def measures_together(self) -> bool:
-        return self.world_size > 1
-
-    @property
     def meshes(self) -> Mapping[str, Any]:
         return {"mesh": self._mesh}
 
@@ -119,19 +101,18 @@ class ShardedStrategy(Strategy):
     def check_precision(self, precision: str) -> None:
         if self._settings.param_dtype == "bf16" and precision not in ("bf16", "fp8"):
             raise ConfigError(
-                f"strategy.param_dtype: bf16 is for a model that is computed in bf16, but its precision is "
-                f"{precision}: set "
-                'train.precision: bf16 (run.setup(precision="bf16") in a loop of one\'s own), or take it away'
+                f"strategy.param_dtype: bf16 is for a model computed in bf16, but its precision is {precision}: "
+                'set train.precision: bf16 (run.setup(precision="bf16") in a custom loop), or remove it'
             )
 
     # Placing
 
     def convert(self, model: nn.Module) -> None:
         if self._settings.sync_batchnorm and self.world_size > 1:
-            synchronise(model, copies=self.world_size // self.dp_size)
+            synchronise(model, copies=self._copies)
 
     def build(self, make: Callable[[], Any]) -> Any:
-        """Rank 0 makes the model as it is; the others make it without memory, where its code allows that."""
+        """Rank 0 makes the model as it is; the others make it on the meta device, where its code allows that."""
         if self._group.rank == 0:
             return make()
         before = torch.get_rng_state()
@@ -198,7 +179,7 @@ class ShardedStrategy(Strategy):
         fully_shard(unit, mesh=self._over, **how)
 
     def place_optimizer(self, optimizer: Optimizer) -> None:
-        """The optimizer steps what took the place of its parameters; what it knew of them is split like them."""
+        """Gives the optimizer the split parameters, and splits the state that it had for them."""
         if isinstance(optimizer, (LBFGS, SparseAdam)):
             raise self._does_not_fit(optimizer, "it needs whole parameters")
         self._give_new_parameters(optimizer)
@@ -210,24 +191,18 @@ class ShardedStrategy(Strategy):
                 state[key] = self._like(parameter, value, filling)
 
     def _like(self, parameter: Tensor, value: Any, filling: placing.Filling) -> Any:
-        """State of a whole parameter as state of its parts."""
+        """Turns state of a whole parameter into state of its part."""
         if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
             return value
         (whole,) = filling.from_rank_0([value])
         mine = slice_of(parameter)
-        if mine is None:
-            return whole
-        for dimension, (begin, length) in enumerate(zip(mine.offset, mine.tensor.shape, strict=True)):
-            whole = whole.narrow(dimension, min(begin, whole.shape[dimension]), length)
-        return DTensor.from_local(
-            whole.contiguous().to(mine.tensor.device), parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
+        assert mine is not None
+        return from_part(take_part(whole, mine).to(mine.tensor.device), parameter)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         try:
             if closure is None:
-                local_step.step(optimizer)
+                optimizer_step.step_parts(optimizer)
             else:
                 optimizer.step(closure)
         except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
@@ -256,7 +231,7 @@ class ShardedStrategy(Strategy):
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
             return tensor
-        return gathering.all_gather(tensor, self.dp_rank, self.is_dp_leader, self.world_size // self.dp_size)
+        return collectives.all_gather(tensor, self.dp_rank or 0, self.is_dp_leader, self._copies)
 
     def computed(self, last: bool) -> None:
         super().computed(last)
@@ -266,8 +241,8 @@ class ShardedStrategy(Strategy):
             self._average_scalars()
 
     def _average_scalars(self) -> None:
-        """Torch does not reduce the gradients of parameters that are not split. Those that a backward pass has added to
-        are averaged; what they held before is the average already, and stays what it is."""
+        """Averages gradients of parameters that are not split, which torch does not reduce. Only those that a backward
+        pass has added to: what they held before is the average already."""
         gradients = [each for each in gradients_of(self._scalars) if self._averaged.get(each) != each._version]
         if gradients and self.world_size > 1:
             mean = torch.stack([each.double() for each in gradients])
@@ -297,30 +272,21 @@ class ShardedStrategy(Strategy):
                 if hasattr(waiting, "_unsharded_param"):
                     waiting._unsharded_param.grad = None
 
-    @property
-    def _replicas_averaged(self) -> int:
-        return self.dp_size
-
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
-        """Ranks that work on one share counted the same: it counts once."""
+        """Ranks that work on one slice counted the same: it counts once."""
         total = super().total_count(counts)
         if self.world_size > 1:
             dist.all_reduce(total)
-            total /= self.world_size // self.dp_size
+            total /= self._copies
         return total
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
-        """On all ranks, or on none: each has a part of every gradient."""
+        """The same on all ranks: each has a part of every gradient."""
         finite = all_finite([local_part(each) for each in gradients_of(parameters)], self.runtime.device).float()
         if self.world_size > 1:
             with self._group.activity.within("whether all gradients are finite", waits=True):
                 dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         return bool(finite.item())
-
-    def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
-        total = self.gradient_norm(parameters)
-        self.multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
-        return total
 
     def gradient_norm(self, parameters: Parameters) -> Tensor:
         """A part that several ranks have counts once, as a fraction on each."""
@@ -328,7 +294,7 @@ class ShardedStrategy(Strategy):
         parts: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None and (mine := local_part(parameter.grad)).numel():
-                parts.setdefault((self._copies(parameter), mine.dtype), []).append(mine)
+                parts.setdefault((self._holder_count(parameter), mine.dtype), []).append(mine)
         for (holders, _), tensors in parts.items():
             norms = torch.stack(list(torch._foreach_norm(tensors))).double()
             total += (norms.square().sum() / holders).to(total.device)
@@ -337,21 +303,13 @@ class ShardedStrategy(Strategy):
                 dist.all_reduce(total)
         return total.sqrt()
 
-    def _copies(self, parameter: nn.Parameter) -> int:
-        """How many ranks have what this one has of a parameter; asked in every step, so it is worked out once."""
+    def _holder_count(self, parameter: nn.Parameter) -> int:
+        """Returns how many ranks have this rank's part of a parameter; cached, since it is needed in every step."""
         known = self._holders.get(id(parameter))
         if known is None:
             found = slice_of(parameter)
             known = self._holders[id(parameter)] = self.world_size if found is None else len(found.holders)
         return known
-
-    def multiply_gradients(self, parameters: Parameters, factor: Tensor) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for gradient in gradients_of(parameters):
-            part = local_part(gradient)
-            kinds.setdefault((part.dtype, part.device), []).append(part)
-        for (dtype, device), parts in kinds.items():
-            torch._foreach_mul_(parts, factor.to(device, dtype))
 
     # State: each rank reads its own parts
 
@@ -362,10 +320,6 @@ class ShardedStrategy(Strategy):
         load_optimizer(optimizer, state)
 
     # Comparing
-
-    @property
-    def has_replicas(self) -> bool:
-        return self.world_size > 1
 
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
         return {name: local_part(each) for name, each in named_parameters(modules).items()}
@@ -383,17 +337,11 @@ class ShardedStrategy(Strategy):
 
 
 def _parameters_of_torch(model: FSDPModule) -> Iterator[Any]:
-    """What fully_shard keeps of each parameter: only there are gradients that are not exchanged yet."""
+    """Yields what fully_shard keeps of each parameter: only there are gradients that are not exchanged yet."""
     for module in model.modules():  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            # Torch up to 2.11 has one group or none.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from () if group is None else group.fsdp_params
-
-
-_FITTING = ", ".join(each.__name__ for each in local_step.BY_NUMBER)
+            for group in param_groups(module._get_fsdp_state()):
+                yield from group.fsdp_params
 
 
 def _first(error: Exception) -> str:
@@ -401,7 +349,7 @@ def _first(error: Exception) -> str:
 
 
 def _taken_apart(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Torch leaves what is outside of all blocks together until a backward pass; where none comes, until now."""
+    """Torch keeps what is outside of all blocks gathered until a backward pass; where none comes, it is freed now."""
     if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
         module.reshard()
 

@@ -1,7 +1,6 @@
-"""What a rank has of a tensor that is spread over ranks, and what was saved of one.
+"""Slices of tensors that are spread over ranks (DTensors), and saved state that is read into them.
 
-Torch's part for spread tensors takes a while to import, and runs without any need none of it: whoever makes one has
-imported it.
+Importing DTensor takes a while, and many runs do not need it: whoever makes one has imported it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+
 @dataclass(frozen=True)
 class Slice:
     """The part of a tensor that this rank has."""
@@ -33,18 +38,18 @@ class Slice:
 
 
 def is_spread(value: Any) -> TypeGuard[DTensor]:
-    """Whether something is a tensor that is spread over ranks."""
+    """Whether something is a DTensor."""
     imported = sys.modules.get("torch.distributed.tensor")
     return imported is not None and isinstance(value, imported.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, in its own memory; without the graph that to_local() would make for it."""
+    """Returns what this rank has of a tensor; without the graph that to_local() would make for it."""
     return tensor._local_tensor if is_spread(tensor) else tensor
 
 
 def slice_of(tensor: Tensor) -> Slice | None:
-    """This rank's part of a DTensor; None for any other tensor, which is whole on every rank that has it."""
+    """Returns this rank's slice of a DTensor; None for any other tensor, which is whole on every rank."""
     if not is_spread(tensor):
         return None
     shape, placements = tuple(tensor.shape), tuple(tensor.placements)
@@ -68,10 +73,10 @@ class Stored(abc.ABC):
 
     @abc.abstractmethod
     def part(self, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """The block of this size that begins there, in host memory of its own."""
+        """Returns the block of this size that begins there, in its own host memory."""
 
     def fill(self, tensor: Tensor, offset: tuple[int, ...]) -> None:
-        """Give a tensor the values of the block of its size that begins there."""
+        """Gives a tensor the values of the block of its size that begins there."""
         with torch.no_grad():
             tensor.copy_(self.part(offset, tuple(tensor.shape)))
 
@@ -83,7 +88,7 @@ class Stored(abc.ABC):
 def _place(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Size, offset and holders of this rank's part; the same for a parameter and all of its optimizer's state."""
+    """Returns size, offset and holders of this rank's part; cached for a parameter and its optimizer's state."""
     from torch.distributed.tensor import Partial
 
     coordinate = mesh.get_coordinate()
@@ -106,7 +111,7 @@ def _place(
 
 
 def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: Sequence[int]) -> tuple[int, ...]:
-    """A mesh that is part of a larger one leaves axes of that out: what is not split over them is alike along them."""
+    """Returns the ranks with the same part, also along axes of a larger mesh that this one leaves out."""
     from torch.distributed.tensor import Replicate
 
     names: tuple[str | int, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
@@ -127,3 +132,105 @@ def _root_of(mesh: DeviceMesh) -> DeviceMesh:
 
     found: DeviceMesh = _mesh_resources.get_root_mesh(mesh)
     return found
+
+
+def load_module(module: nn.Module, stored: Mapping[str, Any], strict: bool = True) -> None:
+    """Loads a module like load_state_dict, whose RuntimeError it raises where something does not fit.
+
+    Spread tensors that fit are passed as they are, and their values are read straight into place after it.
+    """
+    own = module.state_dict()
+    spread = {
+        name
+        for name, value in stored.items()
+        if isinstance(value, (Tensor, Stored))
+        and is_spread(mine := own.get(name))
+        and tuple(value.shape) == tuple(mine.shape)
+    }
+    module.load_state_dict(
+        {name: own[name] if name in spread else _for_module(value, own.get(name)) for name, value in stored.items()},
+        strict=strict,
+    )
+    # Asked for again: after loading, torch may have given a part that it pads other memory.
+    parts = {name: part for name, each in module.state_dict().items() if name in spread and (part := slice_of(each))}
+    filled: set[tuple[int, torch.Size]] = set()
+    for name, part in parts.items():
+        place = (part.tensor.data_ptr(), part.tensor.shape)
+        if part.tensor.numel() and place not in filled:  # tied weights are read once
+            filled.add(place)
+            value = stored[name]
+            if isinstance(value, Stored):
+                value.fill(part.tensor, part.offset)
+            else:
+                with torch.no_grad():
+                    part.tensor.copy_(take_part(value, part))
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads an optimizer. State as large as its parameter is spread like it; all else is whole."""
+    saved_groups: Sequence[Mapping[str, Any]] = state["param_groups"]
+    parameters = {
+        number: parameter
+        for saved, group in zip(saved_groups, optimizer.param_groups, strict=False)  # torch refuses other numbers
+        for number, parameter in zip(saved["params"], group["params"], strict=False)
+    }
+    optimizer.load_state_dict(
+        {
+            **{key: read_like(value, None) for key, value in state.items() if key != "state"},
+            "state": {
+                number: {
+                    name: read_like(value, None if name == "step" else parameters.get(number))
+                    for name, value in entry.items()
+                }
+                for number, entry in state["state"].items()
+            },
+        }
+    )
+
+
+def read_like(value: Any, like: Any) -> Any:
+    """Returns what is stored, in the form of `like`: spread where that is and has the same shape; whole elsewhere.
+
+    Inside of mappings and lists each entry is compared with its counterpart, if `like` has one.
+    """
+    if type(value) is dict:
+        return {
+            key: read_like(each, like.get(key) if isinstance(like, Mapping) else like) for key, each in value.items()
+        }
+    if type(value) in (list, tuple):
+        alike = like if isinstance(like, (list, tuple)) and len(like) == len(value) else [like] * len(value)
+        return type(value)(read_like(each, other) for each, other in zip(value, alike, strict=True))
+    if not isinstance(value, (Stored, Tensor)):
+        return value
+    if not is_spread(like) or tuple(value.shape) != tuple(like.shape):
+        return value.whole() if isinstance(value, Stored) else value
+    part = slice_of(like)
+    assert part is not None
+    return from_part(take_part(value, part).to(part.tensor.device), like)
+
+
+def from_part(local: Tensor, like: DTensor) -> DTensor:
+    """Returns a tensor that is spread as another one, from this rank's part of it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def take_part(value: Tensor | Stored, part: Slice) -> Tensor:
+    size = tuple(part.tensor.shape)
+    if isinstance(value, Stored):
+        return value.part(part.offset, size)
+    return value[tuple(slice(begin, begin + count) for begin, count in zip(part.offset, size, strict=True))].clone()
+
+
+def _for_module(value: Any, mine: Any) -> Any:
+    """Returns what load_state_dict is given for a value that is not read straight into place.
+
+    Where it does not fit, its shape is enough to be refused by.
+    """
+    if isinstance(value, Stored):
+        fits = isinstance(mine, Tensor) and tuple(mine.shape) == value.shape
+        return value.whole() if fits else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value

@@ -1,4 +1,4 @@
-"""One program over a mesh of devices: tensors are marked with how they are split, and XLA does the rest."""
+"""One XLA program over a mesh of devices: tensors are marked with how they are split, and XLA does the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import Modules, Strategy, named_parameters, to_device
+from lockstep.strategy.base import Modules, Strategy, on_host, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ class SpmdStrategy(Strategy):
             name: xs.Mesh(np.arange(devices), tuple(shape.values()), tuple(shape))
             for name, shape in self._shapes.items()
         }
+        self._data_size = dp_size(self._shapes[meshing.MAIN])
+        self.batch_multiple = self._data_size // math.gcd(self._data_size, world_size)
+        self.measures_together = world_size > 1
         xs.set_global_mesh(self._meshes[meshing.MAIN])
         self._rules = dict(settings.shard)
         self._shardings: dict[int, meshing.Sharding] = {}  # by the identity of the parameter
@@ -47,14 +50,6 @@ class SpmdStrategy(Strategy):
                 f"strategy.mesh: {self._shapes[meshing.MAIN]} on {world_size} hosts: every host loads its own part of "
                 "the batch, which XLA can only put together where the data axis has all devices"
             )
-
-    @property
-    def _data_size(self) -> int:
-        return dp_size(self._shapes[meshing.MAIN])
-
-    @property
-    def measures_together(self) -> bool:
-        return self.world_size > 1
 
     @property
     def meshes(self) -> Mapping[str, Any]:
@@ -75,10 +70,6 @@ class SpmdStrategy(Strategy):
         text = " x ".join(f"{axis} {size}" for axis, size in self._shapes[meshing.MAIN].items())
         logger.info("mesh %s; %d of %d parameters are split", text, len(found), len(shapes))
         return model
-
-    @property
-    def batch_multiple(self) -> int:
-        return self._data_size // math.gcd(self._data_size, self.world_size)
 
     def move(self, batch: Any, number: int = 0) -> Any:
         return map_tensors(self._sent, batch)
@@ -109,11 +100,10 @@ class SpmdStrategy(Strategy):
         return sent
 
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        named = named_parameters(modules)
-        return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
+        return on_host(modules, self.runtime.to_host)
 
     def restored(self, modules: Modules, optimizers: Sequence[Optimizer]) -> None:
-        """State that was read back is whole on every device; mark what belongs to a split parameter like it."""
+        """Restored state is whole on every device; state of a split parameter is marked like it."""
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
                 for value in state.values():

@@ -1,26 +1,61 @@
-"""Layers whose weight is split over an axis of the mesh: each rank of the axis computes a part of what the layer does.
+"""Tensor parallelism: layers whose weight is split over an axis of the mesh, each rank computing a part.
 
 A Linear layer is column-parallel where its outputs are split, row-parallel where its inputs are; an Embedding likewise
-by its features or its vocabulary. Torch's DTensor does the arithmetic and the exchanges. By themselves the layers take
-and give whole activations, so that any code around them is right. With `activations: split` a column-parallel layer
-leaves its part on every rank, and a row-parallel one takes it from there, without an exchange between the two.
+by its features or its vocabulary. By themselves the layers take and return whole activations, so that any code around
+them is right. With `activations: split` a column-parallel layer leaves its part on every rank, and a row-parallel one
+takes it from there, without an exchange between the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lockstep.config.strategy import BATCH_AXES, AxisNames, Shape, ShardRule
+from lockstep.config.strategy import BATCH_AXES, Shape, ShardRule
+from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
-from lockstep.strategy.mesh import MAIN, Ruled, axes_of
+from lockstep.runtime.base import Runtime
+from lockstep.strategy.mesh import MAIN, Ruled, axes_of, spec_text
 
 _CAN = "rules on cpu and cuda split the weight of nn.Linear and nn.Embedding over one axis"
+
+
+def make_mesh(runtime: Runtime, group: Group, sizes: Mapping[str, int], first: Sequence[str]) -> DeviceMesh:
+    """Makes a mesh over all ranks in rank order, the last axis running fastest. Waits have the run's limit.
+
+    Torch wants the axes that batches are split over before all others, whatever their order in the config.
+    """
+    group.join_alone(runtime.backend)
+    axes = [axis for axis in first if axis in sizes] + [axis for axis in sizes if axis not in first]
+    ranks = torch.arange(group.world_size).view(*sizes.values()).permute([list(sizes).index(axis) for axis in axes])
+    with group.activity.within("making the mesh", waits=group.world_size > 1), group.closed_to_others():
+        groups = [_along(ranks, dimension, group, runtime.mesh_backend) for dimension in range(ranks.dim())]
+    return DeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0],
+        runtime.device.type,
+        mesh=ranks,
+        mesh_dim_names=tuple(axes),
+    )
+
+
+def _along(ranks: torch.Tensor, dimension: int, group: Group, backend: str) -> dist.ProcessGroup:
+    """Returns the group of this rank along one axis, after making those of all ranks in the same order."""
+    mine: dist.ProcessGroup | None = None
+    lines = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
+    for line in lines:
+        made = dist.new_group(line, backend=backend, timeout=timedelta(seconds=group.timeout))
+        if group.rank in line:
+            mine = made
+    assert mine is not None
+    return mine
 
 
 @dataclass(frozen=True)
@@ -33,7 +68,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer does with its activations: which axis it is split over, and where it meets whole ones."""
+    """The axis that a layer is split over, and what it does with its activations."""
 
     axis: str
     takes: Placement  # what the arithmetic needs of the input
@@ -48,7 +83,7 @@ class Plan:
 
 
 def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape) -> Plan:
-    """What rules mean for the layers of a model; one that cannot be followed is refused by the parameter's name."""
+    """Returns what rules mean for the layers of a model; one that cannot be followed is refused by name."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -77,38 +112,33 @@ def plan(model: nn.Module, ruled: Mapping[str, Ruled], shape: Shape) -> Plan:
 
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Have the layers of a plan turn what comes in and goes out into what their split weights need."""
+    """Adds hooks that turn the inputs and outputs of split layers into what their weights need."""
     for name, layer in plan.layers.items():
         axis = mesh[layer.axis]
         module = model.get_submodule(name)
-        module.register_forward_pre_hook(_Entrance(axis, layer))
-        module.register_forward_hook(_Exit(axis, layer))
+        module.register_forward_pre_hook(_entrance(axis, layer))
+        module.register_forward_hook(_exit(layer))
 
 
 def part_of(value: Tensor, split: Split, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of a parameter whose whole value it has."""
     return distribute_tensor(value, mesh[split.axis], [split.placement], src_data_rank=None)
 
 
-class _Entrance:
-    def __init__(self, axis: DeviceMesh, layer: Layer) -> None:
-        self._axis, self._layer = axis, layer
-        self._comes: Sequence[Placement] = [layer.takes if layer.takes_split else Replicate()]
+def _entrance(axis: DeviceMesh, layer: Layer) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    comes: list[Placement] = [layer.takes if layer.takes_split else Replicate()]
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         first, *rest = inputs
         if not isinstance(first, DTensor):
-            first = DTensor.from_local(first, self._axis, self._comes, run_check=False)
-        return (first.redistribute(placements=[self._layer.takes]), *rest)
+            first = DTensor.from_local(first, axis, comes, run_check=False)
+        return (first.redistribute(placements=[layer.takes]), *rest)
+
+    return enter
 
 
-class _Exit:
-    def __init__(self, axis: DeviceMesh, layer: Layer) -> None:
-        self._axis = axis
-        self._leaves: list[Placement] = [Shard(-1) if layer.leaves_split else Replicate()]
-
-    def __call__(self, module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
-        return output.redistribute(placements=self._leaves).to_local()
+def _exit(layer: Layer) -> Callable[[nn.Module, Any, DTensor], Tensor]:
+    leaves: list[Placement] = [Shard(-1) if layer.leaves_split else Replicate()]
+    return lambda module, inputs, output: output.redistribute(placements=leaves).to_local()
 
 
 def _split(name: str, each: Ruled, shape: Shape) -> Split | None:
@@ -142,7 +172,7 @@ def _check_biases(
     splits: Mapping[str, Split],
     shape: Shape,
 ) -> None:
-    """A bias is split as the outputs of its layer are, whether a rule says so or not; a rule must not say otherwise."""
+    """A bias is split as the outputs of its layer are; a rule must not say otherwise."""
     for name, each in ruled.items():
         if name in splits and parameters[name].dim() > 1:
             continue
@@ -153,12 +183,8 @@ def _check_biases(
 
 def _refused(name: str, each: Ruled, why: str) -> ConfigError:
     return ConfigError(
-        f"strategy.shard.{each.pattern}: {name!r} cannot be split as [{_text(each.rule.spec)}]: {why}; {_CAN}"
+        f"strategy.shard.{each.pattern}: {name!r} cannot be split as {spec_text(each.rule.spec)}: {why}; {_CAN}"
     )
-
-
-def _text(spec: Sequence[AxisNames]) -> str:
-    return ", ".join("null" if entry is None else str(entry) for entry in spec)
 
 
 def _joined(module: str, key: str) -> str:

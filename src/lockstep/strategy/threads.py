@@ -1,10 +1,10 @@
 """One process, several XLA devices: a replica and a thread for each of them.
 
 Threads that call an XLA collective abort each other on PJRT CPU: each compiles its own program, and the devices look
-for each other under different names. So nothing here is a collective. The main thread writes down what every device is
-to do, which Python would not let several threads do at once anyway; a thread per device compiles it, runs it and
-fetches the gradients; they are added up on the host in the order of the devices, stepped once, and the parameters are
-copied out again. All replicas are therefore equal bit for bit, also where devices share one generator.
+for each other under different names. So nothing here is a collective. The main thread traces what every device is to
+do; a thread per device compiles it, runs it and fetches the gradients; they are added up on the host in the order of
+the devices, stepped once, and the parameters are copied out again. All replicas are therefore equal bit for bit, also
+where devices share one generator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import moved, tensors_of
 from lockstep.runtime.xla import XlaRuntime
-from lockstep.strategy.base import Modules, Parameters, Strategy, named_parameters, to_device
+from lockstep.strategy.base import Modules, Parameters, Strategy, on_host, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +71,14 @@ class ThreadsStrategy(Strategy):
     def __init__(self, runtime: XlaRuntime) -> None:
         super().__init__(runtime)
         self._devices = runtime.addressable_devices
+        self.micro_batches = len(self._devices)
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"xla:{index}") for index in range(len(self._devices))
         ]
         self._placed: list[list[nn.Module]] = []  # the replicas of every model, one per device
-        self._at_work = 0  # the device of the micro-batch at hand
+        self._at_work = 0  # the device of the current micro-batch
         self._written_down: set[int] = set()  # devices with something to do that no thread has been given yet
         self._under_way: dict[int, Future[None]] = {}
-
-    @property
-    def micro_batches(self) -> int:
-        return len(self._devices)
 
     def place(self, model: nn.Module) -> nn.Module:
         try:
@@ -126,7 +123,7 @@ class ThreadsStrategy(Strategy):
                 self._reduce(replicas, positions)
 
     def _reduce(self, replicas: list[nn.Module], positions: list[int]) -> None:
-        """Add up the gradients of some parameters over all replicas, into the first; the others' are cleared."""
+        """Adds up the gradients of some parameters over all replicas, into the first; the others' are cleared."""
         mine = list(replicas[0].parameters())
         fetched = [
             thread.submit(self._gradients, [list(each.parameters())[index] for index in positions])
@@ -159,8 +156,7 @@ class ThreadsStrategy(Strategy):
             self._hand_out(replicas, [each.detach() for each in replicas[0].parameters()], "parameters")
 
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        named = named_parameters(modules)
-        return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
+        return on_host(modules, self.runtime.to_host)
 
     def equalize_buffers(self, modules: Modules) -> None:
         for replicas in self._placed:
@@ -171,7 +167,7 @@ class ThreadsStrategy(Strategy):
         self.equalize_buffers(modules)
 
     def _hand_out(self, replicas: list[nn.Module], tensors: list[Tensor], kind: str) -> None:
-        """Give the other replicas what the first one has."""
+        """Gives the other replicas what the first one has."""
         on_host = self.runtime.to_host(tensors)
 
         def receive(index: int) -> None:
@@ -185,13 +181,13 @@ class ThreadsStrategy(Strategy):
             each.result()
 
     def _gradients(self, parameters: Parameters) -> list[Tensor | None]:
-        """Gradients on the host; none for parameters that took no part."""
+        """Returns gradients on the host; none for parameters that took no part."""
         gradients = [each.grad for each in parameters]
         fetched = iter(self.runtime.to_host([each for each in gradients if each is not None]))
         return [None if each is None else next(fetched) for each in gradients]
 
     def _start(self) -> None:
-        """Let the threads compile and run what is written down for their devices."""
+        """Lets the threads compile and run what is traced for their devices."""
         for index in sorted(self._written_down):
             self._wait_for(index)
             self._under_way[index] = self._threads[index].submit(self.runtime.end_of_program, self._devices[index])

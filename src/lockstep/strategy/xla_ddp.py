@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.runtime.xla import XlaRuntime
-from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, named_parameters, to_device
+from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, on_host, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,13 @@ class XlaDdpStrategy(Strategy):
 
     def __init__(self, runtime: XlaRuntime, settings: StrategySettings, world_size: int) -> None:
         super().__init__(runtime, world_size)
+        self.has_replicas, self._replicas_averaged = True, world_size
         self._xla, self._shape = runtime, settings.mesh
         self._bucket_bytes = settings.bucket_mb * 2**20
 
     @functools.cached_property
     def meshes(self) -> Mapping[str, Any]:
-        """Where one was asked for, the processes as torch's own mesh: no mesh of XLA's spans worlds of one."""
+        """The processes as torch's own mesh, where one was asked for: no mesh of XLA's spans worlds of one."""
         if self._shape is None:
             return {}
         return {"mesh": init_device_mesh("cpu", tuple(self._shape.values()), mesh_dim_names=tuple(self._shape))}
@@ -54,17 +55,8 @@ class XlaDdpStrategy(Strategy):
             )
         return model
 
-    @property
-    def has_replicas(self) -> bool:
-        return True
-
     def parameters_to_check(self, modules: Modules) -> dict[str, Tensor]:
-        named = named_parameters(modules)
-        return dict(zip(named, self.runtime.to_host(list(named.values())), strict=True))
-
-    @property
-    def _replicas_averaged(self) -> int:
-        return self.world_size
+        return on_host(modules, self.runtime.to_host)
 
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         total = super().total_count(counts)
@@ -97,7 +89,7 @@ class XlaDdpStrategy(Strategy):
 
 
 def in_buckets(gradients: list[Tensor], limit: int) -> list[list[Tensor]]:
-    """Gradients of one type together, up to so many bytes at once, in the order in which they come."""
+    """Groups gradients of one type, up to so many bytes at once, in the order in which they come."""
     buckets: list[list[Tensor]] = []
     sizes: list[int] = []
     for gradient in gradients:

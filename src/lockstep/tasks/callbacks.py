@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from lockstep.config.schema import Checkpoint, Validate
+from lockstep.data.cursors import Due
 from lockstep.data.loader import Collate
-from lockstep.data.progress import Due
 from lockstep.engine.run import Run
 from lockstep.evaluation.means import Measure
 from lockstep.tasks.early_stop import EarlyStopping, epoch_name, known_as, metric_value

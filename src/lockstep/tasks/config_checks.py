@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from lockstep.config.objects import NotInstalled, check_arguments, import_object, try_on
 from lockstep.config.schema import After, Component, Keep, RunConfig, Schedule
 from lockstep.config.training import Optimizer as OptimizerSettings
-from lockstep.data.sources import is_stream
+from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT
 from lockstep.errors import ConfigError
 from lockstep.record.logger import check_methods

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep import run_files
 from lockstep.config.plain import finite
 from lockstep.config.schema import After, RunConfig
-from lockstep.data.sources import is_stream
+from lockstep.data.stream_reader import is_stream
 from lockstep.engine.run import Run
 from lockstep.record.logs import file_only
 from lockstep.record.writers import write_json

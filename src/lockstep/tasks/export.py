@@ -27,7 +27,7 @@ from lockstep.checkpoint import reader, tensor_file
 from lockstep.checkpoint.storage import CheckpointStorage, sync_folder
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import batch_fetcher
-from lockstep.data.sources import is_stream
+from lockstep.data.stream_reader import is_stream
 from lockstep.distributed.group import Group
 from lockstep.engine.frozen import Frozen, are_left_out, digest_of, is_of_peft, names_of
 from lockstep.engine.models import DEFAULT, Entry, Models
@@ -36,7 +36,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors
-from lockstep.strategy.single import SingleStrategy
+from lockstep.strategy.base import SingleStrategy
 from lockstep.tasks.task import Task, create_task, has_init_weights
 from lockstep.tasks.trainer import datasets_of
 

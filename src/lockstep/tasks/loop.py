@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
-from lockstep.data.orders import Order
+from lockstep.data.order import Order
 from lockstep.engine.closures import needs_closure
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError

@@ -15,9 +15,8 @@ from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component, InitFrom, RunConfig
 from lockstep.config.training import EVERY_STEP, Ordering
 from lockstep.config.training import Schedule as NamedSettings
-from lockstep.data.choosing import make_order
-from lockstep.data.orders import Order
-from lockstep.data.sources import is_stream
+from lockstep.data.order import Order, make_order
+from lockstep.data.stream_reader import is_stream
 from lockstep.engine.models import DEFAULT
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.plain import did_you_mean
 from lockstep.config.schema import After, RunConfig
-from lockstep.data.split import Part
+from lockstep.data.permutation import Part
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks.changed import Lengths

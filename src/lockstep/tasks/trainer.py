@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from lockstep.checkpoint.retention import Saved, best_first
 from lockstep.config.schema import Keep, RunConfig
 from lockstep.data.loader import Collate, check_dataset
-from lockstep.data.sources import check_stream, is_stream
-from lockstep.data.split import split_dataset
+from lockstep.data.permutation import split_dataset
+from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks.callbacks import Callback, Checkpointing, Scheduling, Validation, evaluated

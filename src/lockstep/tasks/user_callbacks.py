@@ -42,7 +42,9 @@ class UserCallbacks:
         """Have the states saved with every checkpoint, and restored."""
         for name, callback in self._named.items():
             if defines(callback, STATE[0]):
-                run.checkpointer.attached.register(f"callback {name}", _State(name, callback, run), elsewhere="rank 0")
+                run.checkpointer.registered.register(
+                    f"callback {name}", _State(name, callback, run), elsewhere="rank 0"
+                )
         if self._named:
             run.register_state("callbacks", self)
 

@@ -221,7 +221,7 @@ def _generators(checkpoint: Path) -> Any:
 
 
 def _tensors(checkpoint: Path) -> list[str]:
-    return [each.name for each in merge.weights(checkpoint, manifest.read(checkpoint))[0]]
+    return [each.entry.name for each in merge.weights(checkpoint, manifest.read(checkpoint))[0]]
 
 
 @dataclass

@@ -1,27 +1,28 @@
-"""Checkpoints that all ranks write at the same time: each the blocks of tensors that it has.
+"""Writes checkpoints of tensors that are spread over ranks: every rank writes the blocks that it has.
 
-Where all ranks are on one host, they write into files of rank 0's, which hold whole tensors. Ranks on several hosts
-write a file each, with pieces of tensors: network file systems do not promise that hosts may write to one file at the
-same time. Every rank reads back what it wrote, and its digests are of that. Training waits while every rank
-copies the blocks that it is going to write to its host's memory, and for nothing else. The rest is done by a thread of
-each rank. These talk by way of the store, since the training threads need the ranks' groups for themselves:
+Where all ranks are on one host, they write into the same files, which hold whole tensors. Ranks on several hosts write
+a file each, with pieces of tensors: network file systems do not promise that hosts may write to one file at the same
+time. Every rank reads back what it wrote, and its digests are of that. Training waits while every rank copies the
+blocks that it is going to write to its host's memory, and for nothing else. The rest is done by a thread of each rank.
+These threads talk through the store (shard_reports.py), since the training threads need the ranks' groups:
 
     rank 0: makes the folder and the files, says "ready"      others: wait for it
-    all: write their blocks, read them back, and leave word of the digests, or of what went wrong
-    rank 0: waits for all of them, writes the manifest, renames the folder, says "done", or why not
+    all: write their blocks, read them back, and report the digests, or what went wrong
+    rank 0: waits for all reports, writes the manifest, renames the folder, says "done", or why not
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import codec, manifest, parts, ranges, tensor_file
+from lockstep.checkpoint import codec, manifest, ranges, tensor_file
 from lockstep.checkpoint import layout as layouts
-from lockstep.checkpoint.background import Background, WritesInBackground
 from lockstep.checkpoint.layout import Block, File, Item, Layout
 from lockstep.checkpoint.manifest import INDEX_FILE, PARTS_FILE, TREE_FILE
-from lockstep.checkpoint.shard_reports import LONGER_SECONDS, Words
-from lockstep.checkpoint.snapshot import NewFile, now, versions
+from lockstep.checkpoint.shard_reports import LONGER_SECONDS, ShardReports
 from lockstep.checkpoint.storage import CheckpointStorage
-from lockstep.checkpoint.writer import check_types, copier, delete_old
+from lockstep.checkpoint.writer import Writer, check_types, wait_for_copies, write_text
 from lockstep.config.plain import finite
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
@@ -52,7 +51,7 @@ _HEARD_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank has of a tensor, in the form in which a file has it."""
+    """This rank's block of a tensor, in the form in which a file has it."""
 
     item: Item
     tensor: Tensor
@@ -61,7 +60,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Save:
-    """One checkpoint on its way to the disk: what this rank knows of it."""
+    """One checkpoint on its way to the disk."""
 
     step: int
     layout: Layout
@@ -69,66 +68,63 @@ class _Save:
     tree: Any  # for rank 0: what is not tensors
     shared: Mapping[str, str]
     about: Mapping[str, Any]
-    words: Words
+    reports: ShardReports
 
 
-class OwnersWriter(WritesInBackground):
-    """One rank's part in writing the checkpoints of a run, at most one at a time."""
+class ShardedWriter(Writer):
+    """One rank's part in writing the checkpoints of a run. All ranks call it alike."""
 
     def __init__(self, store: CheckpointStorage, settings: Checkpoint, limit: float, group: Group) -> None:
-        self.store, self._keep, self._asynchronous = store, settings.keep, settings.asynchronous
+        super().__init__(store, settings, limit + 2 * LONGER_SECONDS, group.activity)
         self._group, self._limit = group, limit
-        self._background = Background(store.folder, limit + 2 * LONGER_SECONDS, group.activity)
-        self._buffers: dict[str, Tensor] = {}
-        self._before_the_first: Callable[[], Any] | None = None
         self._saves = 0
         self._agreed: tuple[list[str], Layout, dict[str, str]] | None = None
         self._sees: list[bool] = []
         self._apart = False  # whether ranks on several hosts write
 
     def save(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> None:
-        """Copy what this rank writes; write it here, or in the background where saving is asynchronous. All ranks."""
-        self.finish()  # one at a time: a disk slower than the interval holds training back, and never piles up
         if not self._sees:
             self._sees = self.store.who_sees(self._group)
             hosts = self._group.gather(_host(), "the hosts that write a checkpoint")
             # Rank 0 writes for those that do not see its folder.
             self._apart = len({host for host, sees in zip(hosts, self._sees, strict=True) if sees}) > 1
-        with self._background.within_limit():
-            saving = self._take(step, model, state, about)
-            # Ranks that do not see the folder send their blocks to rank 0 by way of the group: training waits for that.
-            self._write_and_tidy(
-                lambda: self._write(saving),
-                lambda: self._tidy(step),
-                wait=not (self._asynchronous and all(self._sees)),
-            )
+        super().save(step, model, state, about)
+
+    @property
+    def _waits(self) -> bool:
+        # Ranks that do not see the folder send their blocks to rank 0 through the group: training waits for that.
+        return super()._waits or not all(self._sees)
+
+    def _tidy(self, step: int) -> None:
+        if self._group.rank == 0:
+            super()._tidy(step)
 
     # In the training thread
 
-    def _take(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> _Save:
+    def _take(self, step: int, model: Mapping[str, Tensor], state: Any, about: Mapping[str, Any]) -> Callable[[], None]:
         tree, tensors = codec.pack(state)
         held = {**_held(layouts.MODEL, model), **_held(layouts.STATE, tensors)}
         layout, shared = self._agree(held, model)
-        copy, mine = copier(self._buffers), {}
-        for file in layout.files:
-            for item in file.items:
-                if self._group.rank in layout.blocks[item.key]:
-                    mine[item.key] = copy(item.key, held[item.tensor].tensor)
+        mine = {
+            item.key: self._copy(item.key, held[item.tensor].tensor)
+            for file in layout.files
+            for item in file.items
+            if self._group.rank in layout.blocks[item.key]
+        }
         for name in set(self._buffers) - set(mine):
             del self._buffers[name]
-        if any(each.tensor.is_cuda for each in held.values()):
-            torch.cuda.synchronize()  # the copies were queued; training must not overwrite what they still read
+        wait_for_copies([each.tensor for each in held.values()])
         self._saves += 1
-        words = Words(self._group, f"checkpoint/{self._saves}", self._limit)
-        told = {**about, "created": now(), "versions": versions()}
-        return _Save(step, layout, mine, tree, shared, told, words)
+        reports = ShardReports(self._group, f"checkpoint/{self._saves}", self._limit)
+        saving = _Save(step, layout, mine, tree, shared, about, reports)
+        return functools.partial(self._lead if self._group.rank == 0 else self._follow, saving)
 
     def _agree(self, held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> tuple[Layout, dict[str, str]]:
-        """The layout that all ranks come to; made anew where anything about it has changed on any of them."""
+        """Returns the layout that all ranks agree on, a new one where anything has changed on any of them."""
         spread = {key: each for key, each in held.items() if each.item.spread}
         mine = held if self._group.rank == 0 else spread
-        told = json.dumps([[each.item.plain(), each.block] for each in mine.values()])
-        digests = self._group.gather(hashlib.sha256(told.encode()).hexdigest(), "the tensors to save")
+        text = json.dumps([[each.item.plain(), each.block] for each in mine.values()])
+        digests = self._group.gather(hashlib.sha256(text.encode()).hexdigest(), "the tensors to save")
         if self._agreed is not None and self._agreed[0] == digests:
             return self._agreed[1], self._agreed[2]
         message = self._group.agree(lambda: _described(held, model), "the layout of the checkpoint")
@@ -147,94 +143,75 @@ class OwnersWriter(WritesInBackground):
 
     # In the background, or in the training thread where that waits
 
-    def _write(self, saving: _Save) -> None:
-        if self._group.rank == 0:
-            self._lead(saving)
-        else:
-            self._follow(saving)
-
     def _lead(self, saving: _Save) -> None:
-        began, words = time.monotonic(), saving.words
+        began, reports = time.monotonic(), saving.reports
         try:
-            if self._before_the_first is not None:
-                self._before_the_first()
-                self._before_the_first = None
-            path = self.store.create(saving.step, saving.layout.bytes, lambda folder: self._fill(folder, saving))
+            path = self._create(saving.step, saving.layout.bytes, lambda folder: self._fill(folder, saving))
         except BaseException as error:
             with contextlib.suppress(Exception):  # a store that is gone must not hide what went wrong before
-                words.conclude(str(error) or type(error).__name__)
+                reports.conclude(str(error) or type(error).__name__)
             raise
-        words.conclude("")
+        reports.conclude("")
         logger.info("saved %s (%.1f MB by %d ranks in %.2f s)", path.name, saving.layout.bytes / 1e6,
                     self._group.world_size, time.monotonic() - began, extra={"repeats": "saved"})  # fmt: skip
-        words.wait_until_heard(_HEARD_SECONDS)
-
-    def _tidy(self, step: int) -> None:
-        if self._group.rank == 0:
-            delete_old(self.store, step, self._keep)
+        reports.wait_until_heard(_HEARD_SECONDS)
 
     def _fill(self, folder: Path, saving: _Save) -> None:
-        """For rank 0: all files of a checkpoint, once those of all ranks are on the disk."""
+        """For rank 0: writes all files of a checkpoint, together with the other ranks."""
         for file in saving.layout.files:
             if file.shared or not self._sees[file.owner]:
                 _make(folder / file.name, file)
-        saving.words.ready(folder.name)
-        reports = {0: self._write_blocks(folder, saving)}
+        saving.reports.ready(folder.name)
+        digests = {0: self._write_blocks(folder, saving)}
         for rank, sees in enumerate(self._sees):
             if not sees:
-                reports[rank] = self._receive(folder, saving, rank)
-        for rank, told in saving.words.reports(self.store.path(saving.step)).items():
-            if reports.setdefault(rank, told) != told:
+                digests[rank] = self._receive(folder, saving, rank)
+        for rank, reported in saving.reports.collect(self.store.path(saving.step)).items():
+            if digests.setdefault(rank, reported) != reported:
                 raise OSError(errno.EIO, f"what rank {rank} sent is not what was read back")
-        written = saving.layout.parts(self._group.world_size)
-        described = _write_small(folder, PARTS_FILE, parts.text(written))
-        described |= _write_small(folder, INDEX_FILE, json.dumps(saving.layout.index(), indent=2) + "\n")
-        described |= _write_small(folder, TREE_FILE, json.dumps({"shared": saving.shared, "state": saving.tree}))
+        parts = saving.layout.parts(self._group.world_size)
+        files = write_text(folder, PARTS_FILE, ranges.parts_text(parts))
+        files |= write_text(folder, INDEX_FILE, json.dumps(saving.layout.index(), indent=2) + "\n")
+        files |= write_text(folder, TREE_FILE, json.dumps({"shared": saving.shared, "state": saving.tree}))
         for file in saving.layout.files:
-            digests = {rank: reports[int(rank)][file.name] for rank in written[file.name]}
-            described[file.name] = {"bytes": file.size, "sha256": digests}
-        about = {"format": manifest.BY_OWNERS, "step": saving.step, **saving.about, "files": described}
+            by_rank = {rank: digests[int(rank)][file.name] for rank in parts[file.name]}
+            files[file.name] = {"bytes": file.size, "sha256": by_rank}
+        about = {"format": manifest.BY_OWNERS, "step": saving.step, **saving.about, "files": files}
         manifest.write(folder, finite(about))
 
     def _follow(self, saving: _Save) -> None:
-        words, rank = saving.words, self._group.rank
-        name = words.wait_for_ready()
+        reports = saving.reports
+        name = reports.wait_for_ready()
         if name is not None:
             try:
-                if self._sees[rank]:
-                    words.report(self._write_blocks(self.store.folder / name, saving))
-                else:
-                    words.report(self._send(saving))
+                sees = self._sees[self._group.rank]
+                reports.report(self._write_blocks(self.store.folder / name, saving) if sees else self._send(saving))
             except OSError as error:
-                words.report_error(error)
+                reports.report_error(error)
             except BaseException as error:
-                words.report_error(OSError(errno.EIO, f"{type(error).__name__}: {error}"))
-        problem = words.wait_for_conclusion()
+                reports.report_error(OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+        problem = reports.wait_for_conclusion()
         if problem:
             raise CheckpointError(problem)
 
     def _write_blocks(self, folder: Path, saving: _Save) -> dict[str, str]:
-        """This rank's blocks, to the disk; the digests of its parts of the files. It begins with a file of its own."""
+        """Writes this rank's blocks; returns the digests of its parts of the files."""
         rank, files = self._group.rank, saving.layout.files
         digests: dict[str, str] = {}
-        first = rank * len(files) // self._group.world_size
+        first = rank * len(files) // self._group.world_size  # each rank begins with another file
         for file in [*files[first:], *files[:first]]:
             mine = saving.layout.written_by(rank, file)
             if not mine and rank != file.owner:
                 continue
-            if saving.words.concluded():  # it failed elsewhere
+            if saving.reports.concluded():  # it failed elsewhere
                 return digests
             if not file.shared:
                 _make(folder / file.name, file)
             found = hashlib.sha256(file.header if rank == file.owner else b"")
-            # For writing alone: a client of NFS that may read sends whole pages, with what it thinks is beside.
-            descriptor = os.open(folder / file.name, os.O_WRONLY)
-            try:
+            with _writing(folder / file.name) as descriptor:
                 for item, there in mine:
                     ranges.put(descriptor, there, tensor_file.memory(saving.copies[item.key]), found.update)
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
             digests[file.name] = _read_back(folder / file.name, file, rank, saving.layout)
             if digests[file.name] != found.hexdigest():
                 raise OSError(errno.EIO, "what was read back is not what was written", str(folder / file.name))
@@ -243,9 +220,9 @@ class OwnersWriter(WritesInBackground):
     # Ranks whose host does not see the folder
 
     def _send(self, saving: _Save) -> dict[str, str]:
-        """This rank's blocks to rank 0, when it is its turn; the digests of its parts of the files."""
+        """Sends this rank's blocks to rank 0, when it is its turn; returns the digests of its parts of the files."""
         digests: dict[str, str] = {}
-        if not saving.words.wait_for_turn():
+        if not saving.reports.wait_for_turn():
             return digests
         for file in saving.layout.files:
             mine = saving.layout.written_by(self._group.rank, file)
@@ -261,16 +238,15 @@ class OwnersWriter(WritesInBackground):
         return digests
 
     def _receive(self, folder: Path, saving: _Save, rank: int) -> dict[str, str]:
-        """Write what another rank sends, and return the digests of what is read back.
+        """Writes what another rank sends, and returns the digests of what is read back.
 
         It receives to the end also where the disk is full, since the other rank goes on sending.
         """
-        saving.words.give_turn(rank)
+        saving.reports.give_turn(rank)
         problem: OSError | None = None
         buffer = torch.empty(ranges.PIECE_BYTES, dtype=torch.uint8)
         for file in saving.layout.files:
-            descriptor = os.open(folder / file.name, os.O_WRONLY)
-            try:
+            with _writing(folder / file.name) as descriptor:
                 for _, there in saving.layout.written_by(rank, file):
                     for each in ranges.chopped(there):
                         piece = buffer[: each.bytes]
@@ -282,8 +258,6 @@ class OwnersWriter(WritesInBackground):
                             problem = error
                 if problem is None:
                     os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         if problem is not None:
             raise problem
         return {
@@ -294,23 +268,30 @@ class OwnersWriter(WritesInBackground):
 
 
 def _host() -> str:
-    """What tells this host from others, also where two of them have one name."""
+    """Returns what tells this host from others, also where two of them have one name."""
     try:
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='utf-8')}"
     except OSError:
         return socket.gethostname()
 
 
+@contextlib.contextmanager
+def _writing(path: Path, flags: int = 0) -> Iterator[int]:
+    # For writing alone: a client of NFS that may read sends whole pages, with what it thinks is beside.
+    descriptor = os.open(path, os.O_WRONLY | flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _read_back(path: Path, file: File, rank: int, layout: Layout) -> str:
-    """The digest of what a rank wrote, from the disk as far as the system lets go of its copy."""
-    written = [each for _, there in layout.written_by(rank, file) for each in there]
-    if rank == file.owner:
-        written.insert(0, ranges.Range(0, len(file.header), len(file.header), 1))
+    """Returns the digest of what a rank wrote, from the disk as far as the system drops its copy."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        return ranges.digest(descriptor, written)
+        return ranges.digest(descriptor, layout.ranges_of(rank, file))
     except EOFError:
         raise OSError(errno.EIO, "it is shorter than what was written", str(path)) from None
     finally:
@@ -336,7 +317,7 @@ def _held(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, _Held]:
 
 
 def _described(held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What rank 0 tells the others of the tensors to save: tied weights are saved once."""
+    """What rank 0 sends to the others about the tensors to save: tied weights are saved once."""
     shared = codec.shared_names({name: held[f"{layouts.MODEL}/{name}"].tensor for name in model})
     tied = {f"{layouts.MODEL}/{name}" for name in shared}
     items = [each.item for key, each in held.items() if key not in tied]
@@ -346,7 +327,7 @@ def _described(held: Mapping[str, _Held], model: Mapping[str, Tensor]) -> dict[s
 def _compared(
     items: Sequence[Item], spread: Mapping[str, _Held], shared: Mapping[str, str]
 ) -> tuple[str | None, list[Block]]:
-    """What this rank has of the tensors that are spread; or why that does not fit what rank 0 has."""
+    """Returns why this rank's sharded tensors do not fit rank 0's, and its blocks of them."""
     wanted = {item.key: item for item in items if item.spread}
     tied = {f"{layouts.MODEL}/{name}" for name in shared}
     more = [key for key in spread if key not in wanted and key not in tied]
@@ -361,17 +342,8 @@ def _compared(
 
 
 def _make(path: Path, file: File) -> None:
-    """A file in its full size, with its header: what is still to be filled in has its place."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    """Makes a file in its full size, with its header."""
+    with _writing(path, os.O_CREAT | os.O_EXCL) as descriptor:
         os.truncate(descriptor, file.size)
         header = memoryview(file.header)
         ranges.put(descriptor, [ranges.Range(0, len(header), len(header), 1)], header, lambda _: None)
-    finally:
-        os.close(descriptor)
-
-
-def _write_small(folder: Path, name: str, text: str) -> dict[str, Any]:
-    with NewFile(folder / name) as file:
-        file.write(memoryview(text.encode()))
-    return {name: file.described()}

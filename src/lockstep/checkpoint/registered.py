@@ -6,19 +6,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import safetensors.torch
 import torch
 
 from lockstep.checkpoint import codec
-from lockstep.checkpoint.stateful import Stateful
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.strategy.fingerprint import fingerprint
-from lockstep.strategy.loading import read_like
-from lockstep.strategy.slices import is_spread
+from lockstep.strategy.slices import is_spread, read_like
 
 logger = logging.getLogger(__name__)
 
@@ -28,51 +25,50 @@ Elsewhere = Literal["refuse", "begin anew", "rank 0"]
 _OF_RANKS = "of ranks"  # the only key of a state that was saved for every rank
 
 
-@dataclass(frozen=True)
-class Part:
-    part: Stateful
-    elsewhere: Elsewhere
+class Stateful(Protocol):
+    """Anything whose state belongs into a checkpoint."""
 
-    def state(self) -> dict[str, Any]:
-        return self.part.state_dict()
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-class Attached:
-    """By name. Called by all ranks alike."""
+class RegisteredState:
+    """The state of what users register, by name. All ranks call it alike."""
 
     def __init__(self, group: Group, slices: bool) -> None:
         self._group, self._slices = group, slices
-        self._parts: dict[str, Part] = {}
-        self._unclaimed: dict[str, Any] = {}  # restored, for what is attached later
+        self._parts: dict[str, tuple[Stateful, Elsewhere]] = {}
+        self._unclaimed: dict[str, Any] = {}  # restored, for what is registered later
         self._reported: set[str] = set()
 
     def register(self, name: str, part: Stateful, elsewhere: Elsewhere) -> None:
-        """Restored at once where the run already is."""
-        self._parts[name] = Part(part, elsewhere)
+        """Registers an object, and restores it at once where the run is restored already."""
+        self._parts[name] = part, elsewhere
         if name in self._unclaimed:
             self._load(name, self._unclaimed.pop(name))
 
     def digests(self) -> dict[str, str]:
-        """Equal where the states are."""
-        return {name: _digest(each.state()) for name, each in self._parts.items()}
+        """Returns digests that are equal where the states are."""
+        return {name: _digest(part.state_dict()) for name, (part, _) in self._parts.items()}
 
     def states(self, digests: list[Mapping[str, str]]) -> dict[str, Any]:
-        """What is saved, by name; `digests` are those of all ranks."""
+        """Returns what is saved, by name; `digests` are those of all ranks."""
         found: dict[str, Any] = {}
-        for name, each in self._parts.items():
+        for name, (part, _) in self._parts.items():
             if len({of_rank.get(name) for of_rank in digests}) == 1:
-                found[name] = each.state()
+                found[name] = part.state_dict()
                 continue
             if name not in self._reported and self._group.rank == 0:
                 logger.info("the state of %r differs by rank: checkpoints hold that of every rank", name)
             self._reported.add(name)
-            packed = self._group.rendezvous(f"the state of {name!r}", _to_bytes(each.state()))
+            packed = self._group.rendezvous(f"the state of {name!r}", _to_bytes(part.state_dict()))
             found[name] = {_OF_RANKS: [_from_bytes(state) for state in packed]}
         return found
 
     def without_tensors(self) -> tuple[dict[str, Any], bool]:
-        """The states of this rank as plain data, to compare; and whether they hold tensors beside that."""
-        packed = {name: codec.pack(each.state()) for name, each in self._parts.items()}
+        """Returns the states of this rank as plain data, to compare, and whether they hold tensors beside that."""
+        packed = {name: codec.pack(part.state_dict()) for name, (part, _) in self._parts.items()}
         return {name: tree for name, (tree, _) in packed.items()}, any(tensors for _, tensors in packed.values())
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -83,7 +79,7 @@ class Attached:
                 self._unclaimed[name] = read_like(state, None)
 
     def _load(self, name: str, state: Any) -> None:
-        part, elsewhere = self._parts[name].part, self._parts[name].elsewhere
+        part, elsewhere = self._parts[name]
         if isinstance(state, Mapping) and list(state) == [_OF_RANKS]:
             ranks = state[_OF_RANKS]
             if len(ranks) == self._group.world_size:
@@ -91,9 +87,8 @@ class Attached:
             elif elsewhere == "refuse":
                 raise ConfigError(
                     f"run.register_state: the state of {name!r} differed on the {len(ranks)} ranks that saved it, "
-                    f"and cannot "
-                    f"be carried over to {self._group.world_size}. Resume on {len(ranks)} ranks, or begin it anew: "
-                    f"run.register_state({name!r}, ..., per_rank=True)"
+                    f"and cannot be carried over to {self._group.world_size}. Resume on {len(ranks)} ranks, "
+                    f"or begin it anew: run.register_state({name!r}, ..., per_rank=True)"
                 )
             else:
                 how = "it begins anew" if elsewhere == "begin anew" else "every rank continues with that of rank 0"

@@ -1,8 +1,8 @@
-"""BatchNorm over the batches of all processes: its mean and variance are those of the whole global batch.
+"""Collectives with gradients: BatchNorm over the batches of all ranks, and all_gather.
 
-Torch's SyncBatchNorm is for GPUs alone. On other devices, and where GPUs are shared and gloo is between them, the same
-is computed here by ordinary operations. A layer with a forward of its own (BatchNorm and an activation) keeps it: only
-the normalisation inside of it is exchanged.
+Torch's SyncBatchNorm is for GPUs alone. On other devices, and where GPUs are shared over gloo, the same is computed
+here by ordinary operations. A layer with a custom forward (BatchNorm and an activation) keeps it: only the
+normalisation inside of it is exchanged.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """In training, by ordinary operations over all ranks."""
-
-    copies: int  # ranks that compute the same share of a batch
+    copies: int  # ranks that compute the same slice of a batch
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -48,8 +46,8 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 def synchronise(model: nn.Module, copies: int = 1) -> None:
-    """Make every BatchNorm layer one that is computed over all ranks, of which so many have the same share of a batch.
-    Layers stay the same objects, with the same parameters, buffers and hooks."""
+    """Makes every BatchNorm layer compute over all ranks, of which `copies` have the same slice of a batch. Layers stay
+    the same objects, with the same parameters, buffers and hooks."""
     layers = {
         name: each for name, each in model.named_modules()
         if isinstance(each, _BatchNorm) and not isinstance(each, (nn.SyncBatchNorm, SyncedBatchNorm, LazyModuleMixin))
@@ -134,7 +132,7 @@ def _over_ranks(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """What a rank puts in changes what all of them get out: so its gradient is the sum of all of theirs."""
+    """A rank's input changes the output of all ranks: its gradient is the sum of all of theirs."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor) -> Tensor:
@@ -147,3 +145,54 @@ class _SumOverRanks(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total)
         return total
+
+
+def all_gather(mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
+    """Concatenates one tensor of each dp rank along the first dimension, in their order.
+
+    Lengths may differ. `copies` ranks compute the same slice of the batch, and one of them is its leader.
+    """
+    if mine.dim() == 0:
+        mine = mine.unsqueeze(0)
+    found: Tensor = _Gathered.apply(mine, dp_rank, is_leader, copies)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    """A rank's input changes the losses of all ranks: its gradient is the sum of theirs.
+
+    Gradients of parameters are then averaged over ranks, as the losses are: the result is the gradient of the mean
+    loss, as on one process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, dp_rank: int, is_leader: bool, copies: int) -> Tensor:
+        device = _meeting_place(mine)
+        about = _exchanged(torch.tensor([dp_rank, len(mine), int(is_leader)], device=device)).tolist()
+        longest = max(length for _, length, _ in about)
+        padded = torch.zeros((longest, *mine.shape[1:]), dtype=mine.dtype, device=device)
+        padded[: len(mine)] = mine
+        parts = _exchanged(padded.view(-1).view(torch.uint8)).view(mine.dtype).view(len(about), *padded.shape)
+        leaders = sorted((dp_rank, length, rank) for rank, (dp_rank, length, leads) in enumerate(about) if leads)
+        begin = sum(length for theirs, length, _ in leaders if theirs < dp_rank)
+        ctx.mine, ctx.copies = slice(begin, begin + len(mine)), copies
+        return torch.cat([parts[rank, :length] for _, length, rank in leaders]).to(mine.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        total = gradient.to(_meeting_place(gradient), torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        dist.all_reduce(total)
+        return (total[ctx.mine] / ctx.copies).to(gradient.device, gradient.dtype), None, None, None
+
+
+def _exchanged(mine: Tensor) -> Tensor:
+    """Returns the tensors of all ranks, of the same shape, in rank order."""
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found)
+
+
+def _meeting_place(tensor: Tensor) -> torch.device:
+    """Returns where ranks exchange a tensor: gloo does so in host memory alone."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
