@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.tasks.user_callbacks import UserCallbacks
+from lockstep.tasks.callbacks import UserCallbacks
 
 
 def number(sample: dict[str, Any]) -> torch.Tensor:

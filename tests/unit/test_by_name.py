@@ -15,14 +15,13 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.optimizing import ParameterGroup, Schedule
 from lockstep.config.schema import RunConfig
-from lockstep.engine.loss_scale import FIRST, LossScale
 from lockstep.engine.models import MATCH
+from lockstep.engine.stepper import FIRST, LossScale
 from lockstep.errors import ConfigError
 from lockstep.strategy.compiled import how_to_compile
-from lockstep.tasks.changed import OptimizerArguments
+from lockstep.tasks.changes import OptimizerArguments
 from lockstep.tasks.parameters import freeze, parameter_groups
-from lockstep.tasks.rates import NamedSchedule, factor
-from lockstep.tasks.schedules import run_length
+from lockstep.tasks.schedules import NamedSchedule, factor, run_length
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run

@@ -19,9 +19,9 @@ from lockstep.distributed.failure import report
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import CallbackFailed, ConfigError
+from lockstep.tasks.callbacks import UserCallbacks, check_callback
 from lockstep.tasks.config_checks import check_parts
 from lockstep.tasks.trainer import fit
-from lockstep.tasks.user_callbacks import UserCallbacks, check_callback
 
 calls: list[Any] = []
 chosen: list[Any] = []  # the callbacks of the task below

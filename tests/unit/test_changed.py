@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.changed import OptimizerArguments, apply_changes
+from lockstep.tasks.changes import OptimizerArguments, apply_changes
 
 Schedule = Callable[[Optimizer], Any]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engine.ema import Average
-from lockstep.engine.frozen import Frozen, refuse_other
 from lockstep.engine.gradients import GradientTracker
+from lockstep.engine.weights import Frozen, refuse_other
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.fused import with_own_kernels

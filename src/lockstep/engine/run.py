@@ -39,12 +39,11 @@ from lockstep.engine.control_sync import ControlSync, OutOfBandSync, OwnDataStep
 from lockstep.engine.ema import PREFIX, Average, ema_settings, in_place, measured_beside
 from lockstep.engine.evaluator import Evaluator
 from lockstep.engine.loop_checks import LoopChecks
-from lockstep.engine.loss_scale import LossScale
 from lockstep.engine.models import Entry, Models
-from lockstep.engine.pretrained import Given
 from lockstep.engine.setup import Devices, Preparation, check_model
-from lockstep.engine.stepper import Stepper
+from lockstep.engine.stepper import LossScale, Stepper
 from lockstep.engine.stop_requests import Preempted, StopRequests
+from lockstep.engine.weights import Given
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
 from lockstep.profiler.base import in_region

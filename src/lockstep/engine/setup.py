@@ -15,9 +15,9 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.optimizing import Compile
 from lockstep.config.schema import Precision, RunSettings
 from lockstep.distributed.group import Group
-from lockstep.engine import frozen, pretrained
+from lockstep.engine import weights
 from lockstep.engine.compile_guard import be_patient_while_compiling
-from lockstep.engine.loss_scale import refuse_half_weights
+from lockstep.engine.stepper import refuse_half_weights
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy.activation_checkpointing import checkpoint_activations
@@ -38,7 +38,7 @@ class Prepared:
     """A model on the device."""
 
     model: nn.Module  # what to call in training
-    frozen: frozen.Frozen | None  # where its frozen weights are left out of checkpoints
+    frozen: weights.Frozen | None  # where its frozen weights are left out of checkpoints
 
 
 class Preparation:
@@ -58,7 +58,7 @@ class Preparation:
         compile: Compile | None,
         activation_checkpointing: str | None,
         init_weights: InitWeights | None,
-        init_from: pretrained.Given | None,
+        init_from: weights.Given | None,
         precision: str = "float32",
     ) -> Prepared:
         activity = self._group.activity
@@ -68,7 +68,7 @@ class Preparation:
         self._work_on_blocks(model, compile, activation_checkpointing)
         activity.enter("placing the model", waits=self._group.world_size > 1)
         self._strategy.fill(model, self._settings.seed, init_weights)
-        left_out = frozen.are_left_out(model, self._settings.checkpoint.save)
+        left_out = weights.are_left_out(model, self._settings.checkpoint.save)
         begun = self._weights_to_begin_with(init_from, left_out)
         is_loaded = begun is not None and begun.before_placing(model)
         kept = self._frozen(model) if left_out else None
@@ -101,9 +101,7 @@ class Preparation:
             else:
                 compile_whole(model, activation_checkpointing is not None, compile)
 
-    def _weights_to_begin_with(
-        self, init_from: pretrained.Given | None, frozen_too: bool
-    ) -> pretrained.Pretrained | None:
+    def _weights_to_begin_with(self, init_from: weights.Given | None, frozen_too: bool) -> weights.Pretrained | None:
         """What `init_from` names, unless the run goes on: then from its checkpoint, and from there at most what is
         frozen and not in it."""
         if init_from is None:
@@ -112,20 +110,20 @@ class Preparation:
         if goes_on and not frozen_too:
             if self._group.rank == 0:
                 logger.info("init_from: %s is what this run began with; it has checkpoints, and goes on from them",
-                            pretrained.as_settings(init_from).path)  # fmt: skip
+                            weights.as_settings(init_from).path)  # fmt: skip
             return None
-        return pretrained.Pretrained(init_from, self._group, self._strategy)
+        return weights.Pretrained(init_from, self._group, self._strategy)
 
-    def _frozen(self, model: nn.Module) -> frozen.Frozen | None:
-        names = frozen.names_of(model)
+    def _frozen(self, model: nn.Module) -> weights.Frozen | None:
+        names = weights.names_of(model)
 
         def digest() -> str | None:
             if self._settings.checkpoint.save == "auto" and has_no_memory(model):
                 return None  # a teacher that is never whole anywhere to be known again by: it is saved
-            return frozen.digest_of(model, names, self._group.activity)
+            return weights.digest_of(model, names, self._group.activity)
 
         found = self._group.agree(digest, "the digest of the frozen weights")
-        return None if found is None else frozen.Frozen(frozenset(names), found)
+        return None if found is None else weights.Frozen(frozenset(names), found)
 
 
 def check_model(model: nn.Module, optimizer: Optimizer | None, precision: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError
 
 from lockstep.distributed.group import Group
-from lockstep.engine import closures
 from lockstep.engine.batch_feed import BatchFeed
 from lockstep.engine.compile_guard import CompileGuard
-from lockstep.engine.loss_scale import LossScale
 from lockstep.engine.models import MATCH, Entry, Models
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
@@ -45,7 +46,7 @@ class Stepper:
         self._guard, self._profiler = guard, profiler
         self._logs_norm = logs_norm
         self.loss_scale: LossScale | None = None  # where a model computes in float16
-        self._evaluations: closures.Evaluations | None = None  # while an optimizer evaluates a closure
+        self._evaluations: Evaluations | None = None  # while an optimizer evaluates a closure
         self._gradients = models.gradients
 
     @property
@@ -85,10 +86,10 @@ class Stepper:
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
-    def step(self, optimizer: Optimizer | None, closure: closures.Closure | None = None) -> bool:
+    def step(self, optimizer: Optimizer | None, closure: Closure | None = None) -> bool:
         entry, optimizer, parameters = self._models.stepped_by(optimizer)
         step = self._current()
-        closures.check(entry, optimizer, step, closure, self.loss_scale is not None)
+        check_closure(entry, optimizer, step, closure, self.loss_scale is not None)
         if not step.completes_batch:
             self._feed.busy_since = time.perf_counter()
             return False
@@ -118,9 +119,7 @@ class Stepper:
         self._profiler.enter(None)
         return True
 
-    def _evaluate(
-        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], closure: closures.Closure
-    ) -> None:
+    def _evaluate(self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure) -> None:
         """Step an optimizer that computes loss and gradients itself, by a closure."""
 
         def clip() -> None:
@@ -128,7 +127,7 @@ class Stepper:
 
         if any(each.grad is not None for each in parameters):  # SAM begins with gradients that are there already
             clip()
-        self._evaluations = evaluations = closures.Evaluations(self._strategy, optimizer, parameters, clip)
+        self._evaluations = evaluations = Evaluations(self._strategy, optimizer, parameters, clip)
         try:
             self._strategy.step(optimizer, lambda: evaluations.evaluate(closure))
         finally:
@@ -237,3 +236,134 @@ def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
     if loss.dim() != 0:
         raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
     return loss, count
+
+
+Closure = Callable[[], Any]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its step cannot be called without one."""
+    return _requires_closure(type(optimizer).step)
+
+
+@functools.cache
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class Evaluations:
+    """The evaluations of a closure in one step of an optimizer: each gives the loss and gradients of the global batch.
+
+    A run.backward within the closure is reported to `computed`, and counts for its evaluation alone.
+    """
+
+    def __init__(
+        self, strategy: Strategy, optimizer: Optimizer, parameters: list[nn.Parameter], clip: Callable[[], object]
+    ) -> None:
+        self._strategy, self._optimizer, self._parameters, self._clip = strategy, optimizer, parameters, clip
+        self._losses: list[tuple[Tensor, float, Any]] = []
+        self.count = 0
+
+    def computed(self, total: Tensor, factor: float, count: Any) -> None:
+        self._losses.append((total.detach(), factor, count))
+
+    def evaluate(self, closure: Closure) -> Tensor:
+        """Called by the optimizer in place of the closure."""
+        if self.count:
+            self._strategy.stepped()  # the optimizer has changed the parameters since
+        self._losses.clear()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            closure()
+        self.count += 1
+        return self._finish()
+
+    def _finish(self) -> Tensor:
+        counts = [count * factor for _, factor, count in self._losses if count is not None]
+        if not self._losses or (counts and len(self._losses) > 1):
+            raise ConfigError(
+                f"run.step: the closure called run.backward {len(self._losses)} times. It must call it once, with the "
+                "loss of the current batch"
+            )
+        self._strategy.reduce_gradients(self._parameters)
+        if counts:
+            self._strategy.divide_gradients(self._parameters, counts)
+        self._clip()
+        # Optimizers decide by the loss, so it must be that of the global batch, on all ranks.
+        mean = self._strategy.mean_over_ranks([total * factor for total, factor, _ in self._losses], counts)
+        return mean.to(self._losses[0][0].dtype)
+
+
+def check_closure(entry: Entry, optimizer: Optimizer, step: Step, closure: Closure | None, scales_loss: bool) -> None:
+    """Refuse a step without the closure that it needs, and what a closure cannot be combined with."""
+    kind = type(optimizer).__name__
+    if closure is None:
+        if needs_closure(optimizer):
+            raise ConfigError(
+                f"run.step: {kind} computes the loss itself, and needs a function that does so. Give it one that calls "
+                "the model and run.backward: run.step(optimizer, closure)"
+            )
+        return
+    wrong = (
+        "accumulate: it has the batch in parts. Set accumulate: 1" if step.is_part
+        else "precision: fp16: it scales the loss. Use bf16 or float32" if scales_loss
+        else "on_nan: skip. Set on_nan: stop" if entry.skip_nan
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise ConfigError(f"run.step: {kind} evaluates a closure on the whole batch, and cannot be used with {wrong}")
+
+
+FIRST = 2.0**16
+_GROWTH, _BACKOFF, _PATIENCE = 2.0, 0.5, 2000
+
+
+class LossScale:
+    """A power of two, so that multiplying and dividing by it rounds nothing. Doubled after so many good steps, halved
+    after a step whose gradients overflowed; never between a backward pass and the step that uses its gradients."""
+
+    def __init__(self) -> None:
+        self._scale, self._good = FIRST, 0
+        self._step = 0  # the one that the scale is used for
+        self._overflowed: bool | None = None  # in that step; None before any of its optimizers has stepped
+
+    def of(self, step: int) -> float:
+        """What the losses of a step are multiplied with."""
+        if step != self._step:
+            self._scale, self._good = self._after()
+            self._step, self._overflowed = step, None
+        return self._scale
+
+    def noted(self, step: int, finite: bool) -> None:
+        """An optimizer of a step found its gradients finite, or not."""
+        self.of(step)
+        self._overflowed = bool(self._overflowed) or not finite
+
+    @property
+    def next(self) -> float:
+        """That of the step to come."""
+        return self._after()[0]
+
+    def _after(self) -> tuple[float, int]:
+        if self._overflowed is None:
+            return self._scale, self._good
+        if self._overflowed:
+            return self._scale * _BACKOFF, 0
+        return (self._scale * _GROWTH, 0) if self._good + 1 == _PATIENCE else (self._scale, self._good + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "good": self._good, "step": self._step, "overflowed": self._overflowed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scale, self._good = float(state["scale"]), int(state["good"])
+        self._step, self._overflowed = int(state["step"]), state["overflowed"]
+
+
+def refuse_half_weights(dtypes: set[str]) -> None:
+    """What is scaled is to be scaled back: gradients in float16 would lose what the scaling saved."""
+    if "torch.float16" in dtypes:
+        raise ConfigError(
+            "train.precision: fp16 computes in float16 and keeps weights in float32, but the model has parameters in "
+            "float16: make it in float32 (no .half(), torch_dtype=torch.float32)"
+        )

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from lockstep import run_files
+from lockstep.config.nearest import did_you_mean
 from lockstep.config.plain import finite
 from lockstep.config.schema import After, RunConfig
 from lockstep.data.sources import is_stream
+from lockstep.data.split import Part
 from lockstep.engine.run import Run
+from lockstep.errors import ConfigError
 from lockstep.record.writers import write_json
 from lockstep.tasks.callbacks import evaluated
+from lockstep.tasks.changes import Lengths
 from lockstep.tasks.measure import TaskMeasure
-from lockstep.tasks.task import create_task
-from lockstep.tasks.trained import RESULT_FILE, bring_back, data_named
+from lockstep.tasks.schedules import RunLength
+from lockstep.tasks.setup import set_up
+from lockstep.tasks.task import Task, create_task
+from lockstep.tasks.trainer import check_data, datasets_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,3 +76,85 @@ def _note(trained: Path, folder: Path, told: dict[str, Any]) -> None:
         "step %s: %s", told["step"], "  ".join(f"{name} {value:.6g}" for name, value in told["metrics"].items())
     )
     write_json(folder / RESULT_FILE, told)
+
+
+# Schedulers are made, and never stepped: so long a run refuses none of them.
+_ANY_LENGTH = RunLength(10**9, 10**6)
+
+RESULT_FILE = "after.json"  # in the folder of the work, for the command that started it
+
+
+def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: Iterable[Dataset[Any]]) -> None:
+    """Everything that a training run would set up, then the weights of the checkpoint.
+
+    Parts of one dataset (data.split) become those that the run has had: what it was trained on is in no other part.
+    """
+    set_up(run, task, config, _ANY_LENGTH)
+    drawing = next((each.split for each in datasets if isinstance(each, Part)), None)
+    lengths = Lengths(drawing.count if drawing is not None else None, {})
+    run.load_weights(Path(after.run), after.step, {"lengths": lengths})
+
+
+@contextlib.contextmanager
+def weights_asked_for(run: Run, after: After) -> Iterator[None]:
+    """While the block runs, the model has the weights that were asked for: as they were trained, or averaged."""
+    if after.weights == "raw":
+        yield
+        return
+    if not run.averages_were_saved:
+        raise ConfigError(
+            f"--weights ema: the checkpoint of step {after.step} in {after.run} has no averages: the run was not "
+            "trained with train.ema"
+        )
+    with run.averaged_weights():
+        yield
+
+
+def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dataset[Any]]:
+    """The datasets that a name stands for, each by its own: several where the task has several under it.
+
+    `train`, `val` and `test` are as in training; one of several validation sets goes by its own name, and `NAME` also
+    stands for the task's `NAME_data()`. Without a name: test data where there is any, else validation data.
+    """
+    there = _there(task, config)
+    if name is None:
+        name = next((each for each in ("test", "val") if each in there), None)
+        if name is None:
+            raise ConfigError(
+                "--data: the task has neither test nor validation data: define test_data() or val_data(), set "
+                "data.split, or take the training data with --data train"
+            )
+    found = _chosen(task, there, name)
+    for each, data in found.items():
+        check_data(data, f"--data {each}:")
+    return found
+
+
+def _there(task: Task, config: RunConfig) -> dict[str, Any]:
+    """Validation and test data, as far as there are any; training data only where the others are parts of it."""
+    if config.data.split is not None:
+        return dict(datasets_of(task, config))
+    made = {"val": task.val_data(), "test": task.test_data()}
+    return {name: data for name, data in made.items() if data is not None}
+
+
+def _chosen(task: Task, there: dict[str, Any], name: str) -> dict[str, Dataset[Any]]:
+    if name in there:
+        return _by_name(name, there[name])
+    single = {key: each for group, data in there.items() for key, each in _by_name(group, data).items() if "/" in key}
+    for key, each in single.items():
+        if name in (key, key.partition("/")[2]):
+            return {key: each}
+    own = getattr(task, f"{name}_data", None)
+    if callable(own):
+        data = own()
+        if data is not None:
+            return _by_name(name, data)
+    valid = ["train", *there, *(key.partition("/")[2] for key in single)]
+    raise ConfigError(
+        f"--data {name}: the task has no such data, nor a method {name}_data(), {did_you_mean(name, valid)}"
+    )
+
+
+def _by_name(name: str, data: Any) -> dict[str, Dataset[Any]]:
+    return {f"{name}/{key}": each for key, each in data.items()} if isinstance(data, Mapping) else {name: data}

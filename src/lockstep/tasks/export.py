@@ -29,9 +29,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.loader import batch_fetcher
 from lockstep.data.sources import is_stream
 from lockstep.distributed.group import Group
-from lockstep.engine.frozen import Frozen, are_left_out, digest_of, is_of_peft, names_of
 from lockstep.engine.models import DEFAULT, Entry, Models
-from lockstep.engine.pretrained import Pretrained
+from lockstep.engine.weights import Frozen, Pretrained, are_left_out, digest_of, is_of_peft, names_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.generators import seed_generators

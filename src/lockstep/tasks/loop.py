@@ -10,13 +10,12 @@ from torch.utils.data import Dataset
 from lockstep.config.schema import RunConfig
 from lockstep.data.loader import Collate
 from lockstep.data.orders import Order
-from lockstep.engine.closures import needs_closure
 from lockstep.engine.run import Run
+from lockstep.engine.stepper import needs_closure
 from lockstep.errors import ConfigError
-from lockstep.tasks.callbacks import Callback
+from lockstep.tasks.callbacks import Callback, UserCallbacks
 from lockstep.tasks.measure import loss_and_values
 from lockstep.tasks.task import Task, has_training_step
-from lockstep.tasks.user_callbacks import UserCallbacks
 
 
 def train(

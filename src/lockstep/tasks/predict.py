@@ -28,9 +28,9 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.means import evaluating
 from lockstep.record.writers import write_json
 from lockstep.strategy.base import dp_rank_of
+from lockstep.tasks.evaluate import RESULT_FILE, bring_back, data_named, weights_asked_for
 from lockstep.tasks.prediction_files import PredictionFiles, columns_of, joined
 from lockstep.tasks.task import Task, create_task, defines
-from lockstep.tasks.trained import RESULT_FILE, bring_back, data_named, weights_asked_for
 
 logger = logging.getLogger(__name__)
 

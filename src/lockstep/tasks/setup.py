@@ -23,8 +23,7 @@ from lockstep.engine.models import DEFAULT
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks.parameters import freeze, parameter_groups
-from lockstep.tasks.rates import NamedSchedule
-from lockstep.tasks.schedules import RunLength, Schedule, as_schedule
+from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule
 from lockstep.tasks.task import Task, has_init_weights
 
 

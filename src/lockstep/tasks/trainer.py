@@ -15,15 +15,22 @@ from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.split import split_dataset
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.tasks.callbacks import Callback, Checkpointing, Scheduling, Validation, evaluated
-from lockstep.tasks.changed import Lengths, OptimizerArguments
+from lockstep.tasks.callbacks import (
+    Callback,
+    Checkpointing,
+    Scheduling,
+    UserCallbacks,
+    Validation,
+    evaluated,
+    own_callbacks,
+)
+from lockstep.tasks.changes import Lengths, OptimizerArguments
 from lockstep.tasks.early_stop import EarlyStopping, epoch_name, known_as, metric_value, unknown_metric
 from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import run_length
 from lockstep.tasks.setup import order_of, set_up
 from lockstep.tasks.task import Task, create_task, has_training_step
-from lockstep.tasks.user_callbacks import UserCallbacks, own_callbacks
 
 logger = logging.getLogger(__name__)
 
