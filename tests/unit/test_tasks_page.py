@@ -9,7 +9,7 @@ import pytest
 
 from conftest import ROOT
 from lockstep.tasks.callbacks import STATE, Callback
-from lockstep.tasks.name_checks import WITHOUT_BASE
+from lockstep.tasks.create import WITHOUT_BASE
 from lockstep.tasks.task import Task
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()

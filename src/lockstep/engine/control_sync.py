@@ -128,8 +128,8 @@ _LOOK_SECONDS = 0.05
 class OutOfBandSync:
     """One rank's part. `called_at` and `met` are for the training thread, `look` is for that of the heartbeat."""
 
-    def __init__(self, group: Group, asked: Callable[[], bool]) -> None:
-        self._group, self._asked = group, asked
+    def __init__(self, group: Group, requests: StopRequests) -> None:
+        self._group, self._requests = group, requests
         self._lock = threading.Lock()
         self._round = 0  # pulses so far, the same on all ranks
         self._passed = -1  # the last safe point without a pulse, or of the last pulse
@@ -178,7 +178,7 @@ class OutOfBandSync:
         quiet = time.monotonic() - self._met_at
         if self._planned <= self._passed + 1 or quiet < _QUIET_SECONDS:
             return False  # the next safe point is a pulse anyway, or it is not far
-        return self._asked() or (self._group.rank == 0 and quiet > _OLD_SECONDS)
+        return self._requests.any or (self._group.rank == 0 and quiet > _OLD_SECONDS)
 
     def _say_where(self, store: Any, number: int) -> None:
         if store.check([_key(number, "at")]):

@@ -38,6 +38,10 @@ class Entry:
     frozen: Frozen | None = None  # where its frozen weights are left out of checkpoints
 
 
+# What an optimizer steps: its model, itself, and all of its parameters.
+Stepped = tuple[Entry, Optimizer, list[nn.Parameter]]
+
+
 class Models:
     """All of them by name, in the order of their setup."""
 
@@ -75,6 +79,11 @@ class Models:
         """Of the weights of those models that were set up with one."""
         return [each.average for each in self.entries.values() if each.average is not None]
 
+    @property
+    def averages_were_saved(self) -> bool:
+        """Whether the weights that were loaded came with averages, of every model that has one."""
+        return bool(self.averages) and all(each.was_saved for each in self.averages)
+
     def require_any(self) -> None:
         if not self.entries:
             raise ConfigError("this needs a model: call run.setup(model, optimizer) first")
@@ -91,8 +100,8 @@ class Models:
             )
         return next(iter(self.entries.values()))
 
-    def stepped_by(self, optimizer: Optimizer | None) -> tuple[Entry, Optimizer, list[nn.Parameter]]:
-        """The model that an optimizer was set up with, and all parameters that it steps."""
+    def stepped_by(self, optimizer: Optimizer | None) -> Stepped:
+        """Returns what an optimizer steps; without one, that of the only model."""
         if optimizer is None:
             optimizer = self.only().optimizer
         if optimizer is None:

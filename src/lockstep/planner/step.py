@@ -20,6 +20,7 @@ from lockstep.config.mesh import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
 from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.values import Interval
 from lockstep.distributed.topology import Topology
+from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.planner import figures, fusion, pretend
@@ -28,10 +29,10 @@ from lockstep.planner.ledger import Ledger, NotTraced, replay
 from lockstep.record.display import Display
 from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
+from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import step_of
 from lockstep.tasks.schedules import RunLength
 from lockstep.tasks.setup import order_of, set_up
-from lockstep.tasks.task import create_task
 from lockstep.tasks.trainer import datasets_of
 
 _LONG = RunLength(10**9, 10**6)
@@ -60,7 +61,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
     fusion.install(ledger)
     runtime = pretend.PretendRuntime(fake)
     with pretend.world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
+        run = Run(Engine(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests()))
         try:
             with fake, ledger:
                 set_up(run, task, config, _LONG)
@@ -70,7 +71,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
         books = ledger.books
         peak, timeline = replay(books, start.event)
         parameters = [each for module in run.modules.values() for each in module.parameters()]
-        state = [each for module in run.modules.values() for each in run.spread.state_dict(module).values()]
+        state = [each for module in run.modules.values() for each in run._engine.strategy.state_dict(module).values()]
         return Step(
             world_size=world_size,
             batch=config.train.batch_size,
@@ -124,8 +125,8 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     for each in parameters:
         if each.requires_grad:
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
-    if isinstance(run.spread, pretend.PretendDdp):
-        ledger.name(run.spread.buckets, "gradients" if run.spread.gradients else "communication")
+    if isinstance(run._engine.strategy, pretend.PretendDdp):
+        ledger.name(run._engine.strategy.buckets, "gradients" if run._engine.strategy.gradients else "communication")
     limits, step, done = config.train, step_of(task), 0
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
     whole = config.data.drop_last or (order is not None and order.length >= limits.batch_size)
@@ -151,7 +152,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
 
 
 def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
-    mesh = run.mesh
+    mesh = run.devices.mesh
     if mesh is None:
         return {"0": figures.Axis("data", world_size, world_size)}
     found = {}

@@ -28,14 +28,15 @@ from lockstep.errors import ConfigError
 from lockstep.record.logger import check_methods
 from lockstep.runtime.moving import map_tensors
 from lockstep.tasks.callbacks import callback_class
-from lockstep.tasks.early_stop import epoch_name
+from lockstep.tasks.create import create_task, task_class
 from lockstep.tasks.evaluate import data_named
 from lockstep.tasks.measure import loss_and_values
 from lockstep.tasks.parameters import freeze, parameter_groups
 from lockstep.tasks.predict import require_predict
 from lockstep.tasks.schedules import AUTO
-from lockstep.tasks.task import Task, create_task, defines, has_loss, has_training_step, task_class
+from lockstep.tasks.task import Task, defines, has_loss, has_training_step
 from lockstep.tasks.trainer import check_metrics, datasets_of, metrics_asked_for
+from lockstep.tasks.validation import epoch_name
 
 # Methods of a task that return metrics by name.
 _NAMING = ("loss", "evaluate_step", "metrics", "torchmetrics", "epoch_metrics")

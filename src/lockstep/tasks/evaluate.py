@@ -22,13 +22,14 @@ from lockstep.data.split import Part
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.record.writers import write_json
-from lockstep.tasks.callbacks import evaluated
 from lockstep.tasks.changes import Lengths
+from lockstep.tasks.create import create_task
 from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import RunLength
 from lockstep.tasks.setup import set_up
-from lockstep.tasks.task import Task, create_task
+from lockstep.tasks.task import Task
 from lockstep.tasks.trainer import check_data, datasets_of
+from lockstep.tasks.validation import evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     batch_size = config.validation.batch_size or config.train.batch_size
     metrics = evaluated(run, measure, datasets, batch_size, config.validation.on, collate)
     if metrics is None:
-        run.leave_unsaved()
+        run._engine.leave_unsaved()
     examples = {name: len(data) for name, data in datasets.items() if not is_stream(data)}  # type: ignore[arg-type]
     told = {
         "step": after.step,
@@ -52,7 +53,7 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
         "examples": examples,
         "metrics": metrics,
         "world_size": run.world_size,
-        "strategy": run.strategy,
+        "strategy": run.devices.strategy,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     run.agree(lambda: _note(Path(after.run), run.folder, told), "noting the evaluation")
@@ -92,7 +93,7 @@ def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: 
     set_up(run, task, config, _ANY_LENGTH)
     drawing = next((each.split for each in datasets if isinstance(each, Part)), None)
     lengths = Lengths(drawing.count if drawing is not None else None, {})
-    run.load_weights(Path(after.run), after.step, {"lengths": lengths})
+    run._engine.load_weights(Path(after.run), after.step, {"lengths": lengths})
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ def weights_asked_for(run: Run, after: After) -> Iterator[None]:
     if after.weights == "raw":
         yield
         return
-    if not run.averages_were_saved:
+    if not run._engine.models.averages_were_saved:
         raise ConfigError(
             f"--weights ema: the checkpoint of step {after.step} in {after.run} has no averages: the run was not "
             "trained with train.ema"

@@ -36,7 +36,8 @@ from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.generators import seed_generators
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.single import SingleStrategy
-from lockstep.tasks.task import Task, create_task, has_init_weights
+from lockstep.tasks.create import create_task
+from lockstep.tasks.task import Task, has_init_weights
 from lockstep.tasks.trainer import datasets_of
 
 # Of a batch that is a mapping: what a model is trained with and not called with.

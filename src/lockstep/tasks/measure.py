@@ -22,7 +22,7 @@ class TaskMeasure:
 
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, task
-        self.epoch_metrics: WholeSet | None = whole_set_of_task(task, run.runtime)
+        self.epoch_metrics: WholeSet | None = whole_set_of_task(task, run._engine.runtime)
         self.one_pass = defines(task, "evaluate_step")
         self._outputs: Any = None  # that evaluate_step returned for the current batch
         self.beside_loss: set[str] = set()  # names of values that the loss came with so far

@@ -28,9 +28,10 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.means import evaluating
 from lockstep.record.writers import write_json
 from lockstep.strategy.base import dp_rank_of
+from lockstep.tasks.create import create_task
 from lockstep.tasks.evaluate import RESULT_FILE, bring_back, data_named, weights_asked_for
 from lockstep.tasks.prediction_files import PredictionFiles, columns_of, joined
-from lockstep.tasks.task import Task, create_task, defines
+from lockstep.tasks.task import Task, defines
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     with weights_asked_for(run, after):
         left = work.all_of(todo)
     if any(run.gather(left, "the end of the predictions")):
-        run.leave_unsaved()
+        run._engine.leave_unsaved()
     run.agree(lambda: files.put_together(math.ceil(count / chunk), count), "putting the parts together")
     seconds = time.monotonic() - began
     told = {
@@ -67,7 +68,7 @@ def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
         "step": after.step,
         "parts_before": len(done),
         "world_size": run.world_size,
-        "strategy": run.strategy,
+        "strategy": run.devices.strategy,
         "seconds": round(seconds, 3),
     }
     run.agree(lambda: write_json(run.folder / RESULT_FILE, told), "noting the predictions")
@@ -88,14 +89,14 @@ class _Work:
         batch_size: int,
         worker_count: int,
     ) -> None:
-        self._run, self._task, self._data, self._files = run, task, data, files
+        self._run, self._engine, self._task, self._data, self._files = run, run._engine, task, data, files
         self._count, self._chunk, self._batch_size, self._workers = count, chunk, batch_size, worker_count
         self._collate: Collate | None = getattr(task, "collate", None)
         self._fetch = batch_fetcher(data, self._collate)
 
     def all_of(self, parts: Sequence[int]) -> bool:
         """Compute the parts that are this rank's; whether it was asked to leave before the last."""
-        strategy, group = self._run.spread, self._run.group
+        strategy, group = self._engine.strategy, self._engine.group
         dp_rank = dp_rank_of(strategy, group)
         together = strategy.measures_together
         mine = [parts[at] if at < len(parts) else None for at in range(dp_rank, _rounded(len(parts), strategy.dp_size),
@@ -117,7 +118,7 @@ class _Work:
         return False
 
     def _asked_to_leave(self, together: bool) -> bool:
-        asked = self._run.asked_to_leave()
+        asked = self._engine.requests.leave is not None
         return self._run.any(asked, "whether to leave the predictions") if together else asked
 
     def _batches_of(self, part: int | None, together: bool) -> list[np.ndarray[Any, Any]]:
@@ -135,19 +136,19 @@ class _Work:
     def _filled(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """As many examples as the device wants: the last one again, which is cut off afterwards."""
         wanted = len(indices) or 1
-        if self._run.runtime.fixed_shapes:
+        if self._engine.runtime.fixed_shapes:
             wanted = self._batch_size
-        wanted = math.ceil(wanted / self._run.spread.batch_multiple) * self._run.spread.batch_multiple
+        wanted = math.ceil(wanted / self._engine.strategy.batch_multiple) * self._engine.strategy.batch_multiple
         last = int(indices[-1]) if len(indices) else 0
         return np.concatenate([indices, np.full(wanted - len(indices), last, dtype=np.int64)])
 
     def _computed(self, indices: np.ndarray[Any, Any], batch: Any) -> dict[str, Any] | None:
-        self._run.group.activity.enter("predicting")
+        self._engine.group.activity.enter("predicting")
         modules = self._run.modules
         model: Any = self._run.module if len(modules) == 1 else modules
         with self._run.autocast():
-            found = self._task.predict(model, self._run.move(batch))
-        self._run.runtime.end_of_program()
+            found = self._task.predict(model, self._engine.strategy.move(batch))
+        self._engine.runtime.end_of_program()
         return columns_of(found, len(indices), type(self._task).__name__) if len(indices) else None
 
     def _fetched(self, batches: Sequence[np.ndarray[Any, Any]]) -> Generator[Any, None, None]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lockstep.config.optimizing import Schedule as ScheduleSettings
 from lockstep.config.schema import RunConfig, Scheduler
 from lockstep.config.values import Interval
+from lockstep.data.progress import Due
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
+from lockstep.tasks.callbacks import Callback
+from lockstep.tasks.validation import Validation, metric_value
 
 logger = logging.getLogger(__name__)
 
@@ -196,3 +200,30 @@ def _warmup_steps(schedule: ScheduleSettings, total: int | None) -> int:
             f"in which the rate could fall ({schedule.type}). Make it shorter, or train longer"
         )
     return warmup
+
+
+class Scheduling(Callback):
+    """Steps the learning-rate schedulers; one that watches a metric is given the newest."""
+
+    def __init__(self, schedules: Sequence[Schedule], validation: Validation) -> None:
+        self._validation = validation
+        self._schedules = [(each.scheduler, Due(each.interval), _monitored(each)) for each in schedules]
+
+    @property
+    def monitors(self) -> list[str]:
+        """The metrics that are watched."""
+        return list(dict.fromkeys(name for _, _, name in self._schedules if name is not None))
+
+    def after_step(self, run: Run) -> str | None:
+        for scheduler, due, monitor in self._schedules:
+            if not due.now(run.progress, run._engine.seconds_since_start):
+                continue
+            if monitor is None:
+                scheduler.step()
+            else:
+                scheduler.step(metric_value(self._validation.latest, monitor, "scheduler.monitor"))
+        return None
+
+
+def _monitored(schedule: Schedule) -> str | None:
+    return schedule.monitor or ("val/loss" if isinstance(schedule.scheduler, ReduceLROnPlateau) else None)

@@ -30,7 +30,7 @@ from lockstep.tasks.task import Task, has_init_weights
 def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
     """Every model of the task with its optimizer and scheduler; the schedulers, with when they are stepped."""
     limits = config.train
-    made = run.build(task.model)
+    made = run._engine.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     if limits.freeze:
         freeze(models, limits.freeze)

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.config.objects import construct, import_object
-from lockstep.config.schema import Component
-from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
-from lockstep.tasks.name_checks import check_names, instead_of
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -169,32 +165,3 @@ def defines(task: Task, name: str) -> bool:
 
 def has_init_weights(task: Task) -> bool:
     return type(task).init_weights is not Task.init_weights
-
-
-def create_task(component: Component) -> Task:
-    """Import the task's class and make one, saying precisely what is wrong with it where something is."""
-    task: Task = construct(task_class(component), component.arguments, "task")
-    return task
-
-
-def task_class(component: Component) -> type[Task]:
-    """The class that a config names, with everything that can be known of it without making one."""
-    cls = import_object(component.type, "task")
-    if not (inspect.isclass(cls) and issubclass(cls, Task)):
-        raise ConfigError(f"task: {component.type} is not a class derived from lockstep.Task")
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if not has_loss(cls) and not has_training_step(cls):
-        missing.insert(0, "loss")
-    if missing:
-        lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
-        has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
-        hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
-        raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
-    check_names(cls, Task)
-    replaced = [name for name in ("metrics", "outputs") if getattr(cls, name) is not getattr(Task, name)]
-    if cls.evaluate_step is not Task.evaluate_step and replaced:
-        raise ConfigError(
-            f"task: {cls.__name__} defines evaluate_step and {replaced[0]}, but evaluate_step replaces {replaced[0]}: "
-            "return its values from evaluate_step, and remove it"
-        )
-    return cls

@@ -15,22 +15,24 @@ from lockstep.data.sources import check_stream, is_stream
 from lockstep.data.split import split_dataset
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.tasks.callbacks import (
-    Callback,
-    Checkpointing,
-    Scheduling,
-    UserCallbacks,
-    Validation,
-    evaluated,
-    own_callbacks,
-)
+from lockstep.tasks.callbacks import Callback, UserCallbacks, own_callbacks
 from lockstep.tasks.changes import Lengths, OptimizerArguments
-from lockstep.tasks.early_stop import EarlyStopping, epoch_name, known_as, metric_value, unknown_metric
+from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
-from lockstep.tasks.schedules import run_length
+from lockstep.tasks.schedules import Scheduling, run_length
 from lockstep.tasks.setup import order_of, set_up
-from lockstep.tasks.task import Task, create_task, has_training_step
+from lockstep.tasks.task import Task, has_training_step
+from lockstep.tasks.validation import (
+    Checkpointing,
+    EarlyStopping,
+    Validation,
+    epoch_name,
+    evaluated,
+    known_as,
+    metric_value,
+    unknown_metric,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
     open_ended = {"train": has_training_step(task), "val": not complete}
     check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
-    run.aggregator.begin(run.progress, length.steps)
+    run._engine.aggregator.begin(run.progress, length.steps)
     own.before_training(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     callbacks: list[Callback] = [validation, scheduling, checkpointing]
@@ -84,8 +86,8 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     if test_data := _of_kind("test", datasets):
         tested = evaluated(run, measure, test_data, batch_size, config.validation.on, collate)
         if tested is None:
-            run.leave()
-        run.aggregator.write(run.progress, tested)
+            run._engine.leave()
+        run._engine.aggregator.write(run.progress, tested)
         metrics.update(tested)
     own.have_stopped(run)
     own.after_training(run, dict(metrics))
@@ -123,9 +125,9 @@ def _metric_names(
         tried = _of_kind("train", datasets)
     if not tried:
         return there, True
-    found, complete = run.names_of(measure, next(iter(tried.values())), batch_size, collate)
+    found, complete = run._engine.evaluator.names_of(measure, next(iter(tried.values())), batch_size, collate)
     if measure.one_pass and any(name.startswith("train/") and name not in there for _, name in asked):
-        run.names_of(measure.of_loss, datasets["train"], batch_size, collate)
+        run._engine.evaluator.names_of(measure.of_loss, datasets["train"], batch_size, collate)
     there.update({epoch_name(f"train/{name}"): 0.0 for name in measure.beside_loss})
     there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
     return there, complete

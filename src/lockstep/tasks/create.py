@@ -1,14 +1,48 @@
-"""Methods of a task that look like ours and are not: they would be passed over without a word."""
+"""Creates tasks; refuses a class that lacks methods, or has them under names that Lockstep does not call."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 from collections.abc import Collection
 
+from lockstep.config.objects import construct, import_object
+from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
+from lockstep.tasks.task import Task, has_loss, has_training_step
 
 logger = logging.getLogger(__name__)
+
+
+def create_task(component: Component) -> Task:
+    """Import the task's class and make one, saying precisely what is wrong with it where something is."""
+    task: Task = construct(task_class(component), component.arguments, "task")
+    return task
+
+
+def task_class(component: Component) -> type[Task]:
+    """The class that a config names, with everything that can be known of it without making one."""
+    cls = import_object(component.type, "task")
+    if not (inspect.isclass(cls) and issubclass(cls, Task)):
+        raise ConfigError(f"task: {component.type} is not a class derived from lockstep.Task")
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if not has_loss(cls) and not has_training_step(cls):
+        missing.insert(0, "loss")
+    if missing:
+        lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
+        has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
+        hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
+        raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
+    check_names(cls, Task)
+    replaced = [name for name in ("metrics", "outputs") if getattr(cls, name) is not getattr(Task, name)]
+    if cls.evaluate_step is not Task.evaluate_step and replaced:
+        raise ConfigError(
+            f"task: {cls.__name__} defines evaluate_step and {replaced[0]}, but evaluate_step replaces {replaced[0]}: "
+            "return its values from evaluate_step, and remove it"
+        )
+    return cls
+
 
 # What other frameworks, and people, call it. Each counts only where the task does not define the one of ours: a `loss`
 # that calls `self.loss_fn` is nobody's mistake.
@@ -63,8 +97,12 @@ ALIASES = {
     "early_stop": "should_stop",
     "train_step": "training_step",
 }
+
+
 # A task may have these without there being a method of the base class to override.
 WITHOUT_BASE = ("collate", "training_step")
+
+
 # How similar a name has to be before somebody is asked whether they meant ours.
 _SIMILAR = 0.8
 
