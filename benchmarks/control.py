@@ -150,7 +150,7 @@ class Training:
 def silence(run: Any) -> Iterator[None]:
     """Without what makes a rank known to others."""
     from lockstep.distributed.watch.heartbeat import Heartbeat
-    from lockstep.engine.stop_requests import NOTHING
+    from lockstep.engine.control_sync import NOTHING
 
     control_sync, activity, send = run._engine.control_sync, run._engine.group.activity, Heartbeat._send
     control_sync.beat, activity.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
@@ -185,12 +185,12 @@ def timed_pulse(run: Any) -> Iterator[list[float]]:
 
 
 def calls_table(found: list[dict[str, Any]]) -> str:
-    from lockstep.engine.stop_requests import PULSE_SECONDS
+    from lockstep.engine.control_sync import SYNC_SECONDS
 
     rows = []
     for name in found[0]["calls"]:
         seconds = min(each["calls"][name] for each in found)
-        share = f"{seconds / PULSE_SECONDS:.3%}" if name == "`run.gather`" else "-"
+        share = f"{seconds / SYNC_SECONDS:.3%}" if name == "`run.gather`" else "-"
         rows.append([name, f"{1e6 * seconds:.1f}" if seconds < 1e-5 else f"{1e6 * seconds:.0f}", share])
     return report.table(["", "µs", "fraction of half a second"], rows)
 

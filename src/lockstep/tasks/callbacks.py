@@ -29,8 +29,7 @@ class Callback:
     """Something that happens between steps, on every rank. Derive from it, or define some of its methods.
 
     With `state_dict` and `load_state_dict`, a callback is saved in every checkpoint and restored from it: what rank 0
-    has
-    is what all ranks get back. A method must do the same on all ranks, as far as it talks to others (run.agree).
+    has is what all ranks get back. A method must do the same on all ranks, as far as it talks to others (run.agree).
     """
 
     def before_training(self, run: Run) -> None:
@@ -53,29 +52,27 @@ class Callback:
         return None
 
     def after_training(self, run: Run, metrics: dict[str, Any]) -> None:
-        """Training came to its end, was measured and saved; not where a run failed or was asked to leave."""
+        """Training has ended, was measured and saved; not called where a run failed or was asked to leave."""
 
 
 class UserCallbacks:
-    """All of them, asked one after the other at every moment that they have a method for."""
+    """Calls the callbacks of the task and of the config, in that order."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         self._named = dict(zip(_names(callbacks), callbacks, strict=True))
-        # Where no callback can give a reason, ranks need not tell each other whether one has.
+        # Where no callback can give a reason, ranks need not exchange whether one has.
         self._may_stop = {
             moment: any(defines(each, moment) and not returns_nothing(each, moment) for each in callbacks)
             for moment in ("after_step", "after_validation", "after_epoch")
         }
-        # Where one says that it may stop a run after a step (`-> str | None`), ranks ask each other after every step.
-        # Of any other, they learn at the next control sync.
+        # Where one may stop a run after a step (`-> str | None`), ranks exchange that after every step; else they learn
+        # of it at the next control sync.
         self._asks_after_step = any(
             defines(each, "after_step") and may_return_reason(each, "after_step") for each in callbacks
         )
-        # The reason to stop that one of them gave: saved, so that a run that is ended before it has stopped still does.
-        self.reason: str | None = None
+        self.reason: str | None = None  # to stop; saved, so that a run that is ended before it has stopped still does
 
     def register_state(self, run: Run) -> None:
-        """Have the states saved with every checkpoint, and restored."""
         for name, callback in self._named.items():
             if defines(callback, STATE[0]):
                 run._engine.checkpointer.attached.register(
@@ -104,7 +101,7 @@ class UserCallbacks:
         self._call("after_training", run, metrics)
 
     def have_stopped(self, run: Run) -> None:
-        """The run is at its end: who resumes it to go on is not stopped by the same reason again."""
+        """Forgets the reason to stop: a run that is resumed to train longer does not stop again."""
         if self.reason is not None:
             self.reason = None
             last = run._engine.checkpointer.last
@@ -117,13 +114,11 @@ class UserCallbacks:
         self.reason = state["reason"]
 
     def _ask(self, moment: str, run: Run, *arguments: Any) -> None:
-        """Call them, and keep the first reason to stop that one has on any rank: the same on all of them."""
+        """Calls them, and keeps the first reason to stop of any rank, on all of them."""
         reason = self._call(moment, run, *arguments)
         if self._may_stop[moment]:
-            told = run.gather(
-                reason, f"whether a callback stops the run {moment.replace('_', ' ')} {run.progress.step}"
-            )
-            self.reason = self.reason or next((each for each in told if each), None)
+            name = f"whether a callback stops the run {moment.replace('_', ' ')} {run.progress.step}"
+            self.reason = self.reason or next((each for each in run.gather(reason, name) if each), None)
 
     def _call(self, moment: str, run: Run, *arguments: Any) -> str | None:
         reasons = []
@@ -139,7 +134,7 @@ class UserCallbacks:
 
 
 def own_callbacks(task: Task, config: RunConfig) -> list[Any]:
-    """Those of the task, then those of the config, each checked before anything is trained."""
+    """Returns the callbacks of the task, then those of the config, checked."""
     given = task.callbacks()
     if isinstance(given, (str, dict)) or not hasattr(given, "__iter__"):
         raise ConfigError(f"task: {type(task).__name__}.callbacks() must return a list, got a {type(given).__name__}")
@@ -159,9 +154,9 @@ def own_callbacks(task: Task, config: RunConfig) -> list[Any]:
 
 
 def callback_class(component: Component, path: str, task: str = "") -> Any:
-    """What a config names as a callback, with everything that can be known of it without making one.
+    """Returns what a config names as a callback, checked as far as possible without making one.
 
-    A file of callbacks next to the task's travels with it: on another host it is next to the task's there.
+    A file of callbacks next to the task's travels with it: on another host it is looked for next to the task there.
     """
     file, _, name = component.type.rpartition(":")
     beside = Path(task.rpartition(":")[0]).parent / Path(file).name
@@ -177,7 +172,7 @@ def callback_class(component: Component, path: str, task: str = "") -> Any:
 
 
 class _State:
-    """A callback's state, with the callback named where it cannot be had."""
+    """The state of a callback; an error names the callback."""
 
     def __init__(self, name: str, callback: Any, run: Run) -> None:
         self._name, self._callback, self._run = name, callback, run
@@ -191,7 +186,7 @@ class _State:
 
 
 def _guarded(name: str, callback: Any, method: str, run: Run, *arguments: Any, without_run: bool = False) -> Any:
-    """What a callback's method returns; what it raises is said to be its own."""
+    """Calls a method of a callback; what it raises becomes a CallbackFailed that names it."""
     given = arguments if without_run else (run, *arguments)
     activity = run._engine.group.activity
     limit = 0.0 if method == "after_step" else activity.patience  # after an epoch it may well draw samples
@@ -200,7 +195,7 @@ def _guarded(name: str, callback: Any, method: str, run: Run, *arguments: Any, w
             return getattr(callback, method)(*given)
     except Exception as error:
         if isinstance(error, LockstepError) or trouble.of(error) is not None or _lost_peer(error):
-            raise  # which says by itself what it is: that another rank is gone, that memory is
+            raise  # which says what it is: another rank is gone, or memory is
         raise CallbackFailed(name, method, run.progress.step, run.rank, error) from error
 
 
@@ -209,7 +204,6 @@ def _lost_peer(error: Exception) -> bool:
 
 
 def _names(callbacks: Sequence[Any]) -> list[str]:
-    """Class names; of several of one class, the second is `Name 2`."""
     found: list[str] = []
     for callback in callbacks:
         kind = type(callback).__name__
@@ -225,31 +219,21 @@ STATE = ("state_dict", "load_state_dict")
 
 
 # What other frameworks call them.
-ALIASES = {
-    "on_fit_start": "before_training",
-    "on_train_start": "before_training",
-    "on_train_begin": "before_training",
-    "on_train_batch_end": "after_step",
-    "on_batch_end": "after_step",
-    "on_step_end": "after_step",
-    "on_optimizer_step": "after_step",
-    "on_validation_end": "after_validation",
-    "on_validation_epoch_end": "after_validation",
-    "on_evaluate": "after_validation",
-    "on_train_epoch_end": "after_epoch",
-    "on_epoch_end": "after_epoch",
-    "on_fit_end": "after_training",
-    "on_train_end": "after_training",
-    "on_save_checkpoint": "state_dict",
-    "on_load_checkpoint": "load_state_dict",
+_OTHER_NAMES = {
+    "before_training": "on_fit_start on_train_start on_train_begin",
+    "after_step": "on_train_batch_end on_batch_end on_step_end on_optimizer_step",
+    "after_validation": "on_validation_end on_validation_epoch_end on_evaluate",
+    "after_epoch": "on_train_epoch_end on_epoch_end",
+    "after_training": "on_fit_end on_train_end",
+    "state_dict": "on_save_checkpoint",
+    "load_state_dict": "on_load_checkpoint",
 }
-
-
+ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _SIMILAR = 0.75
 
 
 def check_callback(callback: Any, path: str) -> None:
-    """Refuse what is no callback, by the place where it was named; `callback` is an object or its class."""
+    """Refuses an object or class that is no callback; `path` is where it was named."""
     cls = callback if inspect.isclass(callback) else type(callback)
     own = _methods(cls)
     if not own & {*MOMENTS, *STATE}:
@@ -263,8 +247,8 @@ def check_callback(callback: Any, path: str) -> None:
     for name in sorted(own - {*MOMENTS, *STATE}):
         right = _meant(name, absent)
         if right or name.startswith(("before_", "after_")):
-            told = f"did you mean {right}?" if right else f"a callback has {', '.join(MOMENTS)}"
-            raise ConfigError(f"{path}: {cls.__name__} defines {name}, which Lockstep does not call; {told}")
+            hint = f"did you mean {right}?" if right else f"a callback has {', '.join(MOMENTS)}"
+            raise ConfigError(f"{path}: {cls.__name__} defines {name}, which Lockstep does not call; {hint}")
     missing = [name for name in STATE if name in absent]
     if len(missing) == 1:
         there = next(name for name in STATE if name in own)
@@ -278,24 +262,18 @@ def defines(callback: Any, name: str) -> bool:
 
 
 def returns_nothing(callback: Any, name: str) -> bool:
-    """Whether a method says of itself, by `-> None`, that it gives no reason to stop."""
+    """Returns whether a method is annotated with `-> None`: it gives no reason to stop."""
     return getattr(callback, name).__annotations__.get("return", "") in (None, "None")
 
 
 def may_return_reason(callback: Any, name: str) -> bool:
-    """Whether a method says of itself, by `-> str | None`, that it may give one."""
+    """Returns whether a method is annotated with `-> str | None`."""
     return "return" in getattr(callback, name).__annotations__ and not returns_nothing(callback, name)
 
 
 def _methods(cls: type) -> set[str]:
-    """The public methods of a class, and of those that it derives from, up to ours."""
-    known = [each for each in cls.__mro__ if each not in (Callback, object)]
-    return {
-        name
-        for each in known
-        for name, value in vars(each).items()
-        if not name.startswith("_") and inspect.isroutine(value)
-    }
+    methods = [item for each in cls.__mro__ if each not in (Callback, object) for item in vars(each).items()]
+    return {name for name, value in methods if not name.startswith("_") and inspect.isroutine(value)}
 
 
 def _meant(name: str, absent: set[str]) -> str | None:
@@ -306,7 +284,6 @@ def _meant(name: str, absent: set[str]) -> str | None:
 
 
 def _check_signature(cls: type, name: str, path: str) -> None:
-    """A method that cannot take what it is called with would fail hours later."""
     expected = inspect.signature(getattr(Callback, name))
     itself, *given = expected.parameters
     bound = not inspect.isfunction(inspect.getattr_static(cls, name))  # a class method, or a static one

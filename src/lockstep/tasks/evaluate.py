@@ -1,4 +1,4 @@
-"""`lockstep evaluate`: a trained model measured over a dataset, as its training run would have measured it."""
+"""`lockstep evaluate`: loads a trained model and measures it over a dataset, as its training run would have."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"  # in the folder of the run that trained 
 
 
 def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
-    """Measure a checkpoint of a run, and note what came of it there: a line of `evaluations.jsonl`."""
+    """Measures a checkpoint of a run, and adds a line to the run's `evaluations.jsonl`."""
     task = create_task(config.task)
     datasets = data_named(task, config, after.data)
     bring_back(run, task, config, after, datasets.values())
@@ -47,7 +47,7 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     if metrics is None:
         run._engine.leave_unsaved()
     examples = {name: len(data) for name, data in datasets.items() if not is_stream(data)}  # type: ignore[arg-type]
-    told = {
+    record = {
         "step": after.step,
         "data": list(datasets),
         "examples": examples,
@@ -56,14 +56,14 @@ def evaluate(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
         "strategy": run.devices.strategy,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    run.agree(lambda: _note(Path(after.run), run.folder, told), "noting the evaluation")
+    run.agree(lambda: _note(Path(after.run), run.folder, record), "noting the evaluation")
     return {"status": "completed", "metrics": metrics}
 
 
-def _note(trained: Path, folder: Path, told: dict[str, Any]) -> None:
-    """A line of its own in one write, so that two evaluations at a time do not mix theirs."""
+def _note(trained: Path, folder: Path, record: dict[str, Any]) -> None:
+    """Writes a line in one call, so that two evaluations at a time do not mix theirs."""
     file = trained / EVALUATIONS_FILE
-    line = json.dumps(finite(told)) + "\n"
+    line = json.dumps(finite(record)) + "\n"
     try:
         descriptor = run_files.append(file)
         try:
@@ -71,12 +71,12 @@ def _note(trained: Path, folder: Path, told: dict[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        # Somebody else's run may be read and not written: what was measured is told all the same.
-        told = {**told, "unwritten": f"{file}: not written: {error.strerror}"}
+        # Another user's run may be readable and not writable: the result is reported all the same.
+        record = {**record, "unwritten": f"{file}: not written: {error.strerror}"}
     logger.info(
-        "step %s: %s", told["step"], "  ".join(f"{name} {value:.6g}" for name, value in told["metrics"].items())
+        "step %s: %s", record["step"], "  ".join(f"{name} {value:.6g}" for name, value in record["metrics"].items())
     )
-    write_json(folder / RESULT_FILE, told)
+    write_json(folder / RESULT_FILE, record)
 
 
 # Schedulers are made, and never stepped: so long a run refuses none of them.
@@ -86,9 +86,9 @@ RESULT_FILE = "after.json"  # in the folder of the work, for the command that st
 
 
 def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: Iterable[Dataset[Any]]) -> None:
-    """Everything that a training run would set up, then the weights of the checkpoint.
+    """Sets up everything that a training run would, then loads the weights of the checkpoint.
 
-    Parts of one dataset (data.split) become those that the run has had: what it was trained on is in no other part.
+    Parts of one dataset (data.split) become those of the run: what it was trained on is in no other part.
     """
     set_up(run, task, config, _ANY_LENGTH)
     drawing = next((each.split for each in datasets if isinstance(each, Part)), None)
@@ -98,7 +98,7 @@ def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: 
 
 @contextlib.contextmanager
 def weights_asked_for(run: Run, after: After) -> Iterator[None]:
-    """While the block runs, the model has the weights that were asked for: as they were trained, or averaged."""
+    """Gives the model the weights that were asked for inside the block: as trained, or averaged."""
     if after.weights == "raw":
         yield
         return
@@ -112,9 +112,9 @@ def weights_asked_for(run: Run, after: After) -> Iterator[None]:
 
 
 def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dataset[Any]]:
-    """The datasets that a name stands for, each by its own: several where the task has several under it.
+    """Returns the datasets that a name stands for, by their names.
 
-    `train`, `val` and `test` are as in training; one of several validation sets goes by its own name, and `NAME` also
+    `train`, `val` and `test` are as in training; one of several validation sets has its own name, and `NAME` also
     stands for the task's `NAME_data()`. Without a name: test data where there is any, else validation data.
     """
     there = _there(task, config)
@@ -132,7 +132,7 @@ def data_named(task: Task, config: RunConfig, name: str | None) -> dict[str, Dat
 
 
 def _there(task: Task, config: RunConfig) -> dict[str, Any]:
-    """Validation and test data, as far as there are any; training data only where the others are parts of it."""
+    """Returns validation and test data, if any; training data only where the others are parts of it."""
     if config.data.split is not None:
         return dict(datasets_of(task, config))
     made = {"val": task.val_data(), "test": task.test_data()}

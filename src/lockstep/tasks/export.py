@@ -37,7 +37,7 @@ from lockstep.runtime.generators import seed_generators
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.single import SingleStrategy
 from lockstep.tasks.create import create_task
-from lockstep.tasks.task import Task, has_init_weights
+from lockstep.tasks.task import Task, defines
 from lockstep.tasks.trainer import datasets_of
 
 # Of a batch that is a mapping: what a model is trained with and not called with.
@@ -71,7 +71,7 @@ def model_of(config: RunConfig, task: Task, folder: Path, step: int | None, aver
             "program; --to safetensors writes the weights of all"
         )
     group, strategy = Group(0, 1, timeout=0.0), SingleStrategy(runtime)
-    strategy.fill(made, config.seed, task.init_weights if has_init_weights(task) else None)
+    strategy.fill(made, config.seed, task.init_weights if defines(task, "init_weights") else None)
     left_out = are_left_out(made, config.checkpoint.save)
     if config.init_from is not None and left_out:
         Pretrained(config.init_from, group, strategy).before_placing(made)

@@ -1,4 +1,4 @@
-"""When a learning-rate scheduler is stepped, and how many steps it is made for."""
+"""Learning-rate schedules: by name (`type: cosine`) or of torch, when they are stepped, and for how many steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Schedule:
-    """A scheduler, when it is stepped, and the metric that it is given: what `Task.scheduler` may return."""
+    """A scheduler, when it is stepped, and the metric that it is given. `Task.scheduler` may return it."""
 
     scheduler: Any
     every: str | Interval = "1 epoch"
@@ -56,27 +56,27 @@ class Schedule:
 
 @dataclass
 class RunLength:
-    """How many steps a run has, where that is known, and what was made to last for so many.
+    """How many steps a run has, if known, and for how many its schedulers were made.
 
-    A scheduler that was told comes back from a checkpoint as it was made: this is saved beside it, so that a run that
-    is resumed to be longer does not go on with a schedule that has come to its end.
+    Saved in checkpoints: a scheduler is restored as it was made, and a longer run must not continue with one that has
+    reached its end.
     """
 
     steps: int | None
     steps_per_epoch: int | None
-    told: dict[str, int] = field(default_factory=dict)
+    made_for: dict[str, int] = field(default_factory=dict)
 
     def of_task(self, task: Any, optimizers: Any) -> Any:
-        """What a task's `scheduler` returns, told the number of steps if it has an argument for it."""
+        """Calls a task's `scheduler`, with the number of steps if it has an argument for it."""
         if "total_steps" not in inspect.signature(task.scheduler).parameters:
             return task.scheduler(optimizers)
         if self.steps is None:
             raise ConfigError(f"task: {type(task).__name__}.scheduler takes total_steps, {_UNKNOWN}")
-        self.told["steps"] = self.steps
+        self.made_for["steps"] = self.steps
         return task.scheduler(optimizers, total_steps=self.steps)
 
     def arguments(self, scheduler: Scheduler) -> dict[str, Any]:
-        """The arguments of the config's scheduler, with how often it is going to be stepped in place of `auto`."""
+        """Returns the arguments of the config's scheduler, with the number of its steps in place of `auto`."""
         asked = [name for name, value in scheduler.arguments.items() if value == AUTO]
         if not asked:
             return scheduler.arguments
@@ -88,7 +88,7 @@ class RunLength:
                 if scheduler.every.unit == "second"
                 else f"scheduler.{asked[0]}: auto, {_UNKNOWN}"
             )
-        self.told["steps of the scheduler"] = times
+        self.made_for["steps of the scheduler"] = times
         return {**scheduler.arguments, **dict.fromkeys(asked, times)}
 
     def _times(self, every: Interval) -> int | None:
@@ -101,10 +101,10 @@ class RunLength:
         return None if found is None else max(1, found // int(every.count))
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.told)
+        return dict(self.made_for)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, now in self.told.items():
+        for name, now in self.made_for.items():
             before = state.get(name, now)
             if now > before:
                 raise ConfigError(
@@ -114,7 +114,7 @@ class RunLength:
                 )
             if now < before:
                 logger.warning(
-                    "the learning-rate schedule was made for %d %s, and goes on as if the run still had so many; it "
+                    "the learning-rate schedule was made for %d %s, and continues as if the run still had so many; it "
                     "has %d now", before, name, now,
                 )  # fmt: skip
 
@@ -123,7 +123,7 @@ _UNKNOWN = "but how many steps this run has is not known: its data has no length
 
 
 def run_length(config: RunConfig, examples: int | None) -> RunLength:
-    """Of a run over so many examples; None: as many as there come."""
+    """Returns the length of a run over so many examples; None where the data has no length."""
     limits = config.train
     if examples is None:
         return RunLength(limits.steps, None)
@@ -134,16 +134,11 @@ def run_length(config: RunConfig, examples: int | None) -> RunLength:
 
 
 def as_schedule(given: Any) -> Schedule:
-    """What `Task.scheduler` returned: a scheduler is stepped every epoch, unless it says otherwise."""
     return given if isinstance(given, Schedule) else Schedule(given)
 
 
 def factor(schedule: ScheduleSettings, total: int | None) -> Callable[[int], float]:
-    """What the rate is multiplied with after so many steps.
-
-    It rises by equal parts, in step n of a warm-up of w to n / w of its height; from there it falls to `final`,
-    which it has reached at the end of the run.
-    """
+    """Returns the learning-rate multiplier by step: linear warm-up, then a fall to `final` at the end of the run."""
     warmup = _warmup_steps(schedule, total)
     falling = (total or 0) - warmup
 
@@ -163,10 +158,7 @@ def factor(schedule: ScheduleSettings, total: int | None) -> Callable[[int], flo
 
 
 class NamedSchedule(LambdaLR):
-    """Knows nothing that has to be restored but the step and the rates that it started from.
-
-    A run that is resumed with another number of steps follows, from there on, the schedule of that many.
-    """
+    """A schedule by name. A run that is resumed with another number of steps follows the schedule of that many."""
 
     def __init__(self, optimizer: Optimizer, schedule: ScheduleSettings, total: int | None) -> None:
         super().__init__(optimizer, factor(schedule, total))

@@ -22,7 +22,7 @@ from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import Scheduling, run_length
 from lockstep.tasks.setup import order_of, set_up
-from lockstep.tasks.task import Task, has_training_step
+from lockstep.tasks.task import Task, defines
 from lockstep.tasks.validation import (
     Checkpointing,
     EarlyStopping,
@@ -71,7 +71,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
             logger.info(change)
     asked = metrics_asked_for(config, scheduling.monitors)
     there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
-    open_ended = {"train": has_training_step(task), "val": not complete}
+    open_ended = {"train": defines(task, "training_step"), "val": not complete}
     check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
     run._engine.aggregator.begin(run.progress, length.steps)
     own.before_training(run)

@@ -19,7 +19,7 @@ from lockstep.tasks.callbacks import Callback
 
 
 def metric_value(metrics: Mapping[str, float], name: str, path: str) -> float:
-    """A metric by name; without validation data, `val/x` means the training metric `train/epoch_x`."""
+    """Returns a metric by name; without validation data, `val/x` means the training metric `train/epoch_x`."""
     found = known_as(name, metrics)
     if found is None:
         raise ConfigError(unknown_metric(path, name, metrics))
@@ -29,7 +29,7 @@ def metric_value(metrics: Mapping[str, float], name: str, path: str) -> float:
 
 
 def known_as(name: str, metrics: Iterable[str]) -> str | None:
-    """The name that a metric really has among others, where it is there."""
+    """Returns the name under which a metric is among others, if it is."""
     there = set(metrics)
     kind, _, rest = name.partition("/")
     if name not in there and any(each.startswith(f"{kind}/") and each.endswith(f"/{rest}") for each in there):
@@ -41,7 +41,7 @@ def known_as(name: str, metrics: Iterable[str]) -> str | None:
 def epoch_name(name: str) -> str:
     """Returns what a training value is called as its mean since the last validation: `train/epoch_loss`.
 
-    `train/loss` is the mean since the last row (`log.every`): the two must not share a name.
+    `train/loss` is the mean since the last row (`log.every`): the two must not have one name.
     """
     kind, slash, last = name.rpartition("/")
     return f"{kind}{slash}epoch_{last}"
@@ -64,7 +64,7 @@ class EarlyStopping:
         self._stale = [0] * len(settings.criteria)
 
     def update(self, metrics: Mapping[str, float]) -> str | None:
-        """Take in one validation; the reason to stop, if there is one now."""
+        """Counts one validation. Returns the reason to stop, if there is one now."""
         self._seen += 1
         for index, criterion in enumerate(self._settings.criteria):
             value = metric_value(metrics, criterion.metric, f"early_stop.criteria[{index}].metric")
@@ -113,7 +113,7 @@ class Validation(Callback):
         should_stop: Callable[[dict[str, float]], str | None],
         after_validation: Callable[[Run, dict[str, Any]], None] = lambda run, metrics: None,
     ) -> None:
-        """Datasets by the beginning of their metrics' names: `val`, or `val/NAME` for each of several."""
+        """Datasets have the prefix of their metrics for a name: `val`, or `val/NAME` for each of several."""
         self._should_stop, self._after_validation = should_stop, after_validation
         self._datasets, self._measure, self._batch_size = datasets, measure, batch_size
         self._settings, self._early_stopping, self._collate = settings, early_stopping, collate
@@ -137,7 +137,7 @@ class Validation(Callback):
         return stop
 
     def validate(self, run: Run) -> str | None:
-        """Train metrics, validation, one decision on rank 0, and the same answer on every rank."""
+        """Measures, decides on rank 0 whether to stop, and returns the same answer on every rank."""
         if self._last_step == run.progress.step:
             return None
         run._engine.aggregator.write_due_row(run.progress, run._engine.seconds_since_start)
@@ -215,7 +215,7 @@ def evaluated(
     on: str,
     collate: Collate | None,
 ) -> dict[str, Any] | None:
-    """The metrics of some datasets by their whole names; None where the run is to leave."""
+    """Returns the metrics of datasets by their full names; None where the run is to leave."""
     named = {_waited_for(prefix): each for prefix, each in datasets.items()}
     found = run._engine.evaluate_or_leave(measure, named, batch_size, on, collate)
     if found is None:
@@ -225,7 +225,7 @@ def evaluated(
 
 
 def _waited_for(prefix: str) -> str:
-    """What ranks are said to be at: `validation`, `validation of NAME`, `test`."""
+    """Returns what messages call it: `validation`, `validation of NAME`, `test`."""
     kind, _, name = prefix.partition("/")
     kind = "validation" if kind == "val" else kind
     return f"{kind} of {name}" if name else kind
