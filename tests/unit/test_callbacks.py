@@ -517,7 +517,7 @@ def test_a_run_that_is_made_longer_than_its_schedule_is_refused(new_run: Callabl
     ):
         fit(new_run(), settings(3))
     fit(new_run(), settings(1))
-    assert "made for 10 steps, and goes on as if the run still had so many; it has 5 now" in caplog.text
+    assert "made for 10 steps, and continues as if the run still had so many; it has 5 now" in caplog.text
 
 
 @pytest.mark.parametrize(("every", "times"), [("1 step", 10), ("2 steps", 5), ("1 epoch", 2)])
