@@ -1,4 +1,4 @@
-"""From a config to a trained model: makes the task's parts, trains, and tells how it went."""
+"""Trainer: makes the parts of a config's task, trains, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Datasets = dict[str, Dataset[Any]]
 
 
 def fit(run: Run, config: RunConfig) -> dict[str, Any]:
-    """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
+    """Trains the config's task in this run, from its newest checkpoint if it has one. Returns the outcome."""
     task = create_task(config.task)
     own = UserCallbacks(own_callbacks(task, config))
     datasets = datasets_of(task, config)
@@ -100,7 +100,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def metrics_asked_for(config: RunConfig, monitors: Sequence[str]) -> list[tuple[str, str]]:
-    """Where a metric is named, and its name."""
+    """Returns the metrics that the config names, each with the path of its setting."""
     keep, stopping = config.checkpoint.keep, config.early_stop
     asked = [("checkpoint.keep.metric", keep.metric)] if keep.best else []
     asked += [(f"early_stop.criteria[{index}].metric", each.metric)
@@ -116,8 +116,9 @@ def _metric_names(
     collate: Collate | None,
     asked: Sequence[tuple[str, str]],
 ) -> tuple[dict[str, Any], bool]:
-    """The metrics that there will be by name, each with a value to tell numbers from matrices by, and whether these are
-    all. Found on one batch: of data that is measured, or of that which is trained on, where somebody asks."""
+    """Returns the metrics of the run by name, each with a value that is a number or a list, and whether these are all.
+
+    They are found on one batch: of data that is measured, or of training data, where the config names one."""
     there: dict[str, Any] = {epoch_name("train/loss"): 0.0}
     validated, tested = _of_kind("val", datasets), _of_kind("test", datasets)
     tried = validated or (tested if measure.epoch_metrics is not None else {})
@@ -134,10 +135,10 @@ def _metric_names(
 
 
 def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], open_ended: Sequence[str] = ()) -> None:
-    """Refuse a metric that will never be there before the first step, not after the first epoch.
+    """Refuses a metric that will never be there, before the first step.
 
-    What a task logs in a training step of its own is not known before (`train` is open-ended), nor is what it computes
-    of a whole set, where a batch is not enough for it (`val` is).
+    `open_ended` has `train` where a training_step logs what is not known before, and `val` where a metric of a whole
+    set had no value for one batch.
     """
     for path, name in asked:
         default = path == "checkpoint.keep.metric" and name == Keep().metric
@@ -158,9 +159,9 @@ def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], op
 
 
 def datasets_of(task: Task, config: RunConfig) -> Datasets:
-    """Training, validation and test data: the task's own, or parts of its training data by the config's fractions.
+    """Returns training, validation and test data: of the task, or parts of its training data by `data.split`.
 
-    By the beginning of their metrics' names: `train`, `val`, `test`, and `val/NAME` where there are several.
+    Their names are the prefixes of their metrics: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
     train_data = task.train_data()
     check_data(train_data, "train_data()")
@@ -195,7 +196,7 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
 
 
 def _named(kind: str, given: Any) -> Datasets:
-    """What `val_data` or `test_data` returned: nothing, a dataset, or several by name."""
+    """Returns the datasets of `val_data` or `test_data` by name: none, one or several."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -233,7 +234,6 @@ def check_data(data: Any, name: str) -> None:
 
 
 def _length(dataset: Dataset[Any]) -> int | None:
-    """How many examples there are; None of a stream."""
     return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
 
 
