@@ -170,7 +170,7 @@ def test_the_ranks_that_are_asked_for(train: Training, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", [None, {"enabled": False, "start_step": 1}])
 def test_off_is_nothing_at_all(train: Training, tmp_path: Path, profile: dict[str, Any] | None) -> None:
-    assert type(train(profile).profiler) is Profiler
+    assert type(train(profile)._engine.profiler) is Profiler
     assert not (tmp_path / "profile").exists()
 
 

@@ -171,7 +171,7 @@ class Evaluator:
         return combine(parts, expected, name)
 
     def names_of(
-        self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None
+        self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
     ) -> tuple[dict[str, Any], bool]:
         """Returns what `evaluate_or_leave` finds by name, measured on one batch without any trace (no generator moves
         on), and whether that is all: a metric of a whole set may have no value for so few examples."""
