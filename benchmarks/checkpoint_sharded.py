@@ -116,12 +116,12 @@ def checkpointer(run: Any, model: Any, optimizer: Any, asynchronous: bool, folde
         def parameters_to_check(self, modules: Any) -> dict[str, Tensor]:
             return {}
 
-    strategy = Sharded(run.runtime, run.world_size)
+    strategy = Sharded(run._engine.runtime, run.world_size)
     models = Models(strategy)
     models.add(Entry("model", model, model, optimizer, "float32", None, False))
     settings = Checkpoint.model_validate({"every": None, "async": asynchronous, "keep": {"last": 1, "best": 0}})
     folder.mkdir(exist_ok=True)
-    return Checkpointer(run.group, run.runtime, strategy, settings, 1800.0, folder, models, seed=0)
+    return Checkpointer(run._engine.group, run._engine.runtime, strategy, settings, 1800.0, folder, models, seed=0)
 
 
 def save_by_owners(run: Any, mib: int, asynchronous: bool) -> list[dict[str, float]]:

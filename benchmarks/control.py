@@ -88,7 +88,7 @@ def time_calls(run: Any, calls: int) -> dict[str, float]:
         "`run.any`": lambda: run.any(False),
         "`run.gather`": lambda: run.gather(run.rank),
         "`run.barrier`": lambda: run.barrier(),
-        "recording a position": lambda: run.group.activity.enter("data", 0),
+        "recording a position": lambda: run._engine.group.activity.enter("data", 0),
     }
     found = {}
     for name, action in actions.items():
@@ -152,7 +152,7 @@ def silence(run: Any) -> Iterator[None]:
     from lockstep.distributed.watch.heartbeat import Heartbeat
     from lockstep.engine.control_sync import NOTHING
 
-    control_sync, activity, send = run._control_sync, run.group.activity, Heartbeat._send
+    control_sync, activity, send = run._engine.control_sync, run._engine.group.activity, Heartbeat._send
     control_sync.beat, activity.enter = (lambda step: NOTHING), (lambda *args, **kwargs: None)
     Heartbeat._send = lambda self: None
     try:
@@ -165,7 +165,7 @@ def silence(run: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def timed_pulse(run: Any) -> Iterator[list[float]]:
     """How long every look at the pulse took, waiting for the other rank included."""
-    control_sync, times = run._control_sync, []
+    control_sync, times = run._engine.control_sync, []
     beat = control_sync.beat
 
     def timed(step: int) -> Any:
@@ -185,12 +185,12 @@ def timed_pulse(run: Any) -> Iterator[list[float]]:
 
 
 def calls_table(found: list[dict[str, Any]]) -> str:
-    from lockstep.engine.control_sync import PULSE_SECONDS
+    from lockstep.engine.control_sync import SYNC_SECONDS
 
     rows = []
     for name in found[0]["calls"]:
         seconds = min(each["calls"][name] for each in found)
-        share = f"{seconds / PULSE_SECONDS:.3%}" if name == "`run.gather`" else "-"
+        share = f"{seconds / SYNC_SECONDS:.3%}" if name == "`run.gather`" else "-"
         rows.append([name, f"{1e6 * seconds:.1f}" if seconds < 1e-5 else f"{1e6 * seconds:.0f}", share])
     return report.table(["", "µs", "fraction of half a second"], rows)
 

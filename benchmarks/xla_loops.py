@@ -125,8 +125,8 @@ def with_lockstep(steps: int, times: Times, spmd: bool) -> int:
                 run.step()
                 times.end()
                 if run.progress.step == steps:
-                    run.runtime.synchronize()
-                    return int(run.runtime.compilations())
+                    run._engine.runtime.synchronize()
+                    return int(run._engine.runtime.compilations())
         raise AssertionError("the steps come to an end before the epochs do")
 
     with tempfile.TemporaryDirectory() as folder:

@@ -86,7 +86,7 @@ def shuffled(data: Dataset[Any], epochs: int) -> list[Dataset[Any]]:
 
 
 def train_mnist(chosen: argparse.Namespace, run: lockstep.Run) -> None:
-    host = run.process_index
+    host = run.devices.process_index
     kind = "XLA device" if run.device.type == "xla" else "device"
     print(host, f"Running on {kind}: {run.device}", flush=True)
 
@@ -98,7 +98,7 @@ def train_mnist(chosen: argparse.Namespace, run: lockstep.Run) -> None:
     model = MNISTNet()
     in_order = shuffled(train, chosen.epochs)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    model, optimizer = run.setup(model, optimizer, shard=shard_rules(run.global_device_count))
+    model, optimizer = run.setup(model, optimizer, shard=shard_rules(run.devices.global_device_count))
     loss_fn = nn.NLLLoss()
 
     print(host, "Starting training...", flush=True)

@@ -20,6 +20,7 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     from lockstep.config.schema import RunSettings
     from lockstep.distributed.group import Group
     from lockstep.distributed.topology import Topology
+    from lockstep.engine.engine import Engine
     from lockstep.engine.run import Run
     from lockstep.engine.stop_requests import StopRequests
     from lockstep.record.display import Display
@@ -32,9 +33,10 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         checked = RunSettings.model_validate(settings)
         stop = request or StopRequests()
         (tmp_path / folder).mkdir(exist_ok=True)
-        made.append(Run(Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path / folder, Display(), stop))
+        parts = Topology(), CpuRuntime(), Group(0, 1, 10.0), checked, tmp_path / folder, Display(), stop
+        made.append(Run(Engine(*parts)))
         return made[-1]
 
     yield make
     for run in made:
-        run.finish()
+        run._engine.finish()

@@ -1,6 +1,6 @@
-"""One process from start to end: all wiring is here.
+"""One rank from start to end: all wiring is here.
 
-`python -m lockstep.worker FOLDER` trains the config of a run's folder as the rank that the environment says.
+`python -m lockstep.worker FOLDER` trains the config of a run's folder as the rank that the environment names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lockstep import runtime
@@ -25,17 +26,19 @@ from lockstep.distributed.activity import LEFT, Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import meet
 from lockstep.distributed.rollcall.call import hold
-from lockstep.distributed.rollcall.report import SHOWN, Evidence, Report, Source, comparable, source_files, table
+from lockstep.distributed.rollcall.report import SHOWN, Evidence, comparable, source_files, table
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
+from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests
+from lockstep.engine.summary import conclude, conclude_interrupted, conclude_loop
 from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.mirror.mark import mirrored
 from lockstep.record import display, folder_lock, run_folder
-from lockstep.record import timeline as chronicles
+from lockstep.record import timeline as timelines
 from lockstep.record.code import keep_code
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
@@ -44,7 +47,9 @@ from lockstep.record.timeline import Timeline
 from lockstep.record.writers import write_json
 from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
-from lockstep.tasks.work import carry_out
+from lockstep.tasks.evaluate import evaluate
+from lockstep.tasks.predict import predict
+from lockstep.tasks.trainer import fit
 
 if TYPE_CHECKING:
     from lockstep.mirror.mirror import Mirror
@@ -52,11 +57,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lockstep.worker")  # also where this module is run as __main__
 
 Prepare = Callable[[Path], None]  # what rank 0 does in the run's folder before anybody trains
-Guard = Callable[[], None]  # raises where the run's folder is not the run's any more
 
-# How long rank 0 waits for the folder: where it may have been restarted, and elsewhere.
+# How long rank 0 waits for the folder: where it may have been restarted, and otherwise.
 RESTART_PATIENCE, _PATIENCE = 30.0, 3.0
-_LOGGERS_SECONDS = 2.0  # for loggers of a run that was asked to end before its first step
 
 
 def train(
@@ -67,33 +70,38 @@ def train(
     prepare: Prepare = lambda folder: None,
     opened: Callable[[Path], None] = lambda folder: None,
 ) -> int:
-    """Train as one rank; the exit code of an orderly end. `opened` is told the run's folder, on every rank.
+    """Trains a config as one rank. Returns the exit code of an orderly end.
 
-    `ended` is told what rank 0 wrote down of it, with the run's folder, on every rank: another host may not see either.
+    On every rank, `opened` is called with the run's folder, and `ended` with the summary that rank 0 wrote.
     """
-
-    def load_task() -> Any:
-        return import_object(config.task.type, "task")
-
-    with _work_is_done(), joined(config, topology, make_folder, load_task, redirect=True, prepare=prepare) as run:
+    with _exit_is_failure(), Rank(config, topology) as rank:
+        rank.join(lambda: import_object(config.task.type, "task"))
+        run = rank.open(make_folder, True, None, prepare, held=topology.watched, patience=_patience(topology))
         opened(run.folder)
         try:
             outcome = carry_out(run, config)
         except Preempted as preempted:
-            ended(_told(run, {"status": "preempted", "reason": preempted.reason}))
+            ended(_summary(run, {"status": "preempted", "reason": preempted.reason}))
             saved = f"saved at step {run.progress.step} and leaving" if config.after is None else "leaving"
             logger.info("%s: %s", saved, preempted.reason)
             return PREEMPTED_EXIT_CODE
         except Interrupted as interrupted:
-            _conclude_interrupted(run, interrupted)
+            conclude_interrupted(run, interrupted)
             raise
-        run.finish(outcome["status"])
-        ended(_told(run, outcome))
+        run._engine.finish(outcome["status"])
+        ended(_summary(run, outcome))
     return 0
 
 
-def _told(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 writes down of an orderly end, on every rank."""
+def carry_out(run: Run, config: RunConfig) -> dict[str, Any]:
+    """Trains, evaluates or predicts, as the config asks. Returns `status`, `metrics` and the rest of the outcome."""
+    if config.after is None:
+        return fit(run, config)
+    return {"evaluate": evaluate, "predict": predict}[config.after.do](run, config, config.after)
+
+
+def _summary(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Returns what rank 0 writes of an orderly end, on every rank: another host may not see the folder."""
     return {**run.agree(lambda: finite(conclude(run, outcome)), "how the run ended"), "folder": run.folder}
 
 
@@ -104,31 +112,267 @@ def call(
     make_folder: Callable[[], Path],
     prepare: Prepare = lambda folder: None,
 ) -> Any:
-    """Call the user's own loop as one rank; what it returned."""
-    # Ranks that share a terminal would talk at once; the only one of a host has a terminal of its own.
-    together = _work_is_done() if topology.world_size > 1 else contextlib.nullcontext()  # one alone ends as it likes
+    """Calls a custom loop as one rank. Returns what it returned."""
+    # Ranks that share a terminal would write over each other; the only one of a host has its terminal to itself.
     redirect = topology.local_world_size > 1
-    with together, joined(settings, topology, make_folder, lambda: main, redirect, prepare) as run:
-        # A loop of one's own need not use anything of the run: until it does, nothing says whether it gets on.
-        activity = run.group.activity
-        activity.enter("main", limit=math.inf)
+    together = _exit_is_failure() if topology.world_size > 1 else contextlib.nullcontext()
+    with together, Rank(settings, topology) as rank:
+        rank.join(lambda: main)
+        run = rank.open(make_folder, redirect, None, prepare, held=topology.watched, patience=_patience(topology))
+        # A custom loop need not use anything of the run: until it does, nothing says whether it makes progress.
+        rank.group.activity.enter("main", limit=math.inf)
         try:
             returned = main(run)
         except Preempted as preempted:
-            _conclude_own(run, {"status": "preempted", "reason": preempted.reason})
+            conclude_loop(run, {"status": "preempted", "reason": preempted.reason})
             raise
         except Interrupted as interrupted:
-            _conclude_interrupted(run, interrupted)
+            conclude_interrupted(run, interrupted)
             raise
         status = "stopped early" if run.stopped else "completed"
-        run.finish(status)
-        _conclude_own(run, {"status": status, "reason": run.stopped})
+        run._engine.finish(status)
+        conclude_loop(run, {"status": status, "reason": run.stopped})
         return returned
 
 
+@dataclass(frozen=True)
+class Outlet:
+    """Where rank 0 shows progress and log lines, where that is not the terminal of its process."""
+
+    screen: display.Display
+    log: logging.Handler
+
+
+class Rank:
+    """One rank from start to end: `join` meets the others, `open` makes the run, `close` ends it.
+
+    As a context manager it listens to signals, and leaves the group and ends what was begun, however the block ends.
+    """
+
+    def __init__(self, settings: RunSettings, topology: Topology, requests: StopRequests | None = None) -> None:
+        self.settings, self.topology, self.requests = settings, topology, requests or StopRequests()
+        self.run: Run | None = None
+        self._joined, self._opened = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def __enter__(self) -> Rank:
+        alone = self.topology.world_size == 1
+        self._joined.enter_context(self.requests.listening(self.topology.launched_by_us, alone))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._joined:
+            if self.run is not None:
+                self._opened.push(self._leave_or_abandon)  # first: nobody waits for what this rank still has to write
+            self.close(error)
+
+    def join(
+        self,
+        load_source: Callable[[], Any],
+        device_index: int | None = None,
+        adapt: Callable[[Runtime], None] = lambda device: None,
+    ) -> None:
+        """Chooses the device, holds the roll call and joins the group; sends heartbeats from here on.
+
+        The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it once
+        the store is there, before the roll call.
+        """
+        settings, topology = self.settings, self.topology
+        # The settings that ranks compare are those that the run was given: a host may have fewer processes.
+        here = settings.model_copy(update={"processes": topology.local_world_size})
+        family, _ = runtime.resolve(here)
+        index = topology.place.local_rank if device_index is None else device_index
+        self.runtime = runtime.create(family, index, topology.local_world_size, here)
+        self.runtime.prepare()
+        activity = Activity(settings.timeouts.first_step)
+        store, for_beats = meet(topology, settings.timeouts.rendezvous)
+        adapt(self.runtime)
+        self.heartbeat = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
+        self.heartbeat.reports_resident_memory = family == "cpu"
+        self.heartbeat.start()
+        self._joined.callback(self.heartbeat.stop)
+        config = comparable(settings.plain())
+        self.source = source_files(load_source())
+        evidence = Evidence(config, self.source.digests)
+        began = time.monotonic()
+        # The reports of everybody on rank 0; on other ranks, their own.
+        self.reports, self.group = hold(topology, self.runtime, store, settings, evidence, activity)
+        self.roll_call_seconds = time.monotonic() - began
+
+    def open(
+        self,
+        make_folder: Callable[[], Path],
+        redirect: bool,
+        outlet: Outlet | None = None,
+        prepare: Prepare = lambda folder: None,
+        held: bool = False,
+        patience: float = RESTART_PATIENCE,
+    ) -> Run:
+        """Agrees on the run's folder, opens its log and makes the run.
+
+        Rank 0 holds the folder, unless the launcher does (`held`), and calls `prepare` with it. Ranks of an attempt
+        before get `patience` seconds to let go of it.
+        """
+        guards: list[Callable[[], None]] = []
+        mirrors: list[Mirror | None] = []
+
+        def hold_folder() -> str:
+            folder = make_folder().resolve()
+            guards.append(self._opened.enter_context(self._lock(folder, held, patience)).check)
+            if not held:
+                mirrors.append(self._opened.enter_context(mirrored(folder, self.settings, logger.warning)))
+            prepare(folder)
+            return str(folder)
+
+        folder = Path(self.group.agree(hold_folder, "the run's folder"))
+        timeline = self._opened.enter_context(self._timeline(folder, held))
+        console = display.terminal() if self.group.rank == 0 else None
+        screen = outlet.screen if outlet else display.create(console)
+        handler = outlet.log if outlet else None
+        log = self._opened.enter_context(rank_log(folder / "logs", self.group.rank, console, redirect, handler))
+        self.heartbeat.stacks = self._opened.enter_context(dumping_stacks(log))
+        self._announce(folder)
+        if self.group.rank == 0:
+            run_folder.has_begun(folder)
+        guard = guards[0] if guards else lambda: None
+        engine = Engine(
+            self.topology, self.runtime, self.group, self.settings, folder, screen, self.requests, guard, timeline
+        )
+        self._opened.callback(screen.close)
+        self._opened.callback(engine.end_workers)
+        self._opened.push(self._end_run)
+        if mirrors and mirrors[0] is not None:
+            engine.checkpointer.elsewhere = _waiting_for(mirrors[0], self.settings, self.group.activity)
+        if engine.out_of_band is not None:
+            self.heartbeat.on_beat = engine.out_of_band.look
+        self.heartbeat.ask_to_save = self.requests.ask_to_save
+        self.run = Run(engine)
+        return self.run
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends what `open` has begun; `error` is what ended the run, if anything. Raises what the error means."""
+        self._opened.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def leave(self) -> None:
+        """Leaves the group: the last thing that ranks do together."""
+        activity = self.group.activity
+        activity.enter("leaving", waits=True)
+        self.group.leave()
+        activity.enter(LEFT, waits=True)
+
+    def stop(self) -> None:
+        """Stops the heartbeat, where the rank is not used as a context manager."""
+        self._joined.close()
+
+    def _leave_or_abandon(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, Preempted):
+            self.leave()
+        else:
+            self.group.leave_alone()
+
+    def _end_run(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Gives up a run that failed. Raises what the error means where it came while the rank waited for others."""
+        if self.run is None or not isinstance(error, (Exception, KeyboardInterrupt)):
+            return  # KeyboardInterrupt comes in a notebook, which lives on
+        file_only.error("rank %d failed", self.group.rank, exc_info=error)
+        meant = _meant(error, self.group)
+        self.run._engine.give_up()
+        if meant is not error:
+            raise meant from error
+
+    def _lock(self, folder: Path, held: bool, patience: float) -> contextlib.AbstractContextManager[Held]:
+        if held:
+            return folder_lock.locked_by_rank(folder, patience)
+        holder = "rank 0" if self.topology.world_size > 1 else "its only process"
+        return folder_lock.locked(folder, holder, patience)
+
+    @contextlib.contextmanager
+    def _timeline(self, folder: Path, held: bool) -> Iterator[Timeline | None]:
+        """Opens rank 0's timeline. Where no launcher holds the folder, it also has what a launcher would have noted;
+        and where none watches, where all ranks are."""
+        topology, heartbeat, seconds = self.topology, self.heartbeat, self.roll_call_seconds
+        if topology.place.rank != 0:
+            yield None
+            return
+        with timelines.opened(folder, logger.warning) as timeline:
+            now = time.time()
+            if not held:
+                timeline.note("start", now - seconds, world_size=topology.world_size)
+            timeline.note("roll call", now - seconds, now, world_size=topology.world_size)
+            if not topology.watched:
+                heartbeat.show = timeline.show
+            status: str | None = None
+            note: str | None = None
+            try:
+                yield timeline
+                status = run_folder.read_summary(folder).get("status")
+            except (Preempted, Interrupted) as asked:
+                status, note = "preempted" if isinstance(asked, Preempted) else "interrupted", asked.reason
+                raise
+            except BaseException as error:
+                status, note = "failed", f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                heartbeat.show = None
+                if not held:
+                    timeline.note("end", status=status, note=note)
+                    timeline.close()
+                    leave_report(folder, logger.warning)
+
+    def _announce(self, folder: Path) -> None:
+        """Writes down and logs who takes part."""
+        topology, reports, seconds = self.topology, self.reports, self.roll_call_seconds
+        logger.info("on %s, %s, pid %d", topology.place.host, self.runtime.device, os.getpid())
+        if topology.place.rank != 0:
+            return
+        keep_code(folder, self.source.root, self.source.digests, logger.warning)
+        found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
+        write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
+        if topology.world_size > 1:
+            logger.info("roll call: all %d ranks are here, in %.2f s", topology.world_size, seconds)
+            more = [f"  and {len(reports) - SHOWN} more in {run_folder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
+            devices = {each.physical_device for each in reports}
+            says_something = topology.host_count > 1 or len(devices) < len(reports)
+            for line in (*table(reports[:SHOWN]), *more):
+                (logger if says_something else file_only).info(line)
+
+
+def _waiting_for(mirror: Mirror, settings: RunSettings, activity: Activity) -> Callable[[bool], None]:
+    """Returns what makes rank 0 wait until a save is in the bucket."""
+
+    def wait(leaving: bool) -> None:
+        limit = settings.timeouts.stop
+        with activity.within(f"the upload to {mirror.url}", limit=limit + activity.patience):
+            mirror.settle(limit if leaving else None)
+
+    return wait
+
+
+def _patience(topology: Topology) -> float:
+    if topology.watched or topology.attempt:
+        return RESTART_PATIENCE
+    return _PATIENCE if topology.world_size > 1 else 0.0  # other launchers restart ranks without saying so
+
+
+def _meant(error: BaseException, group: Group) -> BaseException:
+    """Returns what an error means that came in user code while the rank waited for others: where a model is spread
+    over ranks, they meet in its forward pass."""
+    at = group.activity.now
+    if not isinstance(error, RuntimeError):
+        return error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    doing, waits = group.activity.locate(frames[::-1]) or (at.doing, at.waits)
+    return group.explain(error, f"{doing} of step {at.step}") if waits else error
+
+
 @contextlib.contextmanager
-def _work_is_done() -> Iterator[None]:
-    """A rank that the user's code ends in the midst of the work is one that failed: the others would wait for it."""
+def _exit_is_failure() -> Iterator[None]:
+    """Turns sys.exit() in user code into an error: the other ranks would wait for this one."""
     try:
         yield
     except (Preempted, Interrupted):
@@ -143,318 +387,6 @@ def _work_is_done() -> Iterator[None]:
             f"sys.exit({code}) was called at {where}, before the work was done: the other ranks would wait for this "
             "one. Return from the function instead; run.stop(reason) ends training on all ranks"
         ) from None
-
-
-def _conclude_interrupted(run: Run, interrupted: Interrupted) -> None:
-    run.aggregator.close("interrupted", _LOGGERS_SECONDS)
-    if not run_folder.has_ended_before(run_folder.read_summary(run.folder)):
-        conclude(run, {"status": "interrupted", "reason": interrupted.reason})
-
-
-def _conclude_own(run: Run, outcome: dict[str, Any]) -> None:
-    """What a start without a step leaves of the summary: all of it where it only evaluated, else the numbers."""
-    before = run_folder.read_summary(run.folder) if run.is_main else {}
-    if not run_folder.has_ended_before(before) or run.progress.step > run.began_at:
-        found = run.checkpointer.best() if run.is_main else None
-        conclude(run, {"metrics": run.aggregator.latest, "best": found, **outcome})
-    elif run.was_asked_for_batches:  # the last step was made before, and now the program came to its end
-        conclude(run, {"metrics": before.get("metrics", {}), "best": before.get("best"), **outcome})
-
-
-@contextlib.contextmanager
-def joined(
-    settings: RunSettings,
-    topology: Topology,
-    make_folder: Callable[[], Path],
-    load_source: Callable[[], Any],
-    redirect: bool,
-    prepare: Prepare = lambda folder: None,
-) -> Iterator[Run]:
-    """The run of this rank: device chosen, roll called, group joined, folder agreed, log open, signals heard."""
-    requests = StopRequests()
-    with (
-        requests.listening(topology.launched_by_us, alone=topology.world_size == 1),
-        met(settings, topology, load_source) as present,
-        # A launcher that watches its ranks is one that knows the run, and holds its folder.
-        opened(
-            present,
-            settings,
-            make_folder,
-            requests,
-            redirect,
-            prepare=prepare,
-            held=topology.watched,
-            patience=_patience(topology),
-        ) as run,
-    ):
-        try:
-            yield run
-        except Preempted:
-            present.leave()
-            raise
-        except BaseException:
-            present.group.leave_alone()
-            raise
-        present.leave()
-
-
-@dataclass(frozen=True)
-class Outlet:
-    """Where rank 0's words and numbers go, where that is not the terminal of its own process."""
-
-    screen: display.Display
-    log: logging.Handler
-
-
-@dataclass(frozen=True)
-class Present:
-    """A rank that has met the others: what the roll call found, and the group that it belongs to now."""
-
-    topology: Topology
-    runtime: Runtime
-    group: Group
-    reports: list[Report]  # of everybody on rank 0; on the others, their own
-    seconds: float  # how long the roll call took
-    heartbeat: Heartbeat
-    source: Source
-
-    def leave(self) -> None:
-        activity = self.group.activity
-        activity.enter("leaving", waits=True)
-        self.group.leave()
-        activity.enter(LEFT, waits=True)
-
-
-@contextlib.contextmanager
-def met(
-    settings: RunSettings,
-    topology: Topology,
-    load_source: Callable[[], Any],
-    device_index: int | None = None,
-    adapt: Callable[[Runtime], None] = lambda device: None,
-) -> Iterator[Present]:
-    """Device chosen, roll called, group joined; the heart beats while the block runs.
-
-    The device is that of the local rank, where a cluster engine has not chosen one; `adapt` is called with it once the
-    store is there, before the roll call. Leaving is up to the caller: a rank that failed does not take apart what
-    others may wait in.
-    """
-    # What the host has is its own affair; the settings that ranks compare are those that the run was given.
-    here = settings.model_copy(update={"processes": topology.local_world_size})
-    family, _ = runtime.resolve(here)
-    index = topology.place.local_rank if device_index is None else device_index
-    device = runtime.create(family, index, topology.local_world_size, here)
-    device.prepare()
-    activity = Activity(settings.timeouts.first_step)
-    store, for_beats = meet(topology, settings.timeouts.rendezvous)
-    adapt(device)
-    heart = Heartbeat(for_beats, topology, activity, Limits.of(settings.timeouts, family))
-    heart.reports_resident_memory = family == "cpu"
-    with _beating(heart) as heartbeat:
-        config = comparable(settings.plain())
-        source = source_files(load_source())
-        evidence = Evidence(config, source.digests)
-        began = time.monotonic()
-        reports, group = hold(topology, device, store, settings, evidence, activity)
-        yield Present(topology, device, group, reports, time.monotonic() - began, heartbeat, source)
-
-
-@contextlib.contextmanager
-def opened(
-    present: Present,
-    settings: RunSettings,
-    make_folder: Callable[[], Path],
-    requests: StopRequests,
-    redirect: bool,
-    outlet: Outlet | None = None,
-    prepare: Prepare = lambda folder: None,
-    held: bool = False,
-    patience: float = RESTART_PATIENCE,
-) -> Iterator[Run]:
-    """The run of a rank that has met the others: folder agreed and held, log open.
-
-    `prepare` is called by rank 0 once it holds the folder; `held` says that the launcher holds it already. Where ranks
-    may have been started anew, what is left of those before gets so many seconds to be gone.
-    """
-    with contextlib.ExitStack() as holding:
-        guards: list[Guard] = []
-        mirrors: list[Mirror | None] = []  # by whoever holds the folder
-
-        def hold_folder() -> str:
-            folder = make_folder().resolve()
-            guards.append(holding.enter_context(_held(folder, present.topology, held, patience)).check)
-            if not held:
-                mirrors.append(holding.enter_context(mirrored(folder, settings, logger.warning)))
-            prepare(folder)
-            return str(folder)
-
-        folder = Path(present.group.agree(hold_folder, "the run's folder"))
-        guard = guards[0] if guards else lambda: None
-        with (
-            _timeline(present, folder, held) as timeline,
-            _opened(present, settings, folder, requests, redirect, outlet, guard, timeline) as run,
-        ):
-            if mirrors and mirrors[0] is not None:
-                run.checkpointer.elsewhere = _waiting_for(mirrors[0], settings, present.group.activity)
-            yield run
-
-
-def _waiting_for(mirror: Mirror, settings: RunSettings, activity: Activity) -> Callable[[bool], None]:
-    """What makes rank 0 wait until a save is in the bucket, by a name and with a limit."""
-
-    def wait(leaving: bool) -> None:
-        limit = settings.timeouts.stop
-        with activity.within(f"the upload to {mirror.url}", limit=limit + activity.patience):
-            mirror.settle(limit if leaving else None)
-
-    return wait
-
-
-def _patience(topology: Topology) -> float:
-    if topology.watched or topology.attempt:
-        return RESTART_PATIENCE
-    return _PATIENCE if topology.world_size > 1 else 0.0  # other launchers start ranks anew without saying so
-
-
-def _held(folder: Path, topology: Topology, held: bool, patience: float) -> contextlib.AbstractContextManager[Held]:
-    """By rank 0."""
-    if held:
-        return folder_lock.locked_by_rank(folder, patience)
-    return folder_lock.locked(folder, "rank 0" if topology.world_size > 1 else "its only process", patience)
-
-
-@contextlib.contextmanager
-def _timeline(present: Present, folder: Path, held: bool) -> Iterator[Timeline | None]:
-    """On rank 0, what it leaves for whoever looks at the run. Where no launcher holds the folder, also what one would
-    have noted; and where none watches, where all ranks are."""
-    topology, heartbeat = present.topology, present.heartbeat
-    if topology.place.rank != 0:
-        yield None
-        return
-    with chronicles.opened(folder, logger.warning) as timeline:
-        now = time.time()
-        if not held:
-            timeline.note("start", now - present.seconds, world_size=topology.world_size)
-        timeline.note("roll call", now - present.seconds, now, world_size=topology.world_size)
-        if not topology.watched:
-            heartbeat.show = timeline.show
-        status: str | None = None
-        note: str | None = None
-        try:
-            yield timeline
-            status = run_folder.read_summary(folder).get("status")
-        except (Preempted, Interrupted) as asked:
-            status, note = "preempted" if isinstance(asked, Preempted) else "interrupted", asked.reason
-            raise
-        except BaseException as error:
-            status, note = "failed", f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            heartbeat.show = None
-            if not held:
-                timeline.note("end", status=status, note=note)
-                timeline.close()
-                leave_report(folder, logger.warning)
-
-
-@contextlib.contextmanager
-def _opened(
-    present: Present,
-    settings: RunSettings,
-    folder: Path,
-    requests: StopRequests,
-    redirect: bool,
-    outlet: Outlet | None,
-    guard: Guard,
-    timeline: Timeline | None,
-) -> Iterator[Run]:
-    group, topology = present.group, present.topology
-    rank, console = group.rank, display.terminal() if group.rank == 0 else None
-    screen = outlet.screen if outlet else display.create(console)
-    opened_log = rank_log(folder / "logs", rank, console, redirect, outlet.log if outlet else None)
-    with opened_log as log, dumping_stacks(log) as present.heartbeat.stacks:
-        _announce(present, folder)
-        if rank == 0:
-            run_folder.has_begun(folder)
-        run = Run(topology, present.runtime, group, settings, folder, screen, requests, guard, timeline)
-        if run.out_of_band is not None:
-            present.heartbeat.on_beat = run.out_of_band.look
-        present.heartbeat.ask_to_save = requests.ask_to_save
-        try:
-            yield run
-        except (Exception, KeyboardInterrupt) as error:  # the latter in a notebook, which lives on
-            file_only.error("rank %d failed", rank, exc_info=True)
-            meant = _meant(error, group)
-            run.give_up()
-            if meant is error:
-                raise
-            raise meant from error
-        finally:
-            run.end_workers()
-            screen.close()
-
-
-def _meant(error: BaseException, group: Group) -> BaseException:
-    """What an error means that came in the midst of the user's code, while the rank waited for others: where a model is
-    spread over ranks, they meet in its forward pass."""
-    at = group.activity.now
-    if not isinstance(error, RuntimeError):
-        return error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    doing, waits = group.activity.locate(frames[::-1]) or (at.doing, at.waits)
-    return group.explain(error, f"{doing} of step {at.step}") if waits else error
-
-
-@contextlib.contextmanager
-def _beating(heartbeat: Heartbeat) -> Iterator[Heartbeat]:
-    """Let others know where this rank is, from the first moment on that there is a place to leave word."""
-    heartbeat.start()
-    try:
-        yield heartbeat
-    finally:
-        heartbeat.stop()
-
-
-def _announce(present: Present, folder: Path) -> None:
-    """Write down, and say, who takes part."""
-    topology, reports, seconds = present.topology, present.reports, present.seconds
-    logger.info("on %s, %s, pid %d", topology.place.host, present.runtime.device, os.getpid())
-    if topology.place.rank != 0:
-        return
-    keep_code(folder, present.source.root, present.source.digests, logger.warning)
-    found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
-    write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
-    if topology.world_size > 1:
-        logger.info("roll call: all %d ranks are here, in %.2f s", topology.world_size, seconds)
-        more = [f"  and {len(reports) - SHOWN} more in {run_folder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
-        devices = {each.physical_device for each in reports}
-        says_something = topology.host_count > 1 or len(devices) < len(reports)
-        for line in (*table(reports[:SHOWN]), *more):
-            (logger if says_something else file_only).info(line)
-
-
-def conclude(run: Run, outcome: dict[str, Any]) -> dict[str, Any]:
-    """summary.json, by rank 0, and what it says."""
-    if not run.is_main:
-        return {}
-    run.require_folder()
-    seconds = run.elapsed()
-    summary = {
-        "status": outcome["status"],
-        "reason": outcome.get("reason"),
-        "epoch": run.progress.epochs_done,
-        "step": run.progress.step,
-        "world_size": run.world_size,
-        "runtime": run.runtime.name,
-        "strategy": run.strategy,
-        "metrics": outcome.get("metrics", {}),
-        "best": outcome.get("best"),
-        "seconds": round(seconds, 3),
-        "samples_per_second": round(run.progress.examples / seconds, 1) if seconds > 0 else None,
-        **({"compilations": run.compilations} if run.compilations else {}),
-    }
-    write_json(run.folder / run_folder.SUMMARY_FILE, summary)
-    return summary
 
 
 def main(folder: str) -> int:

@@ -19,6 +19,7 @@ from programs import Program, Walk, build_models, build_source, computed, is_wal
 
 import lockstep
 from lockstep.config.schema import RunSettings
+from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import LockstepError, OutOfStep
@@ -84,8 +85,8 @@ class Loop:
         begins, seen = True, list[Any]()
         for micros in zip(*passes, strict=False) if len(passes) > 1 else ((each,) for each in passes[0]):
             batches = [batch for (batch,) in micros]
-            assert run._feed.step is not None
-            micro = {cursor.name: micro for cursor, micro in run._feed.step.at_hand}
+            assert run._engine.feed.step is not None
+            micro = {cursor.name: micro for cursor, micro in run._engine.feed.step.micro_batches}
             for batch, each in zip(batches, micro.values(), strict=True):
                 seen += [row[:2].int().tolist() for row in batch] if each.examples > 0 else []
             done = run.completes_batch
@@ -151,16 +152,17 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
     strategy = FSDP if job["strategy"] == "fsdp" else "auto"
     settings = RunSettings.model_validate({**SETTINGS, "strategy": strategy})
     requests = StopRequests()
-    run = Run(ranks.topology, ranks.runtime, ranks.group, settings, folder, Display(), requests)
+    known = ranks._engine
+    run = Run(Engine(known.topology, known.runtime, known.group, settings, folder, Display(), requests))
     found: dict[str, Any] = {"left": False}
     try:
         loop = Loop(run, program, job["until"], requests if job["signal"] else None)
         try:
             loop.train()
-            run.finish()
+            run._engine.finish()
         except Left:
             found["left"] = True
-            run.finish()
+            run._engine.finish()
         except Preempted:
             found["left"] = True
     except LockstepError as error:
@@ -173,7 +175,7 @@ def perform(ranks: Run, job: Mapping[str, Any]) -> dict[str, Any]:
                  for each in zip(*seen, strict=True)],
         "weights": [[_whole(each) for each in module.parameters()] for module in loop.modules],
         "averages": [[_whole(each) for each in entry.average.weights.values()] if entry.average is not None else None
-                     for entry in run._models.entries.values()],
+                     for entry in run._engine.models.entries.values()],
     }  # fmt: skip
     return found
 

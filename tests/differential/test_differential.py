@@ -27,7 +27,7 @@ CLOSE = 1e-7
 
 # What may be refused: nothing but zero_grad(), a name or a step could say what is meant.
 REFUSED = re.compile(
-    r"still hold gradients of a backward pass|cannot be told apart any more|losses of several batches were given as a "
+    r"still hold gradients of a backward pass|can no longer be separated|losses of several batches were given as a "
     r"sum|cannot be distinguished from source|"
     r"count differently|was left between two steps|one ended while gradients waited|are "
     r"added up over several batches|may be source"

@@ -343,7 +343,7 @@ def _out_of_step(cell: Cell) -> Expected:
         order = f"{me}; {them}" if rank == 0 else f"{them}; {me}"
         return Expected(5, f"the ranks are not in step: {order}", f"rank {rank}, both places", MARGIN, _most_lost(cell))
     places = {
-        FIRST_STEP: ("'the pulse at step 1'", "gradient reduction of step 1"),
+        FIRST_STEP: ("'the control sync at step 1'", "gradient reduction of step 1"),
         MID_EPOCH: ("'metrics of step 10'", "gradient reduction of step 10"),
         DECIDING: ("gradient reduction of step 8", "'whether to stop early'"),
     }

@@ -58,20 +58,20 @@ def train(
                 continue
             if run.progress.step % 2 == 0:
                 run.checkpoint()
-            if run.progress.step == kill_at and run.began_at == 0 and run.rank == run.world_size - 1:
+            if run.progress.step == kill_at and run._engine.began_at == 0 and run.rank == run.world_size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if run.progress.step == steps:
-                scale = run._stepper.loss_scale
-                averages = [each.state() for each in run._models.averages]
-                run.finish()
-                skipped = run.aggregator.state_dict()["skips"]
+                scale = run._engine.stepper.loss_scale
+                averages = [each.state() for each in run._engine.models.averages]
+                run._engine.finish()
+                skipped = run._engine.aggregator.state_dict()["skips"]
                 return {
                     "weights": torch.cat([each.detach().reshape(-1).cpu() for each in _local(run)]).numpy(),
                     "average": [_part(each).numpy(force=True) for one in averages for each in one["weights"].values()],
                     "scale": None if scale is None else scale.state_dict(),
                     "last_skipped": skipped["last"],
-                    "loss": run.aggregator.latest.get("loss"),
-                    "norm": run.aggregator.latest.get("gradient_norm"),
+                    "loss": run._engine.aggregator.latest.get("loss"),
+                    "norm": run._engine.aggregator.latest.get("gradient_norm"),
                 }
     raise AssertionError
 

@@ -119,10 +119,10 @@ def talk(run: lockstep.Run) -> dict[str, Any]:
         "agree_callable": run.agree(lambda: run.rank + 100),
         "gather": run.gather([run.rank, "x"]),
         "rendezvous": [
-            part.decode() for part in run.rendezvous("exchange", f"from {run.rank}".encode() * (run.rank + 1))
+            part.decode() for part in run.devices.rendezvous("exchange", f"from {run.rank}".encode() * (run.rank + 1))
         ],
-        "empty": run.rendezvous("nothing"),
-        "long": [len(part) for part in run.rendezvous("much", b"x" * (5000 * run.rank))],
+        "empty": run.devices.rendezvous("nothing"),
+        "long": [len(part) for part in run.devices.rendezvous("much", b"x" * (5000 * run.rank))],
         "agree_long": len(run.agree("y" * 5000)),
         "any": [run.any(run.rank == 1), run.any(False)],
         "all": [run.all(run.rank == 1), run.all(True)],
@@ -322,7 +322,7 @@ def own_data(run: lockstep.Run, kinds: list[str]) -> int:
     model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     for kind in kinds:
         if run.progress.step:  # as in a run of its own
-            run._checks = type(run._checks)(run.group, run.runtime, run.dp_size)
+            run._engine.checks = type(run._engine.checks)(run._engine.group, run._engine.runtime, run.dp_size)
         for inputs, targets in _own_batches(kind):
             run.backward(F.mse_loss(model(inputs), targets))
             run.step(optimizer)
@@ -411,7 +411,7 @@ def restores(run: lockstep.Run) -> dict[str, Any]:
     logging.getLogger("lockstep.checkpoint").addHandler(warnings)
 
     def told(which: dict[str, Any]) -> dict[str, Any] | None:
-        loaded = reader.restore(store, run.group, **which)
+        loaded = reader.restore(store, run._engine.group, **which)
         if loaded is None:
             return None
         return {
@@ -443,7 +443,7 @@ def restores(run: lockstep.Run) -> dict[str, Any]:
         "best": told({"best": True}),
         "missing": refused({"step": 7}),
         "asked": refused({"step": 3}),
-        "empty": reader.restore(CheckpointStorage(run.folder / "nothing"), run.group),
+        "empty": reader.restore(CheckpointStorage(run.folder / "nothing"), run._engine.group),
     }
 
 
@@ -451,7 +451,7 @@ def reads_for_ever(run: lockstep.Run) -> None:
     """The disk of the rank that reads does not answer."""
     if run.rank == 0:
         SharedFile._read_piece = lambda *piece: time.sleep(60)  # type: ignore[method-assign,assign,misc]
-    reader.restore(CheckpointStorage(run.folder / "a"), run.group)
+    reader.restore(CheckpointStorage(run.folder / "a"), run._engine.group)
 
 
 def profiled_loop(run: lockstep.Run) -> int:
@@ -518,5 +518,5 @@ def clipped(run: lockstep.Run, until: int | None = None) -> dict[str, float]:
             if run.progress.step == until:
                 run.checkpoint()
                 break
-    run.aggregator.bring_together(run.progress)
-    return run.aggregator.since_validation.means()
+    run._engine.aggregator.bring_together(run.progress)
+    return run._engine.aggregator.since_validation.means()

@@ -57,7 +57,7 @@ def train(
 
 def found(run: Run) -> dict[str, Any]:
     """As arrays: tensors would be shared with a process that is gone by then."""
-    run.finish()
+    run._engine.finish()
     return {name: each.numpy(force=True) for name, each in run.module.state_dict().items()}
 
 
@@ -71,7 +71,7 @@ def averaged(run: Run) -> dict[str, Any]:
         for inputs, targets in run.batches(data(), 16):
             run.backward(nn.functional.mse_loss(run.model(inputs).squeeze(-1), targets))
             run.step()
-    found = run.evaluate_or_leave(
+    found = run._engine.evaluate_or_leave(
         lambda batch: {"error": (run.module(batch[0]).squeeze(-1) - batch[1]).abs()}, {"val": data()}, 16, "all", None
     )
     return (found or {})["val"]

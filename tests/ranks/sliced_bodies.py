@@ -186,16 +186,18 @@ class Setup:
     def __init__(self, run: lockstep.Run, folder: Path, mesh: Mesh | None, width: int = 33, **settings: Any) -> None:
         if mesh is None:
             torch.manual_seed(1)
-            self.model, strategy = Model(width), SingleStrategy(run.runtime)
+            self.model, strategy = Model(width), SingleStrategy(run._engine.runtime)
         else:
-            self.model, strategy = sharded(mesh, width), KeepsSlices(run.runtime, run.world_size)
+            self.model, strategy = sharded(mesh, width), KeepsSlices(run._engine.runtime, run.world_size)
         self.optimizer = adam(self.model)
         self.models = Models(strategy)
         self.models.add(Entry("model", self.model, self.model, self.optimizer, "float32", None, False))
         folder.mkdir(parents=True, exist_ok=True)
         limit = settings.pop("timeout", 60.0)
         checked = Checkpoint.model_validate({"keep": {"last": 100}, **settings})
-        self.checkpointer = Checkpointer(run.group, run.runtime, strategy, checked, limit, folder, self.models, seed=0)
+        self.checkpointer = Checkpointer(
+            run._engine.group, run._engine.runtime, strategy, checked, limit, folder, self.models, seed=0
+        )
         self.average = Average(self.model)
         self.checkpointer.registered.register("average", self.average, "refuse")
         self._run = run

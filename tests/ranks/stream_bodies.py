@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.tasks.user_callbacks import UserCallbacks
+from lockstep.tasks.callbacks import UserCallbacks
 
 
 def number(sample: dict[str, Any]) -> torch.Tensor:
@@ -63,19 +63,19 @@ def exchanges(run: lockstep.Run) -> dict[str, Any]:
     model = nn.Linear(1, 1)
     run.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
     names: list[str] = []
-    gather = run.group.gather
+    gather = run._engine.group.gather
 
     def noted(value: Any, name: str = "") -> Any:
         names.append(name)
         return gather(value, name)
 
-    run.group.gather = noted  # type: ignore[method-assign,assignment]
+    run._engine.group.gather = noted  # type: ignore[method-assign,assignment]
     seen: list[float] = []
     data = Numbers()
     for stop in (40, None):
         for batch in run.batches(data, 8):
             run.backward(run.model(batch).mean())
-            if run._feed.step is not None and run._feed.step.examples:
+            if run._engine.feed.step is not None and run._engine.feed.step.examples:
                 seen += batch[:, 0].tolist()
             run.step()
             if run.progress.step == stop:
@@ -114,7 +114,7 @@ def walk(run: lockstep.Run, folder: str, stop: int | None = None) -> list[int]:
     for _ in run.epochs(1):
         for batch in run.batches(lockstep.TarShards(f"{folder}/*.tar", decode=number), 12):
             run.backward(run.model(batch).mean())
-            if run._feed.step is not None and run._feed.step.examples:
+            if run._engine.feed.step is not None and run._engine.feed.step.examples:
                 found += [int(each) for each in batch[:, 0]]
             run.step()
             if run.progress.step == stop:

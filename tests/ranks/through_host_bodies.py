@@ -13,7 +13,7 @@ from lockstep.runtime.cpu import CpuRuntime
 
 
 def trained(run: lockstep.Run) -> dict[str, Any]:
-    assert run.mesh.get_group("data").name() == cuda.THROUGH_HOST
+    assert run.devices.mesh.get_group("data").name() == cuda.THROUGH_HOST
     return sharded_bodies.trained(run)
 
 

@@ -58,7 +58,7 @@ def plain(config: dict[str, Any]) -> None:
 def own_loop(config: dict[str, Any]) -> None:
     """A loop of one's own on the Run, that a test may have disturbed once."""
     run = lockstep.ray.run()
-    torch.manual_seed(run.settings.seed)
+    torch.manual_seed(run._engine.settings.seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(config.get("dropout", 0.1)), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.setup(model, optimizer)
@@ -94,14 +94,14 @@ def disturb(config: dict[str, Any], rank: int, step: int) -> None:
 def look(config: dict[str, Any]) -> None:
     """Where this worker is, from the Run."""
     run = lockstep.ray.run()
-    place = run.topology.place
+    place = run._engine.topology.place
     note(
         config,
         {
             "rank": run.rank,
             "world": run.world_size,
-            "local": [place.local_rank, run.topology.local_world_size],
-            "host": [place.host_index, run.topology.host_count],
+            "local": [place.local_rank, run._engine.topology.local_world_size],
+            "host": [place.host_index, run._engine.topology.host_count],
             "device": str(run.device),
             "backend": dist.get_backend(),
             "folder": str(run.folder),
@@ -114,15 +114,15 @@ def look(config: dict[str, Any]) -> None:
 def look_at_xla(config: dict[str, Any]) -> None:
     """The devices of this worker, the mesh, and what the XLA allocator is told."""
     run = lockstep.ray.run()
-    shape = run.mesh.shape  # a method of torch_xla's meshes
+    shape = run.devices.mesh.shape  # a method of torch_xla's meshes
     note(
         config,
         {
             "device": str(run.device),
-            "strategy": run.strategy,
-            "devices": [run.addressable_device_count, run.global_device_count],
+            "strategy": run.devices.strategy,
+            "devices": [run.devices.addressable_device_count, run.devices.global_device_count],
             "mesh": list(shape().values()) if callable(shape) else list(shape),
-            "axes": list(getattr(run.mesh, "axis_names", None) or run.mesh.mesh_dim_names),
+            "axes": list(getattr(run.devices.mesh, "axis_names", None) or run.devices.mesh.mesh_dim_names),
             "allocator": os.environ.get("PJRT_ALLOCATOR_FRACTION"),
         },
     )
@@ -140,7 +140,7 @@ def from_ray_data(config: dict[str, Any]) -> None:
     for epoch in run.epochs(2):
         for batch in lockstep.ray.batches(run, "train", 8):
             loss = (run.model(batch["x"].float()[:, None]).squeeze(1) - batch["x"].float()).square().mean()
-            counts = run._feed.step.examples if run._feed.step else 0
+            counts = run._engine.feed.step.examples if run._engine.feed.step else 0
             run.backward(loss)
             run.step()
             run.log(loss=loss)

@@ -142,7 +142,8 @@ import os
 import lockstep
 
 def main(run):
-    print("rank", run.rank, "of", run.world_size, "told", os.environ["RANK"], run.topology.place.host, flush=True)
+    host = run._engine.topology.place.host
+    print("rank", run.rank, "of", run.world_size, "told", os.environ["RANK"], host, flush=True)
     run.barrier("done")
     return run.rank
 

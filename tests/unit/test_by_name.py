@@ -15,14 +15,13 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.schema import RunConfig
 from lockstep.config.training import ParameterGroup, Schedule
-from lockstep.engine.loss_scale import FIRST, LossScale
 from lockstep.engine.models import MATCH
+from lockstep.engine.stepper import FIRST, LossScale
 from lockstep.errors import ConfigError
 from lockstep.strategy.compiled import how_to_compile
-from lockstep.tasks.changed import OptimizerArguments
+from lockstep.tasks.changes import OptimizerArguments
 from lockstep.tasks.parameters import freeze, parameter_groups
-from lockstep.tasks.rates import NamedSchedule, factor
-from lockstep.tasks.schedules import run_length
+from lockstep.tasks.schedules import NamedSchedule, factor, run_length
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -260,7 +259,7 @@ def test_an_average_is_saved_and_restored(new_run: Callable[..., Run]) -> None:
     steps(first, 3, ema=0.9)
     first.checkpoint()
     steps(second, 6, ema=0.9)
-    (expected,), (found,) = ([each.state() for each in run._models.averages] for run in (whole, second))
+    (expected,), (found,) = ([each.state() for each in run._engine.models.averages] for run in (whole, second))
     assert found["updates"] == expected["updates"] == 6
     assert torch.equal(found["weights"]["weight"], expected["weights"]["weight"])
 
@@ -328,8 +327,8 @@ def test_the_norm_of_the_gradients_is_logged_as_it_was_before_clipping(new_run: 
     for clip in (None, 1e-3):
         run = new_run(log={"every": "1 step", "gradient_norm": True})
         steps(run, 1, clip_norm=clip)
-        run.aggregator.write_last_row(run.progress)
-        norms.append(run.aggregator.latest["gradient_norm"])
+        run._engine.aggregator.write_last_row(run.progress)
+        norms.append(run._engine.aggregator.latest["gradient_norm"])
     assert norms[0] == pytest.approx(norms[1])
     assert norms[0] > 0.1 and math.isfinite(norms[0])
 
@@ -342,7 +341,7 @@ def test_every_group_that_has_a_name_has_its_rate_logged(new_run: Callable[..., 
     run.restore()
     run.backward(model(torch.ones(1, 2)).sum())
     run.step()
-    assert run.aggregator.learning_rates == {"lr": 0.1, "lr/bias": 0.5}
+    assert run._engine.aggregator.learning_rates == {"lr": 0.1, "lr/bias": 0.5}
 
 
 def test_ways_to_compile() -> None:

@@ -19,9 +19,9 @@ from lockstep.distributed.failure import report
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import CallbackFailed, ConfigError
+from lockstep.tasks.callbacks import UserCallbacks, check_callback
 from lockstep.tasks.config_checks import check_parts
 from lockstep.tasks.trainer import fit
-from lockstep.tasks.user_callbacks import UserCallbacks, check_callback
 
 calls: list[Any] = []
 chosen: list[Any] = []  # the callbacks of the task below
@@ -148,7 +148,7 @@ def test_the_state_of_each_hook_is_saved_and_restored_by_its_name(new_run: Calla
     fit(run, config(train={"epochs": 2, "batch_size": 2}))
     assert [each.seen for each in chosen] == [10, 10]
     assert "a:before 5" in calls
-    attached = run.checkpointer.registered._parts
+    attached = run._engine.checkpointer.registered._parts
     assert {"callback Noting", "callback Noting 2"} <= attached.keys()
 
 
@@ -349,7 +349,10 @@ def test_every_row_of_a_step_has_names_of_its_own_and_epochs_are_counted_alike(n
     interval = [row["train/loss"] for row in written if "train/loss" in row]
     assert metrics["train/epoch_loss"] == pytest.approx(sum(interval[5:]) / 5, rel=1e-6)
     epochs = {row["step"]: row["epoch"] for row in written}
-    saved = {step: read(run.checkpointer.storage.path(step))["epoch"] for step in run.checkpointer.storage.steps()}
+    saved = {
+        step: read(run._engine.checkpointer.storage.path(step))["epoch"]
+        for step in run._engine.checkpointer.storage.steps()
+    }
     assert saved and saved == {step: epochs[step] for step in saved} and saved[10] == 2
 
 
@@ -514,7 +517,7 @@ def test_a_run_that_is_made_longer_than_its_schedule_is_refused(new_run: Callabl
     ):
         fit(new_run(), settings(3))
     fit(new_run(), settings(1))
-    assert "made for 10 steps, and goes on as if the run still had so many; it has 5 now" in caplog.text
+    assert "made for 10 steps, and continues as if the run still had so many; it has 5 now" in caplog.text
 
 
 @pytest.mark.parametrize(("every", "times"), [("1 step", 10), ("2 steps", 5), ("1 epoch", 2)])
@@ -529,7 +532,7 @@ def test_auto_stands_for_how_often_the_scheduler_is_stepped(
     fit(run, here)
     assert run.optimizer is not None
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    assert run.checkpointer.registered._parts["run length"][0].state_dict() == {"steps of the scheduler": times}
+    assert run._engine.checkpointer.registered._parts["run length"].state() == {"steps of the scheduler": times}
 
 
 def test_a_total_that_nobody_knows_is_refused() -> None:

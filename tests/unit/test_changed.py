@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.changed import OptimizerArguments, apply_changes
+from lockstep.tasks.changes import OptimizerArguments, apply_changes
 
 Schedule = Callable[[Optimizer], Any]
 
@@ -149,8 +149,8 @@ class Opaque:
 @pytest.mark.parametrize(
     ("make", "old", "why"),
     [
-        (lambda optimizer: schedules.OneCycleLR(optimizer, 0.1, total_steps=9), 0.1, "OneCycleLR has rates of its own"),
-        (lambda optimizer: schedules.CyclicLR(optimizer, 0.1, 0.2), 0.1, "CyclicLR has rates of its own"),
+        (lambda optimizer: schedules.OneCycleLR(optimizer, 0.1, total_steps=9), 0.1, "OneCycleLR has its own rates"),
+        (lambda optimizer: schedules.CyclicLR(optimizer, 0.1, 0.2), 0.1, "CyclicLR has its own rates"),
         (lambda optimizer: Opaque(), 0.1, "Opaque does not say what rate it started from"),
         (lambda optimizer: schedules.StepLR(optimizer, 1), 0.0, "one that nothing can be scaled from"),
         (

@@ -233,7 +233,7 @@ def test_the_whole_model_is_compiled_with_blocks_that_are_recomputed(new_run: Ru
 
 def test_a_rank_is_given_time_while_a_block_is_compiled(new_run: Runs, compiled: Compiled) -> None:
     run, asked = new_run(), []
-    patient = run.group.activity.be_patient
-    run.group.activity.be_patient = lambda: (asked.append(run.progress.step), patient())  # type: ignore[method-assign]
+    patient = run._engine.group.activity.be_patient
+    run._engine.group.activity.be_patient = lambda: (asked.append(run.progress.step), patient())  # type: ignore[method-assign]
     train(run, fresh(plain_stack), steps=3, compile="blocks")
     assert asked and set(asked) == {0}, "the first step compiles, and no other"

@@ -17,6 +17,7 @@ from lockstep.data.batches import GlobalBatches
 from lockstep.data.loader import one_ahead
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
+from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.record.display import Display
@@ -100,7 +101,7 @@ def walk(run: Run, data: Rows, stop_at: int | None = None) -> list[tuple[list[in
 def new(runtime: Runtime, folder: Path, workers: int) -> Run:
     folder.mkdir(exist_ok=True)
     settings = RunSettings.model_validate({"data": {"workers": workers}, "log": {"every": "1000 steps"}})
-    return Run(Topology(), runtime, Group(0, 1, 10.0), settings, folder, Display(), StopRequests())
+    return Run(Engine(Topology(), runtime, Group(0, 1, 10.0), settings, folder, Display(), StopRequests()))
 
 
 def runtimes() -> list[Any]:
@@ -115,14 +116,14 @@ def test_nothing_changes_by_beginning_early_and_a_restart_goes_on_with_the_next_
 ) -> None:
     usual = new(CpuRuntime(), tmp_path / "usual", 0)
     expected = walk(usual, Rows())
-    usual.finish()
+    usual._engine.finish()
     found = []
     for stop_at in (3, None):
         made = runtime()
         made.prepare()
         run = new(made, tmp_path / "ahead", workers)
         found += walk(run, Rows(width), stop_at)
-        run.finish()
+        run._engine.finish()
     assert found == expected
     assert all(same for _, same in found)
 

@@ -11,7 +11,7 @@ import pytest
 from lockstep.checkpoint import codec
 from lockstep.config.schema import EarlyStop
 from lockstep.errors import ConfigError
-from lockstep.tasks.early_stop import EarlyStopping, metric_value
+from lockstep.tasks.validation import EarlyStopping, metric_value
 
 LOSS = {"metric": "val/loss"}
 ACCURACY = {"metric": "val/accuracy", "mode": "max"}

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 from lockstep.data.batches import GlobalBatches
 from lockstep.data.loader import Loader
-from lockstep.engine.evaluator import _decoded, _encoded
+from lockstep.engine.exchange import decode, encode
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import measure_sums
 from lockstep.runtime.cpu import CpuRuntime
@@ -61,7 +61,7 @@ def measured(task: lockstep.Task, batch_size: int, world_size: int, fill: bool =
             lambda batch: {}, Loader(data, plan).epoch(0), lambda batch: batch,
             collect=lambda micro, batch, into=collected: into.take(micro, task.outputs(model, batch)),  # type: ignore
         )  # fmt: skip
-        parts.append(_decoded(_encoded(collected.part())))
+        parts.append(decode(encode(collected.part())))
     whole = whole_set_of_task(task, runtime)
     assert whole is not None
     return whole.computed(parts)

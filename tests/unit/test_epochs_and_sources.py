@@ -333,10 +333,10 @@ def test_a_source_that_two_calls_walk_is_found_by_both(new_run: Runs) -> None:
         for _ in run.epochs(epochs):
             for (batch,) in run.batches(data, 8):
                 step(run, batch)
-                found.append(run._feed.cursors.find(data, 8, None).epoch)
+                found.append(run._engine.feed.cursors.find(data, 8, None).epoch)
             for (batch,) in run.batches(data, 8):
                 step(run, batch)
-                found.append(run._feed.cursors.find(data, 8, None).epoch)
+                found.append(run._engine.feed.cursors.find(data, 8, None).epoch)
         return found
 
     first, second = new_run(), new_run()
@@ -542,7 +542,7 @@ def test_what_is_logged_outside_of_a_batch_has_a_row_of_its_own(new_run: Runs, t
         for (batch,) in run.batches(numbered(4), 2):
             step(run, batch)
         run.log(error=float(epoch))
-    run.finish()
+    run._engine.finish()
     found = [(row["step"], row["epoch"], row["error"]) for row in rows(tmp_path) if "error" in row]
     assert found == [(2, 1, 0.0), (4, 2, 1.0)]
     assert all("lr" not in row for row in rows(tmp_path) if "error" in row)
@@ -558,7 +558,7 @@ def test_a_resumed_run_writes_no_row_twice(new_run: Runs, tmp_path: Path) -> Non
             step(run, batch)
             run.checkpoint()
         run.log(after=1.0)
-        run.aggregator.bring_together(run.progress)
+        run._engine.aggregator.bring_together(run.progress)
     assert [row["after"] for row in rows(tmp_path) if "after" in row] == [1.0]
 
 
@@ -617,7 +617,7 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch(new_run: Runs) -> None:
             run.backward(total, count=weights.sum())
             run.step()
         assert model.weight.item() == pytest.approx(-expected.item(), rel=1e-6)
-        assert run.aggregator.latest.get("value", 0) == pytest.approx(expected.item(), rel=1e-6)
+        assert run._engine.aggregator.latest.get("value", 0) == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_sums_that_cannot_be_told_apart_are_refused(new_run: Runs) -> None:

@@ -113,7 +113,7 @@ def test_all_weights_are_saved_where_that_is_asked_for(new_run: Callable[..., Ru
 
 def test_a_model_without_memory_has_no_frozen_weights_to_be_known_again_by(new_run: Callable[..., Run]) -> None:
     from lockstep.distributed.activity import Activity
-    from lockstep.engine.frozen import digest_of
+    from lockstep.engine.weights import digest_of
 
     with torch.device("meta"):
         model = nn.Linear(2, 2)

@@ -234,7 +234,7 @@ def test_a_value_is_logged_as_it_was(new_run: Runs, tmp_path: Path) -> None:
         run.backward(loss)
         run.step(made[0])
         value += 3
-    run.finish()
+    run._engine.finish()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert (row["value"], row["part"]) == (3.0, 4.0), "the mean of 0, 3 and 6"
 

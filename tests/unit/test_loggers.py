@@ -51,7 +51,7 @@ def train(run: Run, epochs: int = 1, lr: float = 0.1, stop_at: int | None = None
                 run.checkpoint()
             if run.progress.step == stop_at:
                 return []
-    run.finish()
+    run._engine.finish()
     return [each for parameter in model.parameters() for each in parameter.flatten().tolist()]
 
 
@@ -82,7 +82,7 @@ def test_after_a_restart_it_goes_on_as_the_same_and_no_step_comes_twice(new_run:
     settings = with_loggers(mine={"type": "own_loggers:Memory"})
     killed = new_run(**settings)
     train(killed, stop_at=5)  # two steps after the checkpoint
-    killed.aggregator.close("as if killed")
+    killed._engine.aggregator.close("as if killed")
     assert Memory.points("loss") == [1, 2, 3, 4]
     train(new_run(**settings), epochs=2)
     assert [call for call in Memory.calls if call[0] == "start"] == [("start", 0, "hello"), ("start", 3, "hello")]
@@ -115,7 +115,7 @@ def test_a_history_that_changes_is_told_of(new_run: Runs, caplog: pytest.LogCapt
     settings = with_loggers(mine={"type": "own_loggers:Memory"})
     killed = new_run(**settings)
     train(killed, stop_at=5)
-    killed.aggregator.close("as if killed")
+    killed._engine.aggregator.close("as if killed")
     again = new_run(**settings)
     model = nn.Linear(3, 1)
     again.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -127,7 +127,7 @@ def test_a_history_that_changes_is_told_of(new_run: Runs, caplog: pytest.LogCapt
         again.log(loss=loss)
         again.backward(loss)
         again.step()
-    again.finish()
+    again._engine.finish()
     (told,) = warnings(caplog)
     assert "went back to step 3" in told and "log.mine: what was sent stays" in told
     assert Memory.points("loss") == [1, 2, 3, 4, 5]
@@ -139,7 +139,7 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(new_run: Runs, tmp_pa
     settings = with_loggers(timeout=60.0, tensorboard=True)
     killed = new_run(**settings)
     train(killed, stop_at=5)
-    killed.aggregator.close("as if killed")
+    killed._engine.aggregator.close("as if killed")
     train(new_run(**settings), epochs=2)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -176,9 +176,9 @@ def test_it_is_told_how_the_run_ended(new_run: Runs, how: str) -> None:
     run = new_run(asked, **with_loggers(mine={"type": "own_loggers:Memory"}))
     train(run, stop_at=2)
     if how == "stop":
-        run.finish("stopped early")
+        run._engine.finish("stopped early")
     elif how == "fail":
-        run.give_up()
+        run._engine.give_up()
     else:
         asked.leave = "SIGTERM"
         with pytest.raises(Preempted):
@@ -243,10 +243,10 @@ def test_one_that_hangs_is_told_of_while_the_run_goes_on(new_run: Runs, caplog: 
     faulty = {"type": "own_loggers:Faulty", "method": "start", "how": "hang"}
     run = new_run(**with_loggers(timeout=0.1, mine=faulty))
     run.log(early=1.0)
-    run.aggregator.write(run.progress, {"early": 1.0})
+    run._engine.aggregator.write(run.progress, {"early": 1.0})
     time.sleep(0.2)
-    run.aggregator.write(run.progress, {"late": 1.0})
-    run.aggregator.write(run.progress, {"later": 1.0})
+    run._engine.aggregator.write(run.progress, {"late": 1.0})
+    run._engine.aggregator.write(run.progress, {"later": 1.0})
     assert warnings(caplog) == ["log.mine: start has not returned for 0.1 s. The run goes on; 2 calls wait"]
 
 

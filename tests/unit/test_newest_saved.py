@@ -61,10 +61,10 @@ def test_damaged_and_newer(new_run: Runs, folder: Path) -> None:
     run = new_run(checkpoint=KEEP_ALL)
     set_up(run)
     assert run.restore()
-    assert step(run.newest_saved()) == 6
-    assert run.checkpointer.best() == {"value": 0.5, "step": 6}
+    assert step(run._engine.checkpointer.newest()) == 6
+    assert run._engine.checkpointer.best() == {"value": 0.5, "step": 6}
     train_and_save(run, 3)
-    assert step(run.newest_saved()) == 9
+    assert step(run._engine.checkpointer.newest()) == 9
     assert names(folder) == ["damaged-step-00000009", "step-00000003", "step-00000006", "step-00000009"]
 
 
@@ -72,11 +72,11 @@ def test_of_a_branch_that_was_left(new_run: Runs, folder: Path) -> None:
     run = new_run(checkpoint=KEEP_ALL)
     set_up(run)
     assert run.restore(step=3)
-    assert step(run.newest_saved()) == 3
-    assert run.checkpointer.best() == {"value": 1.0, "step": 3}
+    assert step(run._engine.checkpointer.newest()) == 3
+    assert run._engine.checkpointer.best() == {"value": 1.0, "step": 3}
     for _ in run.epochs(2):
         train_one_pass(run)
-    assert step(run.newest_saved()) == 3
+    assert step(run._engine.checkpointer.newest()) == 3
     run.checkpoint()
     assert names(folder) == [
         "aside-step-00000006", "aside-step-00000009", "step-00000003", "step-00000006",
@@ -86,9 +86,9 @@ def test_of_a_branch_that_was_left(new_run: Runs, folder: Path) -> None:
 def test_a_loop_that_never_restores(new_run: Runs, folder: Path) -> None:
     run = new_run(checkpoint={"async": False, "keep": {"last": 1, "best": 1}})
     set_up(run)
-    assert run.newest_saved() is None and run.checkpointer.best() is None
+    assert run._engine.checkpointer.newest() is None and run._engine.checkpointer.best() is None
     train_and_save(run, 1)
-    assert step(run.newest_saved()) == 3
+    assert step(run._engine.checkpointer.newest()) == 3
     aside = [f"aside-step-{each:08d}" for each in (3, 6, 9)]
     assert names(folder) == [*aside, "best", "step-00000003"]
 
@@ -103,7 +103,7 @@ def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(new_run: Runs,
             if "saved at step" in record.getMessage():
                 seen.append(names(tmp_path / "checkpoints"))
 
-    logger, handler = logging.getLogger("lockstep.engine.run"), Look()
+    logger, handler = logging.getLogger("lockstep.engine.engine"), Look()
     logger.addHandler(handler)
     before = logger.level
     logger.setLevel(logging.INFO)  # by its method, which forgets what other tests had it remember
@@ -111,7 +111,7 @@ def test_a_save_that_was_asked_for_is_on_the_disk_when_it_is_said(new_run: Runs,
         for (batch,) in run.batches(torch.utils.data.TensorDataset(torch.randn(10, 3)), 4):
             run.backward(run.model(batch).square().mean())
             run.step()
-            run._requests.save = "SIGUSR1"
+            run._engine.requests.save = "SIGUSR1"
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)

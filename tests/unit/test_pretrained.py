@@ -19,8 +19,8 @@ from lockstep.checkpoint.sources import open_source
 from lockstep.config.load import load
 from lockstep.config.schema import InitFrom
 from lockstep.distributed.activity import Activity
-from lockstep.engine.pretrained import match
 from lockstep.engine.run import Run
+from lockstep.engine.weights import match
 from lockstep.errors import ConfigError
 
 

@@ -28,6 +28,7 @@ from lockstep.config.schema import REGIONS, Profile, RunSettings
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Place, Topology
+from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
@@ -60,7 +61,8 @@ def train(tmp_path: Path) -> Iterator[Training]:
         given = None if profile is None else {"port": None, **profile}
         settings = RunSettings.model_validate({"checkpoint": {"async": False}, "profile": given})
         group = Group(0, 1, 10.0)
-        run = Run(topology or Topology(), CpuRuntime(), group, settings, tmp_path, Display(), StopRequests())
+        parts = topology or Topology(), CpuRuntime(), group, settings, tmp_path, Display(), StopRequests()
+        run = Run(Engine(*parts))
         made.append(run)
         model = nn.Linear(3, 1)
         model, optimizer = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -73,12 +75,12 @@ def train(tmp_path: Path) -> Iterator[Training]:
                 run.step(optimizer)
             run.evaluate(lambda batch: {"error": run.module(batch[0])[:, 0].abs()}, DATA, 4)
             run.checkpoint()
-        run.finish()
+        run._engine.finish()
         return run
 
     yield training
     for run in made:
-        run.give_up()
+        run._engine.give_up()
 
 
 @pytest.mark.requirement("P10")
@@ -168,7 +170,7 @@ def test_the_ranks_that_are_asked_for(train: Training, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("profile", [None, {"enabled": False, "start_step": 1}])
 def test_off_is_nothing_at_all(train: Training, tmp_path: Path, profile: dict[str, Any] | None) -> None:
-    assert type(train(profile).profiler) is Profiler
+    assert type(train(profile)._engine.profiler) is Profiler
     assert not (tmp_path / "profile").exists()
 
 
@@ -201,7 +203,7 @@ def test_another_profiler_at_work_ends_no_run(train: Training) -> None:
 def test_a_run_that_is_asked_to_stop_writes_its_trace(train: Training, tmp_path: Path) -> None:
     def meanwhile(run: Run) -> None:
         if run.progress.step == 3:
-            run._requests.leave = "asked by the test"
+            run._engine.requests.leave = "asked by the test"
 
     with pytest.raises(Preempted):
         train({"start_step": 2, "steps": 1000}, epochs=100, meanwhile=meanwhile)

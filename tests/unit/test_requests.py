@@ -14,32 +14,32 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.group import Group
 from lockstep.distributed.signals import Signals
-from lockstep.engine.control_sync import PULSE_SECONDS, Asked, ControlSync, steps_between_pulses
+from lockstep.engine.control_sync import SYNC_SECONDS, Asked, ControlSync, steps_between_syncs
 from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
 
 
 @settings(deadline=None)
 @given(step_seconds=st.floats(0, 1e6), before=st.integers(1, 10_000))
-def test_the_steps_between_pulses_are_bounded(step_seconds: float, before: int) -> None:
-    steps = steps_between_pulses(step_seconds, before)
+def test_the_steps_between_syncs_are_bounded(step_seconds: float, before: int) -> None:
+    steps = steps_between_syncs(step_seconds, before)
     assert 1 <= steps <= min(4 * before, 10_000)
-    assert steps == 1 or steps * step_seconds <= PULSE_SECONDS
+    assert steps == 1 or steps * step_seconds <= SYNC_SECONDS
 
 
 @pytest.mark.parametrize(
     ("step_seconds", "before", "expected"),
     [
         (60.0, 1, 1),  # a step longer than the pulse: every step
-        (PULSE_SECONDS, 1, 1),
-        (PULSE_SECONDS / 10, 100, 10),
-        (PULSE_SECONDS / 10, 1, 4),  # no faster than fourfold, whatever one measurement says
+        (SYNC_SECONDS, 1, 1),
+        (SYNC_SECONDS / 10, 100, 10),
+        (SYNC_SECONDS / 10, 1, 4),  # no faster than fourfold, whatever one measurement says
         (0.0, 10_000, 10_000),
         (float("inf"), 8, 1),
     ],
 )
-def test_steps_between_pulses(step_seconds: float, before: int, expected: int) -> None:
-    assert steps_between_pulses(step_seconds, before) == expected
+def test_steps_between_syncs(step_seconds: float, before: int, expected: int) -> None:
+    assert steps_between_syncs(step_seconds, before) == expected
 
 
 @settings(deadline=None)
@@ -47,9 +47,9 @@ def test_steps_between_pulses(step_seconds: float, before: int, expected: int) -
 def test_a_steady_pace_is_reached_and_kept(step_seconds: float) -> None:
     steps = 1
     for _ in range(10):
-        steps = steps_between_pulses(step_seconds, steps)
-    assert steps == max(1, int(PULSE_SECONDS / step_seconds))
-    assert steps_between_pulses(step_seconds, steps) == steps
+        steps = steps_between_syncs(step_seconds, steps)
+    assert steps == max(1, int(SYNC_SECONDS / step_seconds))
+    assert steps_between_syncs(step_seconds, steps) == steps
 
 
 # Signals

@@ -223,7 +223,7 @@ def test_a_loop_with_its_own_data_stops_logs_and_resumes_at_run_step(new_run: Ru
     resumed = new_run()
     weights = own_data(resumed, 6)
     assert resumed.progress.step == 6
-    resumed.finish()
+    resumed._engine.finish()
     assert [(each["step"], each["own"]) for each in rows(tmp_path)] == [(n + 1, float(n)) for n in range(6)]
     shutil.rmtree(tmp_path / "checkpoints")
     assert torch.equal(weights, own_data(new_run(), 6)), "the schedule and the random data continue where they were"
@@ -293,7 +293,7 @@ def test_loops_that_accumulate_or_have_several_passes_are_not_warned_of(
         for reward in range(200):  # a pass of its own for each
             run.backward(run.model(torch.randn(1, 3)).mean() * reward)
         run.step()
-    run.finish()
+    run._engine.finish()
     assert run.progress.step == 6
     assert not no_step(caplog)
 

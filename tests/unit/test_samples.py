@@ -150,7 +150,7 @@ def test_samples_are_kept_in_the_runs_folder_and_sent_to_who_can_show_them(new_r
     run.log_image("val/first picture", RED)
     run.log_text("story", "once upon a time ☃")
     run.log_table("answers", ["question", "right", "score"], [["1+1", True, torch.tensor(0.5)], ["?", None, np.nan]])
-    run.finish()
+    run._engine.finish()
     there = tmp_path / "samples" / "step-00000000"
     assert np.array_equal(np.asarray(Image.open(there / "val" / "first picture.png")), RED)
     assert (there / "story.txt").read_text(encoding="utf-8") == "once upon a time ☃"
@@ -168,7 +168,7 @@ def test_tensorboard_takes_all_of_them(new_run: Runs, tmp_path: Path, caplog: py
         run.log_image(f"of {channels}", pixels(4, 6, channels))
     run.log_text("story", "once")
     run.log_table("answers", ["question", "answer"], [["a|b", 2]])
-    run.finish()
+    run._engine.finish()
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -200,7 +200,7 @@ def train(run: Run, stop_at: int | None = None) -> None:
             if run.progress.step == stop_at:
                 return
         run.log_text("after", f"epoch {epoch}")
-    run.finish()
+    run._engine.finish()
 
 
 def kept(folder: Path) -> dict[str, str]:
@@ -221,7 +221,7 @@ def test_from_within_a_step_and_between_two_and_not_twice_after_a_resume(new_run
     Memory.forget()
     killed = new_run(**with_album())
     train(killed, stop_at=7)
-    killed.aggregator.close("as if killed")
+    killed._engine.aggregator.close("as if killed")
     (tmp_path / "samples" / "step-00000007").mkdir()  # of a step that is not made any more
     train(new_run(**with_album()))
     assert kept(tmp_path / "samples") == expected

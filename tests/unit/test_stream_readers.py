@@ -464,7 +464,7 @@ def test_reading_ahead_takes_no_random_numbers_from_training(new_run: Runs) -> N
 def test_a_stream_is_evaluated_to_its_last_example(new_run: Runs) -> None:
     run, data = new_run(), Stateful(26)
     set_up(run)
-    assert run.names_of(lambda batch: {"mean": batch}, data, 6) == ({"mean": 0.0}, True)
+    assert run._engine.evaluator.names_of(lambda batch: {"mean": batch}, data, 6) == ({"mean": 0.0}, True)
     for _ in range(2):
         assert run.evaluate(lambda batch: {"mean": batch.double()}, data, 6) == {"mean": 12.5}
     with pytest.raises(ConfigError, match="Numbers has no examples: there is nothing to measure"):

@@ -19,8 +19,8 @@ from lockstep.config.load import load
 from lockstep.config.objects import check_arguments, construct, import_object
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
-from lockstep.tasks.name_checks import check_names
-from lockstep.tasks.task import Task, create_task
+from lockstep.tasks.create import check_names, create_task
+from lockstep.tasks.task import Task
 
 WHOLE = """
 import lockstep

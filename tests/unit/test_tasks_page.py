@@ -8,10 +8,9 @@ import re
 import pytest
 
 from conftest import ROOT
-from lockstep.tasks.callbacks import Callback
-from lockstep.tasks.name_checks import WITHOUT_BASE
+from lockstep.tasks.callbacks import STATE, Callback
+from lockstep.tasks.create import WITHOUT_BASE
 from lockstep.tasks.task import Task
-from lockstep.tasks.user_callbacks import STATE
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 

@@ -115,7 +115,7 @@ def main(run):
 
     model = mnist_xla.MNISTNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    run.setup(model, optimizer, shard=mnist_xla.shard_rules(run.global_device_count))
+    run.setup(model, optimizer, shard=mnist_xla.shard_rules(run.devices.global_device_count))
     images, _ = next(run.batches(Mnist(fake_data=True, examples=64).train_data(), 64))
     tensors = {**dict(model.named_parameters()), "images": images}
     return {name: torch_xla._XLAC._get_xla_sharding_spec(each) for name, each in tensors.items()}

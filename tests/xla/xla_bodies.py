@@ -36,9 +36,9 @@ def devices_of_a_mesh() -> Any:
         run.setup(model, torch.optim.SGD(model.parameters(), 0.1), shard={"weight": ["model", None]})
         spec = torch_xla._XLAC._get_xla_sharding_spec
         return {
-            "addressable": run.addressable_device_count, "global": run.global_device_count,
-            "process": [run.process_index, run.process_count], "mesh": dict(run.mesh.shape()),
-            "wide": dict(run.meshes["wide"].shape()),
+            "addressable": run.devices.addressable_device_count, "global": run.devices.global_device_count,
+            "process": [run.devices.process_index, run.devices.process_count], "mesh": dict(run.devices.mesh.shape()),
+            "wide": dict(run.devices.meshes["wide"].shape()),
             "weight": bool(spec(model.weight)), "bias": bool(spec(model.bias)),
         }  # fmt: skip
 
@@ -50,12 +50,13 @@ def devices_of_a_mesh() -> Any:
 def _talking(run: Any) -> Any:
     torch.manual_seed(run.rank)
     model = nn.Linear(2, 2).to(run.device)
-    run.broadcast_parameters(model)
-    exchanged = [each.decode() for each in run.rendezvous("names", f"rank {run.rank}".encode())]
+    run.devices.broadcast_parameters(model)
+    exchanged = [each.decode() for each in run.devices.rendezvous("names", f"rank {run.rank}".encode())]
     run.barrier("a host barrier")
     return {
         "weights": model.weight.cpu().tolist(), "exchanged": exchanged,
-        "devices": [run.addressable_device_count, run.global_device_count], "identity": run.runtime.identity(),
+        "devices": [run.devices.addressable_device_count, run.devices.global_device_count],
+        "identity": run._engine.runtime.identity(),
         "device": str(run.device),
     }  # fmt: skip
 
@@ -85,7 +86,7 @@ def silent_collective() -> Any:
 
 def random_numbers() -> Any:
     def main(run: Any) -> Any:
-        runtime = run.runtime
+        runtime = run._engine.runtime
         found = {}
         for name, seed in (("first", 1), ("again", 1), ("other seed", 2)):
             runtime.seed(seed)
@@ -115,7 +116,7 @@ def recomputed_program() -> Any:
                 name=name,
                 activation_checkpointing=activation_checkpointing,
             )
-            run.runtime.end_of_program()
+            run._engine.runtime.end_of_program()
             wrapped(torch.ones(4, 8, device=run.device)).sum().backward()
             text = torch_xla._XLAC._get_xla_tensors_hlo([each.grad for each in model.parameters()])
             found["barriers"][name] = text.count(" opt-barrier(")

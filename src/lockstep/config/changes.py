@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError
 
 # What a checkpoint was made under. Changing one of these would restore state into a different computation, or be
 # silently overruled by the restored state, so a resume refuses it. Everything else may change: of the optimizer's
-# settings, those that lockstep.tasks.changed can bring the restored state to.
+# settings, those that lockstep.tasks.changes can bring the restored state to.
 FIXED = {
     "task": "the saved weights belong to this task",
     "seed": "the order of examples is a function of it",

@@ -297,7 +297,7 @@ def _measure(run: Run) -> dict[str, Any]:
     """On every rank: the median time of small and large exchanges, and that their result is right."""
     import torch
 
-    about: dict[str, Any] = {"device": str(run.device), "identity": run.runtime.identity()}
+    about: dict[str, Any] = {"device": str(run.device), "identity": run._engine.runtime.identity()}
     if run.world_size == 1:
         return about
     tensor = torch.full((1024,), float(run.rank + 1), device=run.device)
@@ -318,7 +318,7 @@ def _all_reduce(run: Run, count: int, rounds: int) -> float:
 
     def exchange() -> None:
         _sum(run, tensor, name)
-        run.runtime.synchronize()
+        run._engine.runtime.synchronize()
 
     run.barrier(f"before {name}")
     return _median(exchange, rounds)
@@ -330,7 +330,7 @@ def _sum(run: Run, tensor: Any, name: str) -> None:
     try:
         dist.all_reduce(tensor)
     except RuntimeError as error:
-        raise run.group.explain(error, name) from error
+        raise run._engine.group.explain(error, name) from error
 
 
 def _median(action: Callable[[], None], rounds: int) -> float:

@@ -1,11 +1,16 @@
-"""Hands out batches: epoch by epoch, source by source, with a safe point before every step."""
+"""Hands out batches and owns how far training has come: the progress, a cursor per source, the current step.
+
+The engine drives it: `plan` or `plan_stream`, `open`, then `next` for every micro-batch, and `leave`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -20,8 +25,8 @@ from lockstep.data.stream import Pass, Streams
 from lockstep.data.stream_batches import streamed
 from lockstep.data.stream_reader import check_stream, is_stateful, is_stream
 from lockstep.distributed.group import Group
-from lockstep.engine import places
 from lockstep.engine.compile_guard import CompileGuard
+from lockstep.engine.exchange import gather_places, require_plain
 from lockstep.engine.gradients import GradientTracker
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
@@ -32,10 +37,32 @@ from lockstep.strategy.base import Strategy, dp_rank_of
 
 logger = logging.getLogger(__name__)
 
+MicroBatches = Generator[tuple[MicroBatch, Any], None, None]
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """A pass over a source, checked and not yet begun."""
+
+    data: Any
+    facts: dict[str, Any]  # what its position depends on
+    name: str | None
+    site: str | None
+    accumulate: int
+    begin: Callable[[Cursor], MicroBatches | None]  # None where the pass had ended before a restore
+
+
+@dataclass
+class OpenPass:
+    """A pass over a source that the loop is in."""
+
+    cursor: Cursor
+    micros: MicroBatches
+    accumulate: int
+    finished: bool = False
+
 
 class BatchFeed:
-    """What one rank is given to train on, and where that leaves it: the progress, a cursor per source, the step."""
-
     def __init__(
         self,
         group: Group,
@@ -44,14 +71,11 @@ class BatchFeed:
         settings: RunSettings,
         profiler: Profiler,
         guard: CompileGuard,
-        safe_point: Callable[[], bool],
         gradients: GradientTracker,
     ) -> None:
-        """`safe_point` is called where nothing is half done, and says whether to go on."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
-        self._profiler, self._guard, self._safe_point, self._gradients = profiler, guard, safe_point, gradients
-        self._runtime, self._fixed_shapes = runtime, runtime.fixed_shapes
-        self._seed = settings.seed
+        self._profiler, self._guard, self._gradients = profiler, guard, gradients
+        self._runtime, self._seed = runtime, settings.seed
         self._dp_rank, self._shuffle_buffer = dp_rank_of(strategy, group), settings.data.shuffle_buffer
         self._loaders = Loaders(
             self._dp_rank, strategy.dp_size, settings.seed, settings.data, runtime, strategy.batch_multiple
@@ -62,30 +86,31 @@ class BatchFeed:
         )  # fmt: skip
         self.progress = Progress()
         self.cursors = Cursors()
-        self.step: Step | None = None  # under way, or just done, until what follows it begins
+        self.step: Step | None = None  # the current one, or the last until the next begins
         self.busy_since = 0.0
-        self._in_epochs = False
         self.was_asked = False  # for an epoch or a batch
-        self._told_uneven: set[int] = set()  # batch sizes that the ranks do not divide
+        self._in_epochs = False
+        self._uneven: set[int] = set()  # batch sizes that the log has named: the ranks do not divide them
         self._saved_as_done: int | None = None  # the epoch that was saved as one with nothing left to do
 
-    def epochs(self, count: int | None, go_on: Callable[[], bool]) -> Iterator[int]:
-        """Epochs still to do. One is done when the loop comes back for the next: what follows its last batch counts."""
+    # Epochs and the position in the data
+
+    def enter_epochs(self) -> None:
         self._in_epochs = self.was_asked = True
-        try:
-            while go_on() and (count is None or self.progress.epoch < count):
-                yield self.progress.epoch
-                if go_on() or self.progress.epoch_ended:
-                    self._leave_epoch()
-        finally:
-            self._in_epochs = False
-            self.cursors.begin_epoch()  # who comes back to an epoch that was left in its midst goes on with it
+
+    def next_epoch(self) -> None:
+        self.progress.next_epoch()
+        self.cursors.begin_epoch()
+
+    def leave_epochs(self) -> None:
+        self._in_epochs = False
+        self.cursors.begin_epoch()  # a loop that comes back to an epoch it has left continues there
 
     def position(self, explicit: bool) -> dict[str, Any]:
-        """Where training is, to be saved.
+        """Returns the state of progress and cursors to save.
 
-        A save that the user's loop asks for after its inner loop is taken for the end of the epoch: what the loop did
-        since the last batch is in it. One that comes by itself leaves what follows the last batch to be done.
+        A save that the loop asks for after its inner loop counts as the end of the epoch. An automatic one does not:
+        what follows the last batch is still to be done.
         """
         done = explicit and self._in_epochs and self.cursors.between_passes
         if done:
@@ -100,7 +125,32 @@ class BatchFeed:
         self.progress.load_state_dict(state["progress"])
         self.cursors.load_state_dict(state["cursors"])
 
-    def batches(
+    def count_step(self) -> bool:
+        """Counts the current step once, however many optimizers step for it. Returns whether this call did."""
+        step, progress = self.step, self.progress
+        if step is None or step.counted:
+            return False
+        taken = step.count()
+        progress.step += 1
+        progress.examples += step.whole
+        progress.epoch_ended = any(micro.completes_epoch for micro in taken)
+        progress.batch = max((micro.batch + 1 for micro in taken), default=0)
+        return True
+
+    @property
+    def step_number(self) -> int:
+        """The number of the current step, before and after an optimizer has stepped."""
+        return self.progress.step + (0 if self.step is None or self.step.counted else 1)
+
+    def current_step(self) -> Step:
+        """Returns the current step; a loop that brings its own data has one from its first backward pass on."""
+        if self.step is None or (self.step.counted and self.step.is_bare):
+            self.step = Step(self._strategy.dp_size)
+        return self.step
+
+    # Planning a pass
+
+    def plan(
         self,
         dataset: Dataset[Any],
         batch_size: int,
@@ -112,7 +162,8 @@ class BatchFeed:
         accumulate: int,
         order: OrderChoice = None,
         site: str | None = None,
-    ) -> Iterator[Any]:
+    ) -> PlannedPass:
+        """Checks a pass over a dataset or a stream of examples."""
         accumulate *= self._strategy.micro_batches
         self._release_for(dataset)
         if is_stream(dataset):
@@ -121,9 +172,8 @@ class BatchFeed:
                     f"run.batches: order is for data that has an index, and {type(dataset).__name__} is a stream, "
                     "which comes in the order that it has: leave it out"
                 )
-            yield from self._batches_of_stream(dataset, batch_size, collate, name, shuffle, drop_last, accumulate, site)
-            return
-        self._tell_uneven_shares(batch_size)
+            return self._plan_examples(dataset, batch_size, collate, name, shuffle, drop_last, accumulate, site)
+        self._log_uneven_shares(batch_size)
         check_dataset(dataset, "the dataset")
         chosen = choose(order, shuffle, dataset, batch_size, self._seed)
         source = self.cursors.find(dataset, chosen.count, name, site)
@@ -140,20 +190,19 @@ class BatchFeed:
             "seed": self._seed,
             **chosen.facts(source.epoch),
         }
-        is_new = not source.opened
-        cursor = self._open(dataset, facts, name, site)
-        if cursor is None:
-            return
-        if is_new or chosen.drawn_anew:
-            self._compare(cursor, facts)
-        loader = self._loaders.for_training(cursor.name, dataset, plan, collate)
-        start = plan.batches if cursor.ended else cursor.batch
-        micros = loader.epoch(cursor.epoch, start)
-        if self._runtime.copies_ahead and loader.fetches_ahead:
-            micros = one_ahead(micros, self._runtime.begin_move)
-        yield from self._hand_out(cursor, micros, accumulate)
+        compares = not source.opened or chosen.drawn_anew
 
-    def _batches_of_stream(
+        def begin(cursor: Cursor) -> MicroBatches:
+            if compares:
+                self._compare_order(cursor, facts)
+            loader = self._loaders.for_training(cursor.name, dataset, plan, collate)
+            micros: Any = loader.epoch(cursor.epoch, plan.batches if cursor.ended else cursor.batch)
+            ahead = self._runtime.copies_ahead and loader.fetches_ahead
+            return one_ahead(micros, self._runtime.begin_move) if ahead else micros  # type: ignore[return-value]
+
+        return PlannedPass(dataset, facts, name, site, accumulate, begin)
+
+    def _plan_examples(
         self,
         data: Any,
         batch_size: int,
@@ -163,7 +212,7 @@ class BatchFeed:
         drop_last: bool,
         accumulate: int,
         site: str | None,
-    ) -> Iterator[Any]:
+    ) -> PlannedPass:
         check_stream(data, "run.batches")
         source = self._streams.source(data)
         facts = {
@@ -174,177 +223,175 @@ class BatchFeed:
             "drop_last": drop_last,
             "seed": self._seed,
         }
-        cursor = self._open(data, facts, name, site)
-        if cursor is None:
-            return
-        if cursor.ended:
-            self.cursors.leave(cursor, finished=True)
-            return
-        self._exchange_places()  # of a pass that was left in its midst and is gone on with
-        walk = self._streams.training(
-            data, batch_size, collate, accumulate, drop_last, epoch=cursor.epoch, start=cursor.batch,
-            shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
-        )  # fmt: skip
-        cursor.kind = walk.kind
-        with contextlib.closing(walk.in_step(self._group)) as micros:
-            yield from self._hand_out(cursor, _plain_places(micros, source.name), accumulate)
 
-    def stream(
-        self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str, ahead: bool = False
-    ) -> Iterator[Any]:
+        def begin(cursor: Cursor) -> MicroBatches | None:
+            if self._had_ended(cursor):
+                return None
+            self._exchange_places()  # of a pass that was left in the middle and continues
+            walk = self._streams.training(
+                data, batch_size, collate, accumulate, drop_last, epoch=cursor.epoch, start=cursor.batch,
+                shuffle=shuffle, buffer=self._shuffle_buffer, saved=cursor.stream, name=cursor.name,
+            )  # fmt: skip
+            cursor.kind = walk.kind
+            return _with_plain_places(walk.in_step(self._group), source.name)
+
+        return PlannedPass(data, facts, name, site, accumulate, begin)
+
+    def plan_stream(
+        self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str, ahead: bool
+    ) -> PlannedPass:
+        """Plans a pass over batches that are made elsewhere, of which every dp rank has different ones."""
         self._release_for(batches)
-        cursor = self._open(batches, {}, name, site)
-        if cursor is None:
-            return
-        name = cursor.name
-        if cursor.ended:
-            self.cursors.leave(cursor, finished=True)
-            return
+        return PlannedPass(batches, {}, name, site, 1, partial(self._begin_stream, batches, count, ahead))
+
+    def _begin_stream(
+        self, batches: Any, count: Callable[[Any], int], ahead: bool, cursor: Cursor
+    ) -> MicroBatches | None:
+        if self._had_ended(cursor):
+            return None
         self._exchange_places()
         stateful = is_stateful(batches)
         if stateful and cursor.stream is not None:
-            self._load_place(cursor, batches, name)
+            self._load_place(cursor, batches)
         elif cursor.batch:
             logger.warning(
                 "epoch %d was interrupted after %d batches; %r cannot be entered in the middle, so that these are "
-                "trained on again", self.progress.epoch, cursor.batch, name,
+                "trained on again", self.progress.epoch, cursor.batch, cursor.name,
             )  # fmt: skip
             cursor.batch, cursor.stream = 0, None
         cursor.kind = "batches"
         micros = streamed(
-            self._group, batches, count, name, self._dp_rank, self._strategy.dp_size, cursor.batch,
+            self._group, batches, count, cursor.name, self._dp_rank, self._strategy.dp_size, cursor.batch,
             [self._seed, cursor.epoch] if stateful or ahead else None,
         )  # fmt: skip
-        with contextlib.closing(micros):
-            yield from self._hand_out(cursor, _plain_places(micros, name), 1)
+        return _with_plain_places(micros, cursor.name)
 
-    def _load_place(self, cursor: Cursor, batches: Any, name: str) -> None:
-        """Give a source of batches with a state the one that this rank's share of it had."""
+    def _had_ended(self, cursor: Cursor) -> bool:
+        ended = cursor.ended
+        if ended:
+            self.cursors.leave(cursor, finished=True)
+        return ended
+
+    def _load_place(self, cursor: Cursor, batches: Any) -> None:
         assert cursor.stream is not None
         saved = cursor.stream["places"]
         if len(saved) != self._strategy.dp_size:
             raise ConfigError(
-                f"run.stream: {cursor.batch} batches of this pass over {name!r} were done by {len(saved)} ranks, each "
-                f"of which had a share of it, and now there are {self._strategy.dp_size}: go on with {len(saved)}, or "
-                "from a checkpoint at the end of an epoch"
+                f"run.stream: {cursor.batch} batches of this pass over {cursor.name!r} were done by {len(saved)} "
+                f"ranks, each of which had a part of it, and now there are {self._strategy.dp_size}: resume with "
+                f"{len(saved)}, or from a checkpoint at the end of an epoch"
             )
         batches.load_state_dict(saved[self._dp_rank])
 
     def _exchange_places(self) -> None:
-        """Where streams are that have moved on: known by all ranks of all shares, as it is saved."""
+        """Makes the positions of all dp ranks in the streams known to every rank, as they are saved."""
         moved = self.cursors.moved_on
         if not moved:
             return
         mine = [each.place() for each in moved if each.place is not None]
-        found = places.gathered(self._group, self._dp_rank, self._strategy.dp_size, mine, [each.name for each in moved])
+        found = gather_places(self._group, self._dp_rank, self._strategy.dp_size, mine, [each.name for each in moved])
         for cursor, of_ranks in zip(moved, found, strict=True):
             cursor.stream, cursor.place = {"kind": cursor.kind, "places": of_ranks}, None
 
-    def for_evaluation(self, *args: Any, **how: Any) -> Any:
-        """The loader of a dataset that is evaluated."""
-        return self._loaders.for_evaluation(*args, **how)
-
-    def evaluation_of_stream(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
-        return self._streams.evaluating(data, batch_size, collate, alone)
-
-    def count_step(self) -> bool:
-        """An optimizer has stepped. The first one of a step moves progress on; whether this was it."""
-        step, progress = self.step, self.progress
-        if step is None or step.counted:
-            return False
-        taken = step.count()
-        progress.step += 1
-        progress.examples += step.whole
-        progress.epoch_ended = any(micro.completes_epoch for micro in taken)
-        progress.batch = max((micro.batch + 1 for micro in taken), default=0)
-        return True
-
-    def close(self, at_once: bool = False) -> None:
-        self._loaders.close(at_once)
-        self._streams.close(at_once)
-
-    # Inside
-
-    def _release_for(self, dataset: Any) -> None:
-        """Drop the references that loaders hold to datasets, before a new one is matched to a cursor: it may take the
-        place of one that nobody else holds."""
-        if not self.cursors.knows(dataset):
+    def _release_for(self, data: Any) -> None:
+        """Drops the loaders' references to datasets: a new dataset may continue the position of one that is gone."""
+        if not self.cursors.knows(data):
             self._loaders.release(self.cursors.closed)
             self._streams.release()
 
-    def _open(self, dataset: Any, facts: dict[str, Any], name: str | None, site: str | None) -> Cursor | None:
+    def _compare_order(self, cursor: Cursor, facts: dict[str, Any]) -> None:
+        """Refuses ranks with different orders: examples would be left out."""
+        if self._group.world_size == 1:
+            return
+        everywhere = self._group.gather(facts, f"the order of {cursor.name}")
+        for rank, other in enumerate(everywhere):
+            differ = [f"{name} {everywhere[0].get(name)!r} on rank 0, {other.get(name)!r} on rank {rank}"
+                      for name in {**everywhere[0], **other} if everywhere[0].get(name) != other.get(name)]  # fmt: skip
+            if differ:
+                raise ConfigError(
+                    f"run.batches: the ranks do not have the same order of {cursor.name}: {'; '.join(differ)}. Data, "
+                    "weights, lengths and a custom order must be the same on all ranks: make them from the seed"
+                )
+
+    def _log_uneven_shares(self, batch_size: int) -> None:
+        uneven = uneven_shares(batch_size, self._strategy.dp_size, "batch_size")
+        if uneven and batch_size not in self._uneven:
+            self._uneven.add(batch_size)
+            logger.info(uneven)
+
+    # Walking it
+
+    def open(self, planned: PlannedPass) -> OpenPass | None:
+        """Begins a pass; None where it was done before a restore."""
         self.was_asked = True
-        self._forget_what_was_left()
-        cursor = self.cursors.open(dataset, facts, name, site)
-        if cursor is not None and self._in_epochs and self._saved_as_done == self.progress.epoch:
+        self._drop_abandoned_step()
+        cursor = self.cursors.open(planned.data, planned.facts, planned.name, planned.site)
+        if cursor is None:
+            return None
+        if self._in_epochs and self._saved_as_done == self.progress.epoch:
             self._saved_as_done = None
             logger.warning(
                 "run.checkpoint was called in epoch %d before the pass over %s: a run that is resumed from there takes "
                 "the epoch for done, and leaves this pass out. Call run.checkpoint after the last pass of an epoch",
                 self.progress.epoch, cursor.name,
             )  # fmt: skip
-        return cursor
-
-    def _hand_out(self, cursor: Cursor, micros: Iterator[tuple[MicroBatch, Any]], accumulate: int) -> Iterator[Any]:
-        """One micro-batch after the other, on the device, with a safe point before every step."""
-        finished = False
+        micros = planned.begin(cursor)
+        if micros is None:
+            return None
         self.progress.batch = cursor.batch
-        try:
-            while True:
-                if not self._joins_step(cursor):
-                    self.step = None
-                    if not self._safe_point():
-                        return
-                    self._profiler.next_step(self.progress.step + 1)
-                self._activity.enter("data", self.progress.step + 1)
-                self._profiler.enter("data")
-                self.busy_since = time.perf_counter()
-                following = next(micros, None)
-                if following is None:
-                    finished = True
-                    break
-                micro, batch = following
-                continues = self.step is not None and self.step.has_taken(cursor)
-                self.step = self.step or Step(self._strategy.dp_size)
-                self.step.take(cursor, micro)
-                self._strategy.sync_gradients(self.step.completes_batch)
-                batch = self._strategy.move(batch, micro.number)
-                filled = continues and accumulate == 1 and self._fixed_shapes
-                self._guard.begin("a batch that was filled up" if filled else "a step", batch)
-                if not continues:  # gradients of a batch's parts are added up: they must not be written over before
-                    compiled.next_pass()
-                self._activity.enter("loss")
-                self._profiler.enter("forward")
-                yield batch
-        finally:
-            self._leave(cursor, finished)
+        return OpenPass(cursor, micros, planned.accumulate)
 
-    def _joins_step(self, cursor: Cursor) -> bool:
-        """Whether the next micro-batch of a source belongs to the step under way."""
+    def continues_step(self, walk: OpenPass) -> bool:
+        """Returns whether the next micro-batch belongs to the current step."""
         step = self.step
         if step is None or step.counted:
             return False
-        # Another source is at hand; or this one, with the batch not complete, or with gradients that wait for a step.
-        return not step.has_taken(cursor) or not step.completes_batch or step.pending
+        # Another source is current; or this one, with the batch not complete, or with gradients that wait for a step.
+        return not step.has_taken(walk.cursor) or not step.completes_batch or step.pending
 
-    def _leave(self, cursor: Cursor, finished: bool) -> None:
-        if cursor.is_open:
-            self.cursors.leave(cursor, finished)
-        self._strategy.sync_gradients(True)
-        if self.step is not None and (self.step.counted or not self.step.pending):
-            self.step = None
-        elif self.step is not None and finished:
-            self._carry_over(self.step, cursor)
-        if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
-            if finished:
-                self.progress.next_epoch()
-            self.cursors.begin_epoch()
-        self._profiler.enter(None)
-        self._activity.enter("what follows an epoch", limit=self._activity.patience)
+    def next(self, walk: OpenPass) -> Any:
+        """Returns the next micro-batch on the device; at the end of the pass, sets `walk.finished`."""
+        self._activity.enter("data", self.progress.step + 1)
+        self._profiler.enter("data")
+        self.busy_since = time.perf_counter()
+        following = next(walk.micros, None)
+        if following is None:
+            walk.finished = True
+            return None
+        micro, batch = following
+        again = self.step is not None and self.step.has_taken(walk.cursor)
+        self.step = self.step or Step(self._strategy.dp_size)
+        self.step.take(walk.cursor, micro)
+        self._strategy.sync_gradients(self.step.completes_batch)
+        batch = self._strategy.move(batch, micro.number)
+        filled = again and walk.accumulate == 1 and self._runtime.fixed_shapes
+        self._guard.begin("a batch that was filled up" if filled else "a step", batch)
+        if not again:  # gradients of a batch's parts are added up: they must not be written over before
+            compiled.next_pass()
+        self._activity.enter("loss")
+        self._profiler.enter("forward")
+        return batch
+
+    def leave(self, walk: OpenPass) -> None:
+        """Ends a pass, finished or not."""
+        with contextlib.closing(walk.micros):
+            if walk.cursor.is_open:
+                self.cursors.leave(walk.cursor, walk.finished)
+            self._strategy.sync_gradients(True)
+            if self.step is not None and (self.step.counted or not self.step.pending):
+                self.step = None
+            elif self.step is not None and walk.finished:
+                self._carry_over(self.step, walk.cursor)
+            if not self._in_epochs:  # a loop that counts its own epochs: one is done with the pass
+                if walk.finished:
+                    self.progress.next_epoch()
+                self.cursors.begin_epoch()
+            self._profiler.enter(None)
+            self._activity.enter("what follows an epoch", limit=self._activity.patience)
 
     def _carry_over(self, step: Step, ended: Cursor) -> None:
-        """A pass has ended with gradients that no optimizer has stepped with: the next batches add to them."""
-        others = [(each, micro) for each, micro in step.at_hand if each is not ended]
+        """Keeps the gradients of a pass that has ended before an optimizer stepped: the next batches add to them."""
+        others = [(each, micro) for each, micro in step.micro_batches if each is not ended]
         # zip() may have asked another source for a batch, and dropped it.
         dropped = bool(others) and step.taken > step.trained
         if dropped or not all(micro.completes_epoch for _, micro in others):
@@ -357,49 +404,40 @@ class BatchFeed:
         self.progress.examples += step.whole
         self.step = None
 
-    def _leave_epoch(self) -> None:
-        self.progress.next_epoch()
-        self.cursors.begin_epoch()
-
-    def _forget_what_was_left(self) -> None:
-        """Gradients of a batch that was left half way are not the next one's: it will be handed out again, whole."""
-        if self.step is not None and (self.step.was_left or self.step.is_bare):
-            if self.step.was_left and self.step.pending:
-                if self.step.partly_ended:
-                    raise ConfigError(
-                        "run.batches: of the sources that were walked together, one ended while gradients waited for a "
-                        "step: its last batches would be lost, those of the others would come again. Call run.step at "
-                        "the end of the loop"
-                    )
-                self._gradients.abandon(self.step)
-            self.step = None
-
-    def _compare(self, cursor: Cursor, facts: dict[str, Any]) -> None:
-        """Ranks take their shares of one order: with another on one of them, examples would be left out."""
-        if self._group.world_size == 1:
+    def _drop_abandoned_step(self) -> None:
+        """Drops the gradients of a batch that was left half way: it will be handed out again, whole."""
+        step = self.step
+        if step is None or not (step.was_left or step.is_bare):
             return
-        everywhere = self._group.gather(facts, f"the order of {cursor.name}")
-        for rank, other in enumerate(everywhere):
-            differ = [f"{name} {everywhere[0].get(name)!r} on rank 0, {other.get(name)!r} on rank {rank}"
-                      for name in {**everywhere[0], **other} if everywhere[0].get(name) != other.get(name)]  # fmt: skip
-            if differ:
+        if step.was_left and step.pending:
+            if step.partly_ended:
                 raise ConfigError(
-                    f"run.batches: the ranks do not have the same order of {cursor.name}: {'; '.join(differ)}. Data, "
-                    "weights, lengths and an order of one's own must be the same on all ranks: make them from the seed"
+                    "run.batches: of the sources that were walked together, one ended while gradients waited for a "
+                    "step: its last batches would be lost, those of the others would come again. Call run.step at "
+                    "the end of the loop"
                 )
+            self._gradients.abandon(step)
+        self.step = None
 
-    def _tell_uneven_shares(self, batch_size: int) -> None:
-        uneven = uneven_shares(batch_size, self._strategy.dp_size, "batch_size")
-        if uneven and batch_size not in self._told_uneven:
-            self._told_uneven.add(batch_size)
-            logger.info(uneven)
+    # Evaluation
+
+    def for_evaluation(self, *args: Any, **how: Any) -> Any:
+        return self._loaders.for_evaluation(*args, **how)
+
+    def evaluation_of_stream(self, data: Any, batch_size: int, collate: Collate | None, alone: bool) -> Pass:
+        return self._streams.evaluating(data, batch_size, collate, alone)
+
+    def close(self, at_once: bool = False) -> None:
+        self._loaders.close(at_once)
+        self._streams.close(at_once)
 
 
-def _plain_places(micros: Iterator[tuple[MicroBatch, Any]], name: str) -> Generator[tuple[MicroBatch, Any], None, None]:
-    """Micro-batches of a stream, after a look at whether the place in it can be saved at all."""
+def _with_plain_places(micros: MicroBatches, name: str) -> MicroBatches:
+    """Yields the micro-batches of a stream; refuses one whose position cannot be saved."""
     looked = False
-    for micro, batch in micros:
-        if not looked and micro.place is not None:
-            places.require_plain(micro.place(), name)
-            looked = True
-        yield micro, batch
+    with contextlib.closing(micros):
+        for micro, batch in micros:
+            if not looked and micro.place is not None:
+                require_plain(micro.place(), name)
+                looked = True
+            yield micro, batch

@@ -1,4 +1,4 @@
-"""The step is compiled once: counts compilations, and says what changed where there is one too many."""
+"""Counts compilations of the training step, and reports what changed where there is one too many."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN_LINES = 4
 
 
 class CompileGuard:
-    """Watches the training steps of one rank. A phase is a kind of step that is a program of its own."""
+    """Watches the training steps of one rank. A phase is a kind of step that has a separate program."""
 
     def __init__(self, runtime: Runtime, max_recompiles: int | None) -> None:
         self._runtime, self._max = runtime, max_recompiles
@@ -43,11 +43,11 @@ class CompileGuard:
 
     @property
     def settled(self) -> bool:
-        """Whether the step at hand should have nothing left to compile."""
+        """Whether the current step should have nothing left to compile."""
         return not self._active or self._seen.get(self._phase, 0) >= WARM_UP_STEPS
 
     def begin(self, phase: str, batch: Any) -> None:
-        """A step begins, or goes on with another micro-batch."""
+        """Notes the batch that a step begins or continues with."""
         if not self._active:
             return
         self._phase = phase
@@ -55,14 +55,14 @@ class CompileGuard:
         self._given = {path: _described(each) for path, each in tensors_of(batch)}
 
     def computed(self, loss: Tensor) -> None:
-        """The loss is written down, and not yet computed: the moment to see what it is made of."""
+        """Looks at the program of a loss that is traced and not yet computed."""
         if self._looking:
             program, before = self._runtime.program_text(loss), self._program
             self._program, self._changed = program, _difference(before, program) if before else None
 
     def end(self, step: int, again: bool = False) -> None:
-        """An optimizer has stepped, or (`again`) another one of the same step; raises where that compiled something
-        new once too often."""
+        """Counts what an optimizer step compiled (`again`: of another optimizer of the same step); raises where that
+        was once too often."""
         if not self._active:
             return
         phase, given = self._phase, self._given
@@ -103,7 +103,7 @@ class CompileGuard:
 
 
 def be_patient_while_compiling(activity: Activity) -> None:
-    """Give a rank more time whenever torch begins to compile something."""
+    """Gives a rank more time whenever torch begins to compile something."""
     from torch._dynamo import callback
 
     @callback.on_compile_start
@@ -116,14 +116,14 @@ def _described(tensor: Tensor) -> str:
 
 
 def _difference(before: str, after: str) -> list[str]:
-    """Operations of one program that the other does not have, each with the line of code that it comes from."""
+    """Returns operations that only the second program has, each with its line of code."""
     ours, theirs = ([_operation(line) for line in text.splitlines() if "=" in line] for text in (before, after))
     changed = [line[2:] for line in difflib.ndiff(ours, theirs) if line.startswith("+ ")]
     return list(dict.fromkeys(changed))[:_SHOWN_LINES]
 
 
 def _operation(line: str) -> str:
-    """`f32[32,10] aten::mul in loss@train.py:42`, without the numbers that operations are counted by."""
+    """Returns `f32[32,10] aten::mul in loss@train.py:42`, without the numbers of operations."""
     found = re.search(r"=\s+(\S+?)(?:\{[\d,]*\})?\s+(\S+?)\(.*?\).*?location=([^,]+)", line)
     if found is None:
         return re.sub(r"%\d+", "%", line.strip())
@@ -132,14 +132,14 @@ def _operation(line: str) -> str:
 
 
 class Phases:
-    """When training began, and how long the first step took where it had to be compiled."""
+    """Notes when training began, and how long the first step took where it had to be compiled."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._began: tuple[int, float] | None = None
 
     def at(self, step: int, compiles: bool) -> bool:
-        """Between two steps, where this is the number of the last one; whether there is no more to note."""
+        """Called after a step with its number. Returns whether there is no more to note."""
         if self._began is None:
             self._began = (step, time.time())
             self._timeline.note("train", self._began[1], step=step)

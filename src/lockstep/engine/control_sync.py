@@ -1,4 +1,4 @@
-"""The pulse: all ranks tell each other what they were asked for, and share rank 0's clock."""
+"""Control sync: ranks exchange what they were asked for, periodically or out of band, and use rank 0's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.errors import RankMissing
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 
 # A rank learns of a stop that another one was asked for within about this time (or one step, if that is longer).
-PULSE_SECONDS = 0.5
+SYNC_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ NOTHING = Asked()
 
 
 class ControlSync:
-    """Comes every so many steps, or out of turn where steps have become slow and somebody was asked for something.
+    """Synchronizes ranks every so many steps, or out of band where steps have become slow and a rank was asked.
 
-    The number of steps follows from the measured step time, so that the exchange costs a fixed small share of the
-    time and not something per step; it is computed from what was exchanged, so all ranks compute the same.
+    The number of steps follows from the measured step time, so that the exchange costs a small fixed fraction of the
+    time; it is computed from what was exchanged, so all ranks compute the same.
     """
 
     def __init__(self, group: Group, requests: StopRequests, out_of_band: OutOfBandSync | None = None) -> None:
@@ -46,12 +46,12 @@ class ControlSync:
         self._last_step = 0
         self._next_step = 0
         self._every = 1
-        self.exchanged = False  # whether the last beat was one at which ranks told each other
-        self.clock = 0.0  # seconds of training, as all ranks know it
+        self.exchanged = False  # whether ranks exchanged something at the last beat
+        self.clock = 0.0  # seconds of training, the same on all ranks
         self._clock_at_start = 0.0
 
     def start(self, step: int, clock: float) -> None:
-        """Begin at a step and a clock that all ranks know, fresh or restored."""
+        """Begins at a step and a clock that all ranks know, fresh or restored."""
         now = time.monotonic()
         self._start, self._last_time = now - clock, now
         self.clock = self._clock_at_start = clock
@@ -64,11 +64,11 @@ class ControlSync:
 
     @property
     def since_start(self) -> float:
-        """Seconds since this start of the run, restored or not, as all ranks know them."""
+        """Seconds since this start of the run, restored or not, the same on all ranks."""
         return self.clock - self._clock_at_start
 
     def beat(self, step: int) -> Asked:
-        """What all ranks are to do at this step, if any of them was asked for something."""
+        """Returns what all ranks are to do at this step, if any of them was asked for something."""
         now = time.monotonic()
         if self._group.world_size == 1:
             self.exchanged = True
@@ -80,17 +80,17 @@ class ControlSync:
         return self.meet(step) if self.exchanged else NOTHING
 
     def meet(self, step: int) -> Asked:
-        """Tell each other now."""
+        """Exchanges requests now, on all ranks."""
         now = time.monotonic()
         message = {
             **self._take(),
             "clock": now - self._start,
             "step_seconds": (now - self._last_time) / max(step - self._last_step, 1),
         }
-        messages = self._group.gather(message, f"the pulse at step {step}")
+        messages = self._group.gather(message, f"the control sync at step {step}")
         self.clock = float(messages[0]["clock"])
         slowest = max(float(each["step_seconds"]) for each in messages)
-        self._every = steps_between_pulses(slowest, self._every)
+        self._every = steps_between_syncs(slowest, self._every)
         self._last_step, self._last_time, self._next_step = step, time.monotonic(), step + self._every
         if self._out_of_band is not None:
             self._out_of_band.met(step, self._next_step)
@@ -112,33 +112,33 @@ def _asked(messages: list[dict[str, Any]]) -> Asked:
     return Asked(first("leave"), first("stop"), first("save"))
 
 
-def steps_between_pulses(step_seconds: float, before: int) -> int:
-    """As many steps as fit into the pulse's time, growing no faster than fourfold from one to the next."""
-    return max(1, min(int(PULSE_SECONDS / max(step_seconds, 1e-9)), before * 4, 10_000))
+def steps_between_syncs(step_seconds: float, before: int) -> int:
+    """Returns as many steps as fit into SYNC_SECONDS, growing no faster than fourfold from one sync to the next."""
+    return max(1, min(int(SYNC_SECONDS / max(step_seconds, 1e-9)), before * 4, 10_000))
 
 
-# Where the last pulse is younger than this, the next planned one is near enough.
+# Where the last sync is younger than this, the next planned one is near enough.
 _QUIET_SECONDS = 1.5
-# Without any request: how old the clock that all ranks share may become, by which runs save every so many minutes.
+# Without any request: how old the common clock may become, by which runs save every so many minutes.
 _OLD_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 
 
 class OutOfBandSync:
-    """One rank's part. `called_at` and `met` are for the training thread, `look` is for that of the heartbeat."""
+    """Calls a sync through the store. `called_at` and `met` are for the training thread, `look` for the heartbeat's."""
 
-    def __init__(self, group: Group, asked: Callable[[], bool]) -> None:
-        self._group, self._asked = group, asked
+    def __init__(self, group: Group, requests: StopRequests) -> None:
+        self._group, self._requests = group, requests
         self._lock = threading.Lock()
-        self._round = 0  # pulses so far, the same on all ranks
-        self._passed = -1  # the last safe point without a pulse, or of the last pulse
+        self._round = 0  # syncs so far, the same on all ranks
+        self._passed = -1  # the last safe point without a sync, or of the last sync
         self._held = False  # in this round, no safe point is passed without looking
         self._planned = 0
         self._met_at = time.monotonic()
-        self._said = -1  # the round that this rank has answered in
+        self._answered = -1  # the round that this rank has answered in
 
     def called_at(self, step: int) -> bool:
-        """Whether all ranks meet at the safe point of this step; else it is passed."""
+        """Returns whether all ranks meet at the safe point of this step; else it is passed."""
         with self._lock:
             if not self._held:
                 self._passed = step
@@ -150,7 +150,7 @@ class OutOfBandSync:
         return False
 
     def met(self, step: int, planned: int) -> None:
-        """A pulse is over; the next is planned at another step."""
+        """Notes that a sync is over, and at which step the next is planned."""
         with self._lock:
             self._round += 1
             self._held = False
@@ -158,9 +158,9 @@ class OutOfBandSync:
             self._met_at = time.monotonic()
 
     def look(self, store: Any) -> None:
-        """Call the others, where this rank was asked for something; and answer whoever has called."""
+        """Calls the others where this rank was asked for something, and answers a call."""
         number = self._round
-        if self._said < number and (self._wants() or store.check([_key(number)])):
+        if self._answered < number and (self._wants() or store.check([_key(number)])):
             if not store.check([_key(number)]):
                 store.set(_key(number), b"called")
             with self._lock:
@@ -169,17 +169,17 @@ class OutOfBandSync:
                 self._held = True
                 passed = self._passed
             store.set(_key(number, self._group.rank), str(passed))
-            self._said = number
-        if self._group.rank == 0 and self._said == number:
-            self._say_where(store, number)
+            self._answered = number
+        if self._group.rank == 0 and self._answered == number:
+            self._answer_where(store, number)
 
     def _wants(self) -> bool:
         quiet = time.monotonic() - self._met_at
         if self._planned <= self._passed + 1 or quiet < _QUIET_SECONDS:
-            return False  # the next safe point is a pulse anyway, or it is not far
-        return self._asked() or (self._group.rank == 0 and quiet > _OLD_SECONDS)
+            return False  # the next safe point has a sync anyway, or it is not far
+        return self._requests.any or (self._group.rank == 0 and quiet > _OLD_SECONDS)
 
-    def _say_where(self, store: Any, number: int) -> None:
+    def _answer_where(self, store: Any, number: int) -> None:
         if store.check([_key(number, "at")]):
             return
         answers = store.read_all([_key(number, rank) for rank in range(self._group.world_size)])
@@ -187,21 +187,21 @@ class OutOfBandSync:
             store.set(_key(number, "at"), str(max(map(int, answers)) + 1))
 
     def _meeting(self) -> int:
-        """The step whose safe point all ranks meet at, once it is known."""
+        """Returns the step whose safe point all ranks meet at, once it is known."""
         key, began = _key(self._round, "at"), time.monotonic()
-        with self._group.activity.within("'a pulse out of turn'", waits=True):
+        with self._group.activity.within("'a control sync out of band'", waits=True):
             while (step := self._group.published([key])[0]) is None:
                 if time.monotonic() - began > self._group.timeout:
                     raise RankMissing(
-                        f"waited {self._group.timeout:g} s for a pulse out of turn: the heartbeat of a rank does not "
-                        "answer. Look at the logs of the other ranks; timeouts.collective sets the limit"
+                        f"waited {self._group.timeout:g} s for a control sync out of band: the heartbeat of a "
+                        "rank does not answer. Look at the logs of the other ranks; timeouts.collective sets the limit"
                     )
                 time.sleep(_LOOK_SECONDS)
         return int(step)
 
 
 def _key(number: int, what: int | str | None = None) -> str:
-    return f"summons/{number}" if what is None else f"summons/{number}/{what}"
+    return f"sync/{number}" if what is None else f"sync/{number}/{what}"
 
 
 # So many steps after the last safe point there is another, though an optimizer has not stepped since.
@@ -209,11 +209,11 @@ _MOST_STEPS = 50
 
 
 class OwnDataSteps:
-    """Decides where the steps of such a loop end, and acts there on a request to save or to leave.
+    """Decides where the steps of a loop without `run.batches` end, and acts there on a request to save or to leave.
 
-    What follows run.step in an iteration (a scheduler, a target network, run.log) belongs to the step as well, and only
-    the loop knows it. So a request waits for the next call of a module, which is in the next iteration, and is carried
-    out before that. Random numbers that were drawn for it by then are drawn again in the resumed run.
+    What follows run.step in an iteration (a scheduler, run.log) belongs to the step as well, and only the loop knows
+    it. So a request waits for the next call of a module, which is in the next iteration, and is carried out before
+    that. Random numbers that were drawn by then are drawn again in the resumed run.
     """
 
     def __init__(self, runtime: Runtime, act: Callable[[Asked], None]) -> None:
@@ -225,7 +225,7 @@ class OwnDataSteps:
         self._hook: RemovableHandle | None = None
 
     def end_here(self, optimizer: object, optimizers: int) -> bool:
-        """Whether the step of this optimizer is the last of an iteration: all of them have stepped since the last."""
+        """Returns whether the step of this optimizer ends an iteration: all of them have stepped since the last."""
         self._stepped.add(id(optimizer))
         self._steps += 1
         if len(self._stepped) < optimizers and self._steps < _MOST_STEPS:
@@ -235,7 +235,7 @@ class OwnDataSteps:
         return True
 
     def defer(self, asked: Asked) -> None:
-        """Act on a request as soon as the next module is called by this thread."""
+        """Acts on a request as soon as this thread calls the next module."""
         thread = threading.get_ident()
 
         def before_forward(module: Any, inputs: Any) -> None:
@@ -246,7 +246,7 @@ class OwnDataSteps:
         self._hook = register_module_forward_pre_hook(before_forward)
 
     def act(self, redraw: bool = False) -> None:
-        """Act on the request that was deferred, if there is one; with `redraw`, as of the end of its step."""
+        """Acts on the deferred request, if there is one; with `redraw`, as of the end of its step."""
         if self._asked is None or self._hook is None:
             return
         asked, self._asked = self._asked, None

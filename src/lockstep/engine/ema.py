@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, kept beside them: measured, saved and restored with them."""
+"""Exponential moving average of a model's weights: measured, saved and restored beside them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PREFIX = "ema/"
 
 
 class Average:
-    """Of the trained parameters of one model. Where a rank has a part of a parameter, it has that part of the average.
+    """Averages the trained parameters of one model; a rank with a part of a parameter has that part of the average.
 
-    Buffers (running statistics) are no weights: whoever uses the average finds those of the model beside it.
+    Buffers (running statistics) are not averaged.
     """
 
     def __init__(self, module: nn.Module, settings: Ema, runtime: Runtime) -> None:
@@ -37,7 +37,7 @@ class Average:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The average by the names of the parameters: before the first step, the parameters as they are."""
+        """The average by parameter name; before the first step, the parameters as they are."""
         if self._weights is None:
             with torch.no_grad():
                 self._weights = {name: _wide(each.detach().clone()) for name, each in self._parameters.items()}
@@ -45,11 +45,11 @@ class Average:
         return self._weights
 
     def begin(self) -> None:
-        """An optimizer is about to step: the average starts from what it finds."""
+        """Starts the average from the weights before the first step."""
         _ = self.weights
 
     def update(self, step: int) -> None:
-        """An optimizer has made the weights those of a step."""
+        """Updates the average after a step."""
         if step % int(self.settings.every.count):
             return
         averages, now = self._pairs()
@@ -69,13 +69,13 @@ class Average:
 
     @property
     def decay(self) -> float:
-        """Of the update that was counted last."""
+        """The decay of the last update."""
         settings, n = self.settings, self.updates
         return min(settings.decay, (1 + n) / (10 + n)) if settings.warmup else settings.decay
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The averages where the weights are, and afterwards the weights again, bit for bit."""
+        """Puts the averages in place of the weights inside the block, and then the weights back, bit for bit."""
         averages, now = self._pairs()
         with torch.no_grad():
             kept = [each.clone() for each in now]
@@ -94,8 +94,8 @@ class Average:
         return {"updates": self.updates, "weights": dict(self.weights)}
 
     def load(self, state: Mapping[str, Any] | None, source: str) -> None:
-        """What state() gave, with Stored for its tensors where ranks read their own parts. Without any, or of other
-        parameters, the average starts from the weights, which are restored already."""
+        """Loads what state() gave. Without any, or of other parameters, the average starts from the weights, which
+        are restored already."""
         self._weights, self.updates, self.was_saved = None, 0, False
         if state is None or list(state["weights"]) != list(self._parameters):
             logger.info("%s has no average of these weights: it starts from them", source)
@@ -107,13 +107,13 @@ class Average:
         self.updates, self.was_saved = int(state["updates"]), True
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parts of averages and weights that this rank has. Asked for every time: restoring may move them."""
+        """Returns this rank's parts of averages and weights. Looked up every time: restoring may move them."""
         averages = [local_part(each) for each in self.weights.values()]
         return averages, [local_part(each) for each in self._parameters.values()]
 
 
 def ema_settings(given: float | Mapping[str, Any] | Ema) -> Ema:
-    """What `run.setup(ema=...)` is given: the decay, or all that `train.ema` may say."""
+    """Returns the settings for what `run.setup(ema=...)` is given: a decay, or all of `train.ema`."""
     if isinstance(given, Ema):
         return given
     try:
@@ -128,10 +128,9 @@ def ema_settings(given: float | Mapping[str, Any] | Ema) -> Ema:
 def measured_beside(
     averages: Sequence[Average], runtime: Runtime, measure: Callable[[], dict[str, dict[str, Any]] | None]
 ) -> dict[str, dict[str, Any]] | None:
-    """What `measure` finds of each dataset with the weights and, under names of their own, with their averages; None as
-    it does.
+    """Measures with the weights and, under `ema/` names, with their averages; None where `measure` returns that.
 
-    Random numbers go on as if the averages had not been measured.
+    Random numbers continue as if the averages had not been measured.
     """
     before = generator_states(runtime)
     found = measure()
@@ -140,7 +139,7 @@ def measured_beside(
     between = generator_states(runtime)
     with in_place(averages):
         more = measure()
-    if more is None:  # given up: whoever begins anew begins with the weights
+    if more is None:  # a resumed run begins again with the weights
         set_generator_states(runtime, before)
         return None
     set_generator_states(runtime, between)
@@ -159,7 +158,7 @@ def in_place(averages: Sequence[Average]) -> Iterator[None]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In half precision an average would stand still: what it moves by is too small for it."""
+    """Returns it in float32: in half precision an average would stand still."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

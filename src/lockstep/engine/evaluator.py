@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load, save
 from torch.utils.data import Dataset
 
-from lockstep.checkpoint import codec
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import Collate, check_dataset
@@ -20,7 +16,10 @@ from lockstep.data.stream_batches import counted
 from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.distributed.group import Group
 from lockstep.engine.batch_feed import BatchFeed
+from lockstep.engine.ema import PREFIX, Average, measured_beside
+from lockstep.engine.exchange import gather_to_rank_0
 from lockstep.engine.models import Models
+from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import ConfigError
 from lockstep.evaluation.epoch_metrics import Collected, WholeSet, require_other_names, whole_set_of
 from lockstep.evaluation.means import Measure, combine, evaluating, measure_sums, sums_of
@@ -30,7 +29,7 @@ from lockstep.strategy.base import Strategy
 
 
 class _GivenUp(Exception):
-    """This rank was asked to leave in the midst of an evaluation."""
+    """This rank was asked to leave during an evaluation."""
 
 
 class Evaluator:
@@ -42,11 +41,15 @@ class Evaluator:
         models: Models,
         feed: BatchFeed,
         checkpointer: Checkpointer,
-        leaves: Callable[[], bool] = lambda: False,
+        requests: StopRequests,
     ) -> None:
-        """`leaves` says whether this rank was asked to save and leave."""
         self._group, self._runtime, self._strategy = group, runtime, strategy
-        self._models, self._feed, self._checkpointer, self._leaves = models, feed, checkpointer, leaves
+        self._models, self._feed, self._checkpointer, self._requests = models, feed, checkpointer, requests
+
+    @property
+    def _averages(self) -> list[Average]:
+        """The weight averages that are measured beside the weights."""
+        return [each for each in self._models.averages if each.settings.measured]
 
     def evaluate(
         self, measure: Measure, dataset: Dataset[Any], batch_size: int, on: str, collate: Collate | None, name: str
@@ -63,18 +66,27 @@ class Evaluator:
         on: str,
         collate: Collate | None,
     ) -> dict[str, dict[str, Any]] | None:
-        """The same for several datasets, by what each is evaluated for; given up as soon as a rank is asked to leave:
-        then None, on all of them."""
-        leaves = (lambda: False) if self._strategy.measures_together else self._leaves
-        states = generator_states(self._runtime)
-        found = {}
-        for name, dataset in datasets.items():
-            one = self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
-            if one is None:  # whoever begins anew, with the first of them, draws the same numbers
-                set_generator_states(self._runtime, states)
-                return None
-            found[name] = one
-        return found
+        """Evaluates datasets by what each is evaluated for, with the weights and with their averages.
+
+        Returns None on all ranks as soon as one of them is asked to leave.
+        """
+        leaves = (lambda: False) if self._strategy.measures_together else self._asked_to_leave
+
+        def measured() -> dict[str, dict[str, Any]] | None:
+            states = generator_states(self._runtime)
+            found = {}
+            for name, dataset in datasets.items():
+                one = self._evaluate(measure, dataset, batch_size, on, collate, name, leaves)
+                if one is None:  # a resumed run begins with the first of them, and draws the same numbers
+                    set_generator_states(self._runtime, states)
+                    return None
+                found[name] = one
+            return found
+
+        return measured_beside(self._averages, self._runtime, measured)
+
+    def _asked_to_leave(self) -> bool:
+        return self._requests.leave is not None
 
     def _evaluate(
         self,
@@ -117,8 +129,7 @@ class Evaluator:
     def _micro_batches(
         self, dataset: Any, batch_size: int, collate: Collate | None, alone: bool, name: str
     ) -> tuple[int | None, Callable[[], Iterable[tuple[MicroBatch, Any]]], Callable[[], None]]:
-        """How many examples there are, where that is known; this rank's micro-batches; and what to make sure of once
-        all ranks have measured theirs."""
+        """Returns the number of examples, if known; this rank's micro-batches; and a check to make after them."""
         if not is_stream(dataset):
             count = check_dataset(dataset, name)
             loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
@@ -136,10 +147,10 @@ class Evaluator:
     def _of_whole_set(
         self, whole: WholeSet, collected: list[Collected], means: Mapping[str, Any], alone: bool, name: str
     ) -> dict[str, Any]:
-        """The metrics of a whole set, computed on rank 0 from what all ranks have collected."""
+        """Computes metrics of a whole set on rank 0, from what all ranks have collected."""
         parts = [each.part() for each in collected]
         if not alone:
-            parts = at_rank_zero(self._group, parts[0], self._strategy.is_dp_leader, f"the outputs of {name}")
+            parts = gather_to_rank_0(self._group, parts[0], self._strategy.is_dp_leader, f"the outputs of {name}")
 
         def compute() -> dict[str, Any]:
             values = whole.computed(parts)
@@ -159,10 +170,10 @@ class Evaluator:
         return combine(parts, expected, name)
 
     def names_of(
-        self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None
+        self, measure: Measure, dataset: Dataset[Any], batch_size: int, collate: Collate | None = None
     ) -> tuple[dict[str, Any], bool]:
-        """What `measure` finds by name on one batch that leaves no trace (no generator moves on), and whether that is
-        all: a metric of a whole set may have no value for so few examples."""
+        """Returns what `evaluate_or_leave` finds by name, measured on one batch without any trace (no generator moves
+        on), and whether that is all: a metric of a whole set may have no value for so few examples."""
         states = generator_states(self._runtime)
         alone = self._group.world_size == 1
         if is_stream(dataset):
@@ -188,10 +199,12 @@ class Evaluator:
         set_generator_states(self._runtime, states)
         values = next((each for each in tried if each is not None), {})
         require_other_names(values, found)
-        return {**dict.fromkeys(found, 0.0), **values}, None not in tried
+        names = {**dict.fromkeys(found, 0.0), **values}
+        averaged = {PREFIX + name: value for name, value in names.items()} if self._averages else {}
+        return names | averaged, None not in tried
 
     def _next_of(self, name: str, leaves: Callable[[], bool] = lambda: False) -> Callable[[Any], Any]:
-        """Moves a batch to the device, and counts it as progress of whatever the batches are for."""
+        """Returns what moves a batch to the device and counts as progress."""
 
         def move(batch: Any) -> Any:
             if leaves():
@@ -201,57 +214,3 @@ class Evaluator:
             return self._strategy.move(batch)
 
         return move
-
-
-# So much is sent at once: the limit of a wait is for a piece, not for all that a rank has.
-_PIECE_BYTES = 64 * 2**20
-_LENGTH_BYTES = 8
-
-
-def at_rank_zero(group: Group, value: Any, is_dp_leader: bool, name: str) -> list[Any]:
-    """On rank 0 the values of all ranks that speak, in rank order; nothing on the others.
-
-    Every rank must call it. Values are what a checkpoint could hold: no pickles travel.
-    """
-    if group.world_size == 1:
-        return [value]
-    mine = _encoded(value) if is_dp_leader and group.rank != 0 else b""
-    sizes = group.gather(len(mine), f"how much of {name} every rank has")
-    if group.rank == 0:
-        received = [_decoded(_receive(group, rank, size, name)) for rank, size in enumerate(sizes) if size]
-        return [value, *received] if is_dp_leader else received
-    for start in range(0, len(mine), _PIECE_BYTES):
-        piece = bytearray(mine[start : start + _PIECE_BYTES])
-        group.send(torch.frombuffer(piece, dtype=torch.uint8), 0, f"{name} of rank {group.rank}")
-    return []
-
-
-def _receive(group: Group, rank: int, size: int, name: str) -> bytes:
-    whole = torch.empty(size, dtype=torch.uint8)
-    for start in range(0, size, _PIECE_BYTES):
-        group.receive(whole[start : start + _PIECE_BYTES], rank, f"{name} of rank {rank}")
-    return whole.numpy().tobytes()
-
-
-def _encoded(value: Any) -> bytes:
-    tree, tensors = codec.pack(value)
-    header = json.dumps(tree).encode()
-    # Copies, since what shares memory is refused there; under numbers, since a name may be anything here.
-    names = {str(index): each for index, each in enumerate(tensors)}
-    body = save({number: tensors[name].detach().cpu().contiguous().clone() for number, name in names.items()})
-    known = json.dumps(names).encode()
-    return b"".join(
-        part for each in (header, known, body) for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each)
-    )
-
-
-def _decoded(message: bytes) -> Any:
-    parts, at = [], 0
-    while at < len(message):
-        size = int.from_bytes(message[at : at + _LENGTH_BYTES], "little")
-        parts.append(message[at + _LENGTH_BYTES : at + _LENGTH_BYTES + size])
-        at += _LENGTH_BYTES + size
-    header, known, body = parts
-    found = load(body)
-    names: Mapping[str, str] = json.loads(known)
-    return codec.unpack(json.loads(header), {name: found[number] for number, name in names.items()})

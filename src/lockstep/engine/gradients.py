@@ -68,7 +68,7 @@ class Watched:
         return [each.grad for group in self.optimizer.param_groups for each in group["params"]]
 
     def is_left_over(self, waiting: Sequence[BackwardPass]) -> bool:
-        """Whether these passes came after its step on their batch, and others used them: the next batch drops them."""
+        """Returns whether these passes came after its step and others used them: the next batch drops them."""
         return all(each.used and each.step is self.stepped_in for each in waiting)
 
 
@@ -79,7 +79,7 @@ class GradientTracker:
         self._before: dict[int, list[tuple[Tensor | None, int]]] = {}
 
     def watch(self, name: str, optimizer: Optimizer, drop_unreduced: Callable[[Optimizer], None]) -> None:
-        """Follow an optimizer; `drop_unreduced` drops those of its gradients that its zero_grad does not reach."""
+        """Follows an optimizer; `drop_unreduced` drops those of its gradients that its zero_grad does not reach."""
         plain = optimizer.zero_grad
 
         def clear(set_to_none: bool = True) -> None:
@@ -98,7 +98,7 @@ class GradientTracker:
         self._watched[id(optimizer)] = watched
 
     def begin(self, step: Step) -> None:
-        """A backward pass is about to begin: drop what is left of the batch before."""
+        """Drops what is left of the batch before, when a backward pass begins."""
         if len(self._watched) == 1:
             return
         self._passes = [each for each in self._passes if each.step is step or not each.reached <= each.settled]
@@ -114,14 +114,14 @@ class GradientTracker:
         self._before = {key: _versions(each.gradients) for key, each in self._watched.items()}
 
     def add(self, step: Step, count: Count | None) -> None:
-        """A backward pass is done."""
+        """Notes a backward pass."""
         known = [each for each in self._passes if each.step is step and each.micro == step.taken]
         reached = {key for key, each in self._watched.items() if self._is_reached(key, each)}
         self._passes.append(BackwardPass(step, step.batches, step.taken, len(known), count, reached))
         self._before = {}
 
     def counts_for(self, optimizer: Optimizer) -> list[Count]:
-        """What the gradients of an optimizer are to be divided by; nothing where they are those of means."""
+        """Returns what to divide the gradients of an optimizer by; nothing where they are those of means."""
         key = id(optimizer)
         # A pass over a micro-batch whose gradients are not exchanged yet may not show whom it reached: it reaches whom
         # the same pass over the last micro-batch reaches.
@@ -133,7 +133,7 @@ class GradientTracker:
         if len(counts) < len(passes) or len({each.micro for each in passes}) < len(passes):
             raise ConfigError(
                 f"run.step: {len(passes)} backward passes came before it, and {len(counts)} of them gave a sum and a "
-                "count: their gradients cannot be told apart any more. Add the losses up before run.backward, or step "
+                "count: their gradients can no longer be separated. Add the losses up before run.backward, or step "
                 "each optimizer right after its own loss"
             )
         if len({each.batches for each in passes}) > 1:
@@ -144,7 +144,7 @@ class GradientTracker:
         return counts
 
     def stepped(self, optimizer: Optimizer, step: Step) -> None:
-        """An optimizer has used its gradients."""
+        """Clears the gradients that an optimizer has used."""
         watched = self._watched[id(optimizer)]
         for each in self._passes:
             each.used = each.used or each.waits_for(id(optimizer))
@@ -155,12 +155,12 @@ class GradientTracker:
             self._passes.clear()
 
     def carry_over(self, step: Step) -> None:
-        """The pass over the data has ended in a step that no optimizer has taken yet: the next batches add to it."""
+        """Keeps the gradients of a step at whose end the data has ended: the next batches add to them."""
         for each in self._passes:
             each.carried_over = each.carried_over or each.step is step
 
     def abandon(self, step: Step) -> None:
-        """Drop the gradients of a step that the loop has left half way: its batch comes again, whole."""
+        """Drops the gradients of a step that the loop has left half way: its batch comes again, whole."""
         for watched in self._watched.values():
             watched.drop_unreduced(watched.optimizer)
             waiting = self._waiting(watched)
@@ -176,8 +176,8 @@ class GradientTracker:
         self._passes = [each for each in self._passes if each.step is not step]
 
     def to_save(self) -> dict[str, dict[str, Any]]:
-        """By model, what a checkpoint holds beside the optimizer: whether its gradients wait for a step ("used" says
-        of which passes), and whether the loop clears them."""
+        """Returns, by model, whether its gradients wait for a step ("used": of which passes), and whether the loop
+        clears them."""
         found = {}
         for watched in self._watched.values():
             waiting = self._waiting(watched)
@@ -199,7 +199,7 @@ class GradientTracker:
         return found
 
     def restore(self, name: str, saved: Mapping[str, Any]) -> None:
-        """The optimizer of a model has the gradients back that waited for its step."""
+        """Restores which gradients of a model wait for a step."""
         watched = next(each for each in self._watched.values() if each.name == name)
         watched.cleared_by_loop, watched.calls_zero_grad = saved["by_loop"], saved["calls_zero_grad"]
         before = Step()

@@ -23,7 +23,7 @@ from lockstep.runtime.base import Runtime, generator_states, set_generator_state
 logger = logging.getLogger(__name__)
 
 # Backward passes without a step that may still be accumulation: in run.batches, and with data of the loop's own, where
-# a reward or a sample often has a pass of its own.
+# every reward or sample often has a separate pass.
 _MOST_PASSES, _MOST_OWN_PASSES = 256, 2048
 _CLEARED = 3  # so often gradients were cleared that no optimizer has used
 _LOOKED_AT = 3  # backward passes on the loop's own data
@@ -38,7 +38,7 @@ class LoopChecks:
         self._inside = False  # of run.backward or run.step
         self._hooks: dict[int, RemovableHandle] = {}
         self._parameters: list[nn.Parameter] = []
-        self._stepped = self._told = False
+        self._stepped = self._warned = False
         self._passes = self._own_passes = self._cleared = 0
         self._walked: set[int] = set()
         self._compares_data = group.world_size > 1 and dp_size > 1
@@ -48,7 +48,7 @@ class LoopChecks:
     # optimizer.step() in place of run.step(optimizer)
 
     def watch(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Refuse optimizer.step() outside of run.step, until run.step was called for this optimizer."""
+        """Refuses optimizer.step() outside of run.step, until run.step was called for this optimizer."""
         self._parameters = self._parameters or [each for each in model.parameters() if each.requires_grad]
         if isinstance(optimizer, Optimizer):
             self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
@@ -96,23 +96,23 @@ class LoopChecks:
     def walks(self, dataset: Any) -> None:
         """The loop begins a pass over a dataset."""
         if not self._stepped and self._passes and id(dataset) in self._walked:
-            self._tell_no_step()
+            self._warn_no_step()
         self._walked.add(id(dataset))
 
     def finish(self) -> None:
         if not self._stepped and self._passes:
-            self._tell_no_step()
+            self._warn_no_step()
 
     def _count_pass(self, own_data: bool) -> None:
         if self._passes and all(each.grad is None for each in self._parameters):
             self._cleared += 1
         self._passes += 1
         if self._cleared >= _CLEARED or self._passes > (_MOST_OWN_PASSES if own_data else _MOST_PASSES):
-            self._tell_no_step()
+            self._warn_no_step()
 
-    def _tell_no_step(self) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_no_step(self) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "%d backward passes and no run.step: no weight has changed. Call run.step(optimizer) after "
                 "run.backward(loss), in place of optimizer.step()", self._passes,
@@ -133,10 +133,10 @@ class LoopChecks:
         losses = [] if self._runtime.compiles_everything else [each.item() for each in self._losses]
         self._losses = []
         mine = {"losses": losses, "data": self._facts()}
-        self._tell_same_data(self._group.gather(mine, "the data of the first steps"))
+        self._warn_same_data(self._group.gather(mine, "the data of the first steps"))
 
     def _facts(self) -> list[list[Any]]:
-        """What the datasets are made of that the loop's loaders read at each of these steps, as far as it is known."""
+        """Returns digests of the datasets that the loop's loaders read at each of these steps, as far as known."""
         states = generator_states(self._runtime)  # a dataset may draw random numbers
         try:
             moved = [each for each in _iterators() if each._num_yielded > self._yielded.get(id(each), 0)]
@@ -144,7 +144,7 @@ class LoopChecks:
         finally:
             set_generator_states(self._runtime, states)
 
-    def _tell_same_data(self, found: Sequence[dict[str, Any]]) -> None:
+    def _warn_same_data(self, found: Sequence[dict[str, Any]]) -> None:
         ranks = self._group.world_size
         everywhere = [each for each in found[0]["data"] if all(each in other["data"] for other in found)]
         losses = found[0]["losses"]

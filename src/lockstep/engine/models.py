@@ -1,4 +1,4 @@
-"""The models of a run and their optimizers: as they are trained, and as they are saved."""
+"""The models of a run and their optimizers, in training and in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engine.ema import Average
-from lockstep.engine.frozen import Frozen, refuse_other
 from lockstep.engine.gradients import GradientTracker
+from lockstep.engine.weights import Frozen, refuse_other
 from lockstep.errors import ConfigError
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.optimizer_step import with_own_kernels
@@ -38,8 +38,12 @@ class Entry:
     frozen: Frozen | None = None  # where its frozen weights are left out of checkpoints
 
 
+# What an optimizer steps: its model, itself, and all of its parameters.
+Stepped = tuple[Entry, Optimizer, list[nn.Parameter]]
+
+
 class Models:
-    """All of them by name, in the order of their setup."""
+    """The models of a run by name, in the order of their setup."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -58,11 +62,11 @@ class Models:
         self._known.update(id(each) for each in entry.module.parameters())
 
     def free_name(self, name: str | None) -> str:
-        """The name that a model is set up under: as asked for, else `model`, `model2` and so on."""
+        """Returns the name for a model: as asked for, else `model`, `model2` and so on."""
         chosen = name or (DEFAULT if not self.entries else f"{DEFAULT}{len(self.entries) + 1}")
         if chosen in self.entries:
             raise ConfigError(
-                f"run.setup: there is a model named {chosen!r} already: give each a name of its own (name=...)"
+                f"run.setup: there is a model named {chosen!r} already: give each another name (name=...)"
             )
         return chosen
 
@@ -72,8 +76,12 @@ class Models:
 
     @property
     def averages(self) -> list[Average]:
-        """Of the weights of those models that were set up with one."""
         return [each.average for each in self.entries.values() if each.average is not None]
+
+    @property
+    def averages_were_saved(self) -> bool:
+        """Whether the weights that were loaded came with averages, of every model that has one."""
+        return bool(self.averages) and all(each.was_saved for each in self.averages)
 
     def require_any(self) -> None:
         if not self.entries:
@@ -91,8 +99,8 @@ class Models:
             )
         return next(iter(self.entries.values()))
 
-    def stepped_by(self, optimizer: Optimizer | None) -> tuple[Entry, Optimizer, list[nn.Parameter]]:
-        """The model that an optimizer was set up with, and all parameters that it steps."""
+    def stepped_by(self, optimizer: Optimizer | None) -> Stepped:
+        """Returns what an optimizer steps; without one, that of the only model."""
         if optimizer is None:
             optimizer = self.only().optimizer
         if optimizer is None:
@@ -124,7 +132,7 @@ class Models:
         )
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What can be changed of the optimizers between two steps."""
+        """Returns what can be changed of the optimizers between two steps."""
         return {
             name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
             for name, each in self.optimizers.items()
@@ -133,7 +141,7 @@ class Models:
     # What a checkpoint holds of them. One model is saved under the bare names of its parameters.
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The weights, which are most of it, and all the rest."""
+        """Returns the weights, and the rest of what a checkpoint holds of models."""
         self.require_any()
         states = {name: self._strategy.state_dict(each) for name, each in self.modules.items()}
         frozen = {name: each.frozen for name, each in self.entries.items() if each.frozen is not None}
@@ -205,7 +213,6 @@ class Models:
         self._strategy.restored(self.modules, list(self.optimizers.values()))
 
     def _require_trained(self, name: str, saved: Mapping[str, Any], source: str) -> None:
-        """All weights that are trained have to be there, and no others."""
         frozen = self.entries[name].frozen
         trained = set(self._strategy.state_dict(self.modules[name])) - (frozen.names if frozen else set())
         if wrong := sorted(trained ^ set(saved)):
@@ -225,7 +232,7 @@ class Models:
         self.gradients.restore(name, saved)
 
     def _parameter_names(self, model: str) -> dict[int, str]:
-        """By identity; those of other models, which its optimizer may step as well, with the model's name."""
+        """Returns names by identity; of other models, which its optimizer may step too, with the model's name."""
         others = {
             id(each): f"{name}: {key}"
             for name, module in self.modules.items()
@@ -244,7 +251,7 @@ _PARTS = {"state", "param_groups"}
 
 
 def by_name(state: Mapping[str, Any], optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """What `optimizer.state_dict()` returned, with names in place of numbers."""
+    """Returns what `optimizer.state_dict()` returned, with names in place of numbers."""
     if not state.keys() >= _PARTS:  # a class that keeps its state in its own way
         return dict(state)
     groups = [
@@ -261,7 +268,7 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, names: Names) -> dic
 
 
 def by_number(state: Mapping[str, Any], optimizer: Optimizer, names: Names, source: str) -> dict[str, Any]:
-    """The same with the numbers that parameters have in this optimizer."""
+    """Returns a saved state with the numbers that parameters have in this optimizer."""
     if not state.keys() >= _PARTS:
         return dict(state)
     groups = []

@@ -1,4 +1,4 @@
-"""The step under way: the micro-batches at hand, what they weigh, and what they complete."""
+"""The current step: its micro-batches, what they weigh, and what they complete."""
 
 from __future__ import annotations
 
@@ -13,80 +13,79 @@ class Step:
     """From the first micro-batch of a global batch until the one after its last is asked for.
 
     A loop may take micro-batches of several sources at once, and step several optimizers for each: it is one step.
-    One that has no micro-batch at all is that of a loop which brings its own data.
+    A step without any micro-batch is that of a loop which brings its own data.
     """
 
     def __init__(self, dp_size: int = 1) -> None:
-        """`shares` is into how many parts every global batch is divided."""
         self._dp_size = dp_size
-        self._at_hand: dict[str, tuple[Cursor, MicroBatch]] = {}
+        self._current: dict[str, tuple[Cursor, MicroBatch]] = {}  # the last micro-batch of each source
         self._micro: MicroBatch | None = None  # the one that was handed out last; in most loops, the only one
         self.counted = False  # whether progress has it: an optimizer has stepped
         self.pending = False  # whether there are gradients that no optimizer has used
         self.partly_ended = False  # whether a source of it has ended, and another has not
         self.taken = self.trained = 0  # micro-batches so far, and when a backward pass was made last
-        self._examples_before = 0  # of whole batches that others have taken the place of
+        self._examples_before = 0  # of global batches that later ones of the same source have replaced
 
     def take(self, cursor: Cursor, micro: MicroBatch) -> None:
-        """Another micro-batch of the same step is at hand, in place of the last one of its source."""
-        before = self._at_hand.get(cursor.name)
+        """Adds a micro-batch, in place of the last one of its source."""
+        before = self._current.get(cursor.name)
         if before is not None and before[1].completes_batch:  # the loop accumulates over batches
             self._examples_before += before[1].whole
-        self._at_hand[cursor.name] = (cursor, micro)
+        self._current[cursor.name] = (cursor, micro)
         self._micro = micro
         self.taken += 1
 
     @property
     def batches(self) -> tuple[tuple[str, int, int], ...]:
-        """The global batches that it is about now."""
-        return tuple((name, cursor.epoch, micro.batch) for name, (cursor, micro) in self._at_hand.items())
+        """Its global batches, by source, epoch and number."""
+        return tuple((name, cursor.epoch, micro.batch) for name, (cursor, micro) in self._current.items())
 
     def has_taken(self, cursor: Cursor) -> bool:
-        return cursor.name in self._at_hand
+        return cursor.name in self._current
 
     @property
-    def at_hand(self) -> list[tuple[Cursor, MicroBatch]]:
-        """The sources that it is about, and the last micro-batch of each."""
-        return list(self._at_hand.values())
+    def micro_batches(self) -> list[tuple[Cursor, MicroBatch]]:
+        """Its sources, and the last micro-batch of each."""
+        return list(self._current.values())
 
     @property
     def is_bare(self) -> bool:
-        return not self._at_hand
+        return not self._current
 
     def computed(self) -> None:
-        """A backward pass was made of the current micro-batches."""
+        """Notes a backward pass over the current micro-batches."""
         self.pending, self.trained = True, self.taken
 
     @property
     def was_left(self) -> bool:
-        """Whether the loops that its micro-batches came from were left before an optimizer stepped."""
-        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor, _ in self.at_hand)
+        """Whether the loops over its sources were left before an optimizer stepped."""
+        return not self.counted and not self.is_bare and not any(cursor.is_open for cursor, _ in self.micro_batches)
 
     @property
     def completes_batch(self) -> bool:
-        """Whether the micro-batches at hand are the last of their global batch."""
-        if len(self._at_hand) == 1 and self._micro is not None:
+        """Whether the current micro-batches are the last of their global batches."""
+        if len(self._current) == 1 and self._micro is not None:
             return self._micro.completes_batch
-        return all(micro.completes_batch for _, micro in self._at_hand.values())
+        return all(micro.completes_batch for _, micro in self._current.values())
 
     @property
     def is_part(self) -> bool:
         """Whether the current micro-batch is one of several of its global batch."""
-        return any(micro.number > 0 or not micro.completes_batch for _, micro in self._at_hand.values())
+        return any(micro.number > 0 or not micro.completes_batch for _, micro in self._current.values())
 
     @property
     def weight(self) -> float:
-        """What a mean over the micro-batch at hand is multiplied with."""
-        return self._common({cursor.name: micro.weight for cursor, micro in self._at_hand.values()}, self._dp_size)
+        """The factor for a mean over the current micro-batch."""
+        return self._common({cursor.name: micro.weight for cursor, micro in self._current.values()}, self._dp_size)
 
     @property
     def scale(self) -> float:
-        """What a sum over the micro-batch at hand is multiplied with."""
-        return self._common({cursor.name: micro.scale for cursor, micro in self._at_hand.values()}, 1)
+        """The factor for a sum over the current micro-batch."""
+        return self._common({cursor.name: micro.scale for cursor, micro in self._current.values()}, 1)
 
     def _common(self, factors: Mapping[str, float], multiple: int) -> float:
-        """The factor that the current micro-batches have in common. It is refused on all ranks where one has none."""
-        micros = [micro for _, micro in self._at_hand.values()]
+        """Returns the factor that all current micro-batches have, or refuses the loss on all ranks alike."""
+        micros = [micro for _, micro in self._current.values()]
         if len(micros) == 1:
             return next(iter(factors.values()))
         uneven = any(each.whole < self._dp_size or each.whole % multiple for each in micros)
@@ -101,17 +100,17 @@ class Step:
 
     @property
     def examples(self) -> int:
-        """How many examples a mean over the micro-batch that was handed out last counts for."""
+        """How many examples a mean over the last micro-batch counts for."""
         return 1 if self._micro is None else self._micro.examples
 
     def count(self) -> list[MicroBatch]:
-        """Count the step, and move the cursors on; the last micro-batches of the global batches it trained on."""
+        """Moves the cursors on. Returns the last micro-batches of the global batches it trained on."""
         self.counted = True
-        for cursor, micro in self._at_hand.values():
+        for cursor, micro in self._current.values():
             cursor.advance(micro)
-        return [micro for _, micro in self._at_hand.values()]
+        return [micro for _, micro in self._current.values()]
 
     @property
     def whole(self) -> int:
         """How many examples it was trained on, over all ranks."""
-        return self._examples_before + sum(micro.whole for _, micro in self._at_hand.values())
+        return self._examples_before + sum(micro.whole for _, micro in self._current.values())

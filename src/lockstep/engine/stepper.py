@@ -1,8 +1,10 @@
-"""One step of training: the backward pass of a loss, and the step of an optimizer."""
+"""The backward pass of a loss and the step of an optimizer; closures (LBFGS, SAM); loss scaling for float16."""
 
 from __future__ import annotations
 
-import time
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError
 
 from lockstep.distributed.group import Group
-from lockstep.engine import closures
-from lockstep.engine.batch_feed import BatchFeed
 from lockstep.engine.compile_guard import CompileGuard
-from lockstep.engine.loss_scale import LossScale
-from lockstep.engine.models import MATCH, Entry, Models
+from lockstep.engine.ema import Average
+from lockstep.engine.models import MATCH, Entry, Models, Stepped
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
@@ -26,42 +26,32 @@ from lockstep.strategy.optimizer_step import divides_gradients, dividing
 
 
 class Stepper:
-    """Makes gradients those of the whole global batch, and counts what was stepped."""
+    """Makes the gradients of every rank those of the global batch, and steps optimizers with them."""
 
     def __init__(
         self,
         group: Group,
         strategy: Strategy,
         models: Models,
-        feed: BatchFeed,
         aggregator: MetricAggregator,
         guard: CompileGuard,
         profiler: Profiler,
         logs_norm: bool | None = None,
     ) -> None:
-        """With `logs_norm`, the norm of gradients is noted in every step; None: where clipping computes it anyway."""
+        """With `logs_norm`, the gradient norm is logged in every step; with None, where clipping computes it anyway."""
         self._group, self._activity, self._strategy = group, group.activity, strategy
-        self._models, self._feed, self._aggregator = models, feed, aggregator
+        self._models, self._aggregator = models, aggregator
         self._guard, self._profiler = guard, profiler
         self._logs_norm = logs_norm
         self.loss_scale: LossScale | None = None  # where a model computes in float16
-        self._evaluations: closures.Evaluations | None = None  # while an optimizer evaluates a closure
+        self._evaluations: Evaluations | None = None  # while an optimizer evaluates a closure
         self._gradients = models.gradients
 
-    @property
-    def number(self) -> int:
-        """The step that the batch at hand belongs to: under way until an optimizer has stepped."""
-        step = self._feed.step
-        return self._feed.progress.step + (0 if step is None or step.counted else 1)
-
-    def backward(self, loss: Any, count: Any = None) -> None:
-        total, count = loss_and_count(loss, count)
-        self._aggregator.note_busy(time.perf_counter() - self._feed.busy_since)
-        step = self._current()
+    def backward(self, step: Step, number: int, total: Tensor, count: Any) -> None:
+        """Computes gradients of the loss of the current micro-batch of step `number`."""
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete
-        number = self.number
         self._gradients.begin(step)
         self._guard.computed(total)
         evaluations = self._evaluations
@@ -71,7 +61,7 @@ class Stepper:
         self._be_patient_while_compiling()
         self._profiler.enter("backward")
         try:
-            self._weighed(total, factor).backward()  # type: ignore[no-untyped-call]
+            self._weighed(total, factor, number).backward()  # type: ignore[no-untyped-call]
             self._strategy.computed(complete)
         except CheckpointError as error:
             raise _computed_otherwise(error) from error
@@ -85,23 +75,19 @@ class Stepper:
         self._activity.enter("the optimizer")
         self._profiler.enter(None)
 
-    def step(self, optimizer: Optimizer | None, closure: closures.Closure | None = None) -> bool:
-        entry, optimizer, parameters = self._models.stepped_by(optimizer)
-        step = self._current()
-        closures.check(entry, optimizer, step, closure, self.loss_scale is not None)
-        if not step.completes_batch:
-            self._feed.busy_since = time.perf_counter()
-            return False
+    def step(self, stepped: Stepped, step: Step, number: int, closure: Closure | None = None) -> Average | None:
+        """Steps an optimizer and clears its gradients. Returns the weight average to update, if there is one."""
+        entry, optimizer, parameters = stepped
         counts = self._gradients.counts_for(optimizer)
         self._profiler.enter("optimizer")
-        self._reduce(parameters, counts)
-        usable = self._usable(entry, parameters)
+        self._reduce(parameters, counts, number)
+        usable = self._usable(entry, parameters, number)
         if usable:
-            divisor = self._clip(entry, optimizer, parameters) if closure is None else None
+            divisor = self._clip(entry, optimizer, parameters, number) if closure is None else None
             if entry.average is not None:
                 entry.average.begin()
             if closure is not None:
-                self._evaluate(entry, optimizer, parameters, closure)
+                self._evaluate(entry, optimizer, parameters, closure, number)
             else:
                 with dividing(optimizer, divisor):
                     self._strategy.step(optimizer)
@@ -109,40 +95,26 @@ class Stepper:
         self._gradients.stepped(optimizer, step)
         self._be_patient_while_compiling()
         self._strategy.stepped()
-        first = self._feed.count_step()
-        step.pending = False
-        self._guard.end(self._feed.progress.step, again=not first)
-        if usable and entry.average is not None:
-            entry.average.update(self._feed.progress.step)
-        self._activity.enter("the end", self._feed.progress.step)
-        self._profiler.enter(None)
-        return True
+        return entry.average if usable else None
 
     def _evaluate(
-        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], closure: closures.Closure
+        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure, number: int
     ) -> None:
-        """Step an optimizer that computes loss and gradients itself, by a closure."""
+        """Steps an optimizer that computes loss and gradients itself, by a closure."""
 
         def clip() -> None:
-            self._clip(entry, optimizer, parameters, may_divide=False)
+            self._clip(entry, optimizer, parameters, number, may_divide=False)
 
         if any(each.grad is not None for each in parameters):  # SAM begins with gradients that are there already
             clip()
-        self._evaluations = evaluations = closures.Evaluations(self._strategy, optimizer, parameters, clip)
+        self._evaluations = evaluations = Evaluations(self._strategy, optimizer, parameters, clip)
         try:
             self._strategy.step(optimizer, lambda: evaluations.evaluate(closure))
         finally:
             self._evaluations = None
 
-    def _current(self) -> Step:
-        """The step under way; a loop that brings its own data has one from its first backward pass on."""
-        feed = self._feed
-        if feed.step is None or (feed.step.counted and feed.step.is_bare):
-            feed.step = Step(self._strategy.dp_size)
-        return feed.step
-
-    def _reduce(self, parameters: list[nn.Parameter], counts: list[Any]) -> None:
-        """Make gradients those of the whole batch, where the backward pass left something to do."""
+    def _reduce(self, parameters: list[nn.Parameter], counts: list[Any], number: int) -> None:
+        """Reduces gradients over ranks, where the backward pass has left something to do."""
         if not self._strategy.reduces_in_step and not counts:
             return
         try:
@@ -151,19 +123,19 @@ class Stepper:
                 if counts:
                     self._strategy.divide_gradients(parameters, counts)
         except RuntimeError as error:
-            raise self._group.explain(error, f"the gradients of step {self.number}") from error
+            raise self._group.explain(error, f"the gradients of step {number}") from error
 
-    def _weighed(self, total: Tensor, factor: float) -> Tensor:
+    def _weighed(self, total: Tensor, factor: float, number: int) -> Tensor:
         if self.loss_scale is not None:  # in float32: a loss in float16 would overflow at once
-            return total.float() * (factor * self.loss_scale.of(self.number))
+            return total.float() * (factor * self.loss_scale.of(number))
         return total if factor == 1.0 else total * factor
 
-    def _usable(self, entry: Entry, parameters: list[nn.Parameter]) -> bool:
-        """Whether there is something to step with; gradients of a scaled loss are then scaled back.
+    def _usable(self, entry: Entry, parameters: list[nn.Parameter], number: int) -> bool:
+        """Returns whether to step at all, and scales the gradients of a scaled loss back.
 
-        Gradients are equal on all ranks once they are reduced, so that all of them skip, or none.
+        Reduced gradients are equal on all ranks, so that all of them skip, or none.
         """
-        scale, number = self.loss_scale, self.number
+        scale = self.loss_scale
         if scale is None:
             usable = not entry.skip_nan or self._strategy.gradients_are_finite(parameters)
             if not usable:
@@ -179,11 +151,16 @@ class Stepper:
         return usable
 
     def _clip(
-        self, entry: Entry, optimizer: Optimizer, parameters: list[nn.Parameter], may_divide: bool = True
+        self,
+        entry: Entry,
+        optimizer: Optimizer,
+        parameters: list[nn.Parameter],
+        number: int,
+        may_divide: bool = True,
     ) -> Tensor | None:
-        """Clip, and note the norm that gradients had before; where none is asked for, none is computed.
+        """Clips gradients, and logs the norm that they had before.
 
-        What is returned, the optimizer is to divide gradients by, if anything: that saves a pass over all of them.
+        Returns what a fused optimizer divides gradients by, where that saves a pass over all of them.
         """
         divisor = None
         if entry.clip_norm is not None and may_divide and divides_gradients(optimizer):
@@ -193,15 +170,14 @@ class Stepper:
             norm = self._strategy.clip_gradients(parameters, entry.clip_norm)
         elif self._logs_norm:
             norm = self._strategy.gradient_norm(parameters)
-        clips = entry.clip_norm is not None
-        if self._logs_norm or (clips and self._logs_norm is None):
+        if self._logs_norm or (entry.clip_norm is not None and self._logs_norm is None):
             name = "gradient_norm" if len(self._models.optimizers) == 1 else f"gradient_norm/{entry.name}"
             # One value for all ranks: counted once, so that a resume on another number of ranks weighs it alike.
-            self._aggregator.note(self.number, int(dp_rank_of(self._strategy, self._group) == 0), {name: norm})
+            self._aggregator.note(number, int(dp_rank_of(self._strategy, self._group) == 0), {name: norm})
         return divisor
 
     def _note_learning_rate(self, entry: Entry, optimizer: Optimizer) -> None:
-        """The rates of this step: a scheduler may change them before the row is written."""
+        """Notes the rates of this step: a scheduler may change them before the row is written."""
         name = "lr" if len(self._models.optimizers) == 1 else f"lr/{entry.name}"
         for number, group in enumerate(optimizer.param_groups):
             rate, match = group.get("lr"), group.get(MATCH)
@@ -216,17 +192,16 @@ class Stepper:
 
 
 def _computed_otherwise(error: CheckpointError) -> ConfigError:
-    """A block that is recomputed must find everything as it was the first time."""
     return ConfigError(
         "train.activation_checkpointing: a module computed something else when it was run again in the backward "
-        "pass. Modules that "
-        "are recomputed must not keep anything from one call to the next: switch off a cache of keys and values "
-        f"(use_cache=False), or leave such modules out by a pattern. {str(error).strip().splitlines()[0]}"
+        "pass. Modules that are recomputed must not keep anything from one call to the next: switch off a cache of "
+        "keys and values (use_cache=False), or leave such modules out by a pattern. "
+        f"{str(error).strip().splitlines()[0]}"
     )
 
 
 def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
-    """A loss as a scalar and, where it is a sum, what it is a sum over."""
+    """Returns a loss as a scalar and, where it is a sum, what it is a sum over."""
     if isinstance(loss, Mean):
         return loss.total, loss.count
     if not isinstance(loss, Tensor):
@@ -237,3 +212,132 @@ def loss_and_count(loss: Any, count: Any = None) -> tuple[Tensor, Any]:
     if loss.dim() != 0:
         raise ConfigError(f"the loss must be a scalar, the mean over the batch; got shape {list(loss.shape)}")
     return loss, count
+
+
+Closure = Callable[[], Any]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer's step takes a closure that has no default: LBFGS, SAM."""
+    return _requires_closure(type(optimizer).step)
+
+
+@functools.cache
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class Evaluations:
+    """Evaluates a closure in one step of an optimizer, each time with loss and gradients of the global batch."""
+
+    def __init__(
+        self, strategy: Strategy, optimizer: Optimizer, parameters: list[nn.Parameter], clip: Callable[[], object]
+    ) -> None:
+        self._strategy, self._optimizer, self._parameters, self._clip = strategy, optimizer, parameters, clip
+        self._losses: list[tuple[Tensor, float, Any]] = []
+        self.count = 0
+
+    def computed(self, total: Tensor, factor: float, count: Any) -> None:
+        self._losses.append((total.detach(), factor, count))
+
+    def evaluate(self, closure: Closure) -> Tensor:
+        if self.count:
+            self._strategy.stepped()  # the optimizer has changed the parameters since
+        self._losses.clear()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            closure()
+        self.count += 1
+        return self._finish()
+
+    def _finish(self) -> Tensor:
+        counts = [count * factor for _, factor, count in self._losses if count is not None]
+        if not self._losses or (counts and len(self._losses) > 1):
+            raise ConfigError(
+                f"run.step: the closure called run.backward {len(self._losses)} times. It must call it once, with the "
+                "loss of the current batch"
+            )
+        self._strategy.reduce_gradients(self._parameters)
+        if counts:
+            self._strategy.divide_gradients(self._parameters, counts)
+        self._clip()
+        # Optimizers decide by the loss, so it must be that of the global batch, on all ranks.
+        mean = self._strategy.mean_over_ranks([total * factor for total, factor, _ in self._losses], counts)
+        return mean.to(self._losses[0][0].dtype)
+
+
+def check_closure(entry: Entry, optimizer: Optimizer, step: Step, closure: Closure | None, scales_loss: bool) -> None:
+    """Refuses a step without the closure that it needs, and what a closure cannot be combined with."""
+    kind = type(optimizer).__name__
+    if closure is None:
+        if needs_closure(optimizer):
+            raise ConfigError(
+                f"run.step: {kind} computes the loss itself, and needs a function that does so. Give it one that calls "
+                "the model and run.backward: run.step(optimizer, closure)"
+            )
+        return
+    wrong = (
+        "accumulate: it has the batch in parts. Set accumulate: 1" if step.is_part
+        else "precision: fp16: it scales the loss. Use bf16 or float32" if scales_loss
+        else "on_nan: skip. Set on_nan: stop" if entry.skip_nan
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise ConfigError(f"run.step: {kind} evaluates a closure on the whole batch, and cannot be used with {wrong}")
+
+
+FIRST = 2.0**16
+_GROWTH, _BACKOFF, _PATIENCE = 2.0, 0.5, 2000
+
+
+class LossScale:
+    """Scales the loss by a power of two, with the arithmetic and the numbers of torch's GradScaler.
+
+    Whether gradients are finite is asked after they were reduced, so that all ranks answer alike; there is one scale
+    for a step, however many optimizers it has.
+    """
+
+    def __init__(self) -> None:
+        self._scale, self._good = FIRST, 0
+        self._step = 0  # that the scale is used for
+        self._overflowed: bool | None = None  # in that step; None before any of its optimizers has stepped
+
+    def of(self, step: int) -> float:
+        """Returns the factor for the losses of a step."""
+        if step != self._step:
+            self._scale, self._good = self._after()
+            self._step, self._overflowed = step, None
+        return self._scale
+
+    def noted(self, step: int, finite: bool) -> None:
+        """Notes whether the gradients of an optimizer were finite in a step."""
+        self.of(step)
+        self._overflowed = bool(self._overflowed) or not finite
+
+    @property
+    def next(self) -> float:
+        """The factor of the step to come."""
+        return self._after()[0]
+
+    def _after(self) -> tuple[float, int]:
+        if self._overflowed is None:
+            return self._scale, self._good
+        if self._overflowed:
+            return self._scale * _BACKOFF, 0
+        return (self._scale * _GROWTH, 0) if self._good + 1 == _PATIENCE else (self._scale, self._good + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "good": self._good, "step": self._step, "overflowed": self._overflowed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scale, self._good = float(state["scale"]), int(state["good"])
+        self._step, self._overflowed = int(state["step"]), state["overflowed"]
+
+
+def refuse_half_weights(dtypes: set[str]) -> None:
+    if "torch.float16" in dtypes:
+        raise ConfigError(
+            "train.precision: fp16 computes in float16 and keeps weights in float32, but the model has parameters in "
+            "float16: make it in float32 (no .half(), torch_dtype=torch.float32)"
+        )

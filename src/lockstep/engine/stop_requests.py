@@ -1,4 +1,4 @@
-"""Being asked to stop or to save, as one rank sees it; the pulse is how all ranks come to know of it."""
+"""Requests to stop or to save, as one rank receives them; the control sync makes them known to all."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class Interrupted(SystemExit):
 
 
 class StopRequests:
-    """What this process was asked for: to save and leave, to save and go on; by the user's own code, to end training.
+    """What this process was asked for: to save and leave, to save and continue, or (by user code) to end training.
 
-    The first request to leave counts, and others repeat it, but for Ctrl-C a while later, which ends the process at
-    once (in a notebook, the cell).
+    The first request to leave counts. Ctrl-C a while later ends the process at once (in a notebook, the cell).
     """
 
     def __init__(self) -> None:
@@ -54,8 +53,8 @@ class StopRequests:
         self.save = True
 
     def listening(self, launched: bool, alone: bool = False) -> AbstractContextManager[None]:
-        """Listen to what asks for something. Under our launcher the terminal is left to it, also when it hangs up: it
-        sends SIGTERM, and it ends those that do not follow. A process that is `alone` leaves nobody waiting."""
+        """Listens to signals. Under our launcher, the terminal is the launcher's, also when it hangs up: it sends
+        SIGTERM, and ends ranks that do not follow. A process that is `alone` leaves nobody waiting."""
         self._launched, self._alone = launched, alone
         terminal = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
         if launched:

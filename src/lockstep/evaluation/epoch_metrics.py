@@ -1,7 +1,7 @@
-"""Metrics that are no means: computed once, from all examples of a set, whatever the number of ranks.
+"""Epoch metrics: computed once from all examples of a set, whatever the number of ranks.
 
-Every rank keeps the outputs of its own examples, and updates torchmetrics' objects with them; examples that a batch was
-filled up with are left out of both. At the end rank 0 is sent what the others have, computes, and tells everybody.
+Every rank keeps the outputs of its examples and updates torchmetrics objects with them, without the examples that a
+batch was filled up with. At the end rank 0 receives what the others have, and computes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Part = dict[str, Any]  # what one rank found: indices, outputs, states
 
 
 class Computes(Protocol):
-    """A task, as far as metrics of whole sets are concerned."""
+    """The methods of a task that epoch metrics need."""
 
     def torchmetrics(self) -> Mapping[str, Any]: ...
     def update_metrics(self, metrics: Mapping[str, Any], outputs: Mapping[str, Any]) -> None: ...
@@ -42,10 +42,10 @@ class Computes(Protocol):
 
 
 class WholeSet:
-    """Metrics of whole sets, as a task computes them."""
+    """The epoch metrics of a task."""
 
     def __init__(self, task: Computes, runtime: Runtime, *, keeps_outputs: bool, updates: bool) -> None:
-        """`keeps_outputs`: the task has a epoch_metrics of its own; `updates`: an update_metrics."""
+        """`keeps_outputs`: the task defines epoch_metrics; `updates`: it defines update_metrics."""
         self._task, self._runtime = task, runtime
         self._keeps_outputs, self._updates = keeps_outputs, updates
         self._name = type(task).__name__
@@ -56,13 +56,13 @@ class WholeSet:
         }
 
     def begin(self) -> Collected:
-        """Before a set is measured."""
+        """Begins a new set."""
         for each in self.metrics.values():
             each.reset()
         return Collected(self)
 
     def real(self, outputs: Any, rows: Indices, length: int) -> Mapping[str, Any]:
-        """The outputs of those rows of a micro-batch that count."""
+        """Returns the outputs of those rows of a micro-batch that count."""
         if self._device != self._runtime.device:
             self._runtime.end_of_program()
             outputs = on_host(outputs, self._runtime)
@@ -70,7 +70,7 @@ class WholeSet:
         return outputs if len(rows) == length else {name: _chosen(each, rows) for name, each in outputs.items()}
 
     def check(self, outputs: Any, length: int) -> None:
-        """Refuse what has not a row for every example."""
+        """Refuses outputs without a row for every example."""
         if not isinstance(outputs, Mapping):
             raise ConfigError(
                 f"task: {self._name}.outputs() must return a mapping by name, got a {type(outputs).__name__}"
@@ -83,11 +83,10 @@ class WholeSet:
             self._task.update_metrics(self.metrics, outputs)
 
     def kept(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What `epoch_metrics` is going to need of them."""
         return on_host(outputs, self._runtime) if self._keeps_outputs else {}
 
     def computed(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """The values of all metrics, from what all ranks found."""
+        """Computes all metrics from what the ranks found."""
         found: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             _add(found, name, computed(metric, [part["states"].get(name, []) for part in parts]))
@@ -105,8 +104,8 @@ class WholeSet:
         return values
 
     def tried(self, outputs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What there is of a few examples, after making sure that it does not matter which rank has them; None where
-        so few have no value."""
+        """Computes the metrics of a few examples, and makes sure that it does not matter which rank has them; None
+        where so few have no value."""
         rows = min(map(len, outputs.values()), default=0)
 
         def update(metrics: Mapping[str, Any], some: Indices) -> None:
@@ -132,7 +131,7 @@ class WholeSet:
 
 
 class Collected:
-    """What one rank has found of a set so far."""
+    """What one rank has collected of a set so far."""
 
     def __init__(self, whole: WholeSet) -> None:
         self._whole = whole
@@ -140,7 +139,7 @@ class Collected:
         self._outputs: list[Mapping[str, Any]] = []
 
     def take(self, micro: MicroBatch, outputs: Any) -> None:
-        """The outputs of a micro-batch, filled up or not."""
+        """Adds the outputs of a micro-batch, filled up or not."""
         self._whole.check(outputs, len(micro.indices))
         rows = rows_that_count(micro)
         if len(rows):
@@ -161,21 +160,21 @@ class Collected:
 
 
 def on_host(value: Any, runtime: Runtime) -> Any:
-    """The same in the memory of the host, in one go."""
+    """Returns the value with all tensors in host memory, copied at once."""
     tensors = [each for _, each in tensors_of(value)]
     fetched = iter(runtime.to_host(tensors))
     return map_tensors(lambda each: next(fetched), value)
 
 
 def in_order(parts: Sequence[Part]) -> dict[str, Any]:
-    """The outputs of all ranks in the order of the dataset."""
+    """Returns the outputs of all ranks in the order of the dataset."""
     given = [part for part in parts if len(part["indices"])]
     order = torch.argsort(torch.cat([part["indices"] for part in given])).numpy()
     return {name: _chosen(_joined([part["outputs"][name] for part in given]), order) for name in given[0]["outputs"]}
 
 
 def whole_set_of(measure: Any) -> WholeSet | None:
-    """What is computed of whole sets beside the means that a function measures; only a task's has any."""
+    """Returns the epoch metrics of a measure function; only a task's has any."""
     found: WholeSet | None = getattr(measure, "epoch_metrics", None)
     return found
 
@@ -202,8 +201,7 @@ def _torchmetrics(task: Computes) -> Any:
 
 
 def rows_that_count(micro: MicroBatch) -> Indices:
-    """One row for every example. What fills a batch up repeats its last example; what takes that back again, and what a
-    rank without examples computes, has no row that counts."""
+    """Returns one row for every example, without those that fill a batch up by repeating its last example."""
     if micro.examples <= 0:
         return np.empty(0, dtype=np.int64)
     _, first = np.unique(micro.indices, return_index=True)
@@ -225,7 +223,7 @@ def _require_rows(task: str, name: str, value: Any, length: int) -> None:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Values of half precision in one that sums of many of them are right in."""
+    """Returns values of half precision in float32, so that sums of many are right."""
     tensor = tensor.detach()
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 

@@ -55,21 +55,21 @@ def measure_sums(
     together: bool = False,
     collect: Callable[[MicroBatch, Any], None] = lambda micro, batch: None,
 ) -> tuple[Sums, int]:
-    """This rank's sums over its part of the data, in double precision, and how many examples it saw.
+    """Returns this rank's sums over its part of the data, in double precision, and how many examples it saw.
 
     Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
     `collect` is given every batch that is measured, and what is known of its examples.
     """
-    at_hand: list[MicroBatch] = []
+    current: list[MicroBatch] = []
 
     def batches() -> Iterator[tuple[int, int, Any]]:
         for micro, batch in micros:
-            at_hand[:] = [micro]
+            current[:] = [micro]
             yield micro.examples, len(micro.indices), batch
 
     def measure_and_collect(batch: Any) -> Mapping[str, Any]:
         found = measure(batch)
-        collect(at_hand[0], batch)
+        collect(current[0], batch)
         return found
 
     return sums_of(measure_and_collect, batches(), move, measured, together)
@@ -82,7 +82,7 @@ def sums_of(
     measured: Callable[[], None] = lambda: None,
     together: bool = False,
 ) -> tuple[Sums, int]:
-    """The same over batches of any source, each with how many examples a mean over it counts for, and its length.
+    """Sums over batches, each with how many examples a mean over it counts for, and its length.
 
     Values are kept where they were computed, and read once at the end: no batch waits for the one before.
     """
@@ -103,7 +103,7 @@ def sums_of(
 
 
 def combine(parts: list[tuple[Sums, int]], expected: int | None, name: str) -> dict[str, float]:
-    """Means over all ranks, after checking that together they saw every example once, where it is known how many."""
+    """Returns means over all ranks; checks that together they saw every example once, if `expected` is known."""
     seen = sum(count for _, count in parts)
     if expected is not None and seen != expected:
         raise AssertionError(f"{name}: {seen} examples were measured, the dataset has {expected}")
@@ -117,7 +117,7 @@ def combine(parts: list[tuple[Sums, int]], expected: int | None, name: str) -> d
 
 @contextmanager
 def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Evaluation mode, and afterwards every submodule back in the mode it was in."""
+    """Puts models in evaluation mode inside the block, and then every submodule back in its mode."""
     modules = list(models)
     training = [each for model in modules for each in model.modules() if each.training]
     for model in modules:
@@ -133,15 +133,15 @@ def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> li
     if len(totals) != batches:
         raise ConfigError(f"metric {name!r} is there for {len(totals)} of {batches} batches: return it for each")
     found = numbers([total for _, total, _ in totals] + [count for _, _, count in totals])
-    shares = [share for share, _, _ in totals]
+    weights = [weight for weight, _, _ in totals]
     return [
-        math.fsum(share * total for share, total in zip(shares, found[:batches], strict=True)),
-        math.fsum(share * count for share, count in zip(shares, found[batches:], strict=True)),
+        math.fsum(weight * total for weight, total in zip(weights, found[:batches], strict=True)),
+        math.fsum(weight * count for weight, count in zip(weights, found[batches:], strict=True)),
     ]
 
 
 def _total(name: str, value: Any, length: int) -> tuple[Any, Any]:
-    """A value of a batch as a total and a count."""
+    """Returns a value of a batch as a total and a count."""
     if isinstance(value, BatchMean):
         return value.value.detach().double() * length, length
     if isinstance(value, Mean):

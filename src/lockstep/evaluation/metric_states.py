@@ -1,7 +1,7 @@
-"""The states of torchmetrics' objects: taken from every rank, combined as each of them says, and computed once.
+"""The states of torchmetrics objects: gathered from every rank, combined as each metric says, and computed once.
 
-torchmetrics would do so by collectives of its own, which no limit and no name of ours is put on, and which count the
-examples that a batch was filled up with. A Metric says by its `dist_reduce_fx` how states of several ranks become one:
+torchmetrics would use its own collectives, without our names and timeouts, and count the examples that a batch was
+filled up with. A Metric says by its `dist_reduce_fx` how states of several ranks become one:
 a function of the stacked tensors, or of the list of all that was in lists; without one, tensors are stacked and lists
 put together, and what `compute` makes of that is its own affair.
 """
@@ -26,7 +26,7 @@ States = list[dict[str, Any]]
 
 
 def require_metrics(given: Any, task: str) -> dict[str, Any]:
-    """What `Task.torchmetrics` returned, as metrics by name that exchange nothing by themselves."""
+    """Returns what `Task.torchmetrics` returned as metrics by name, with their own exchange switched off."""
     if not given:
         return {}
     from torchmetrics import Metric, MetricCollection
@@ -48,14 +48,14 @@ def require_metrics(given: Any, task: str) -> dict[str, Any]:
 
 
 def states_of(metric: Any) -> States:
-    """Everything that a metric has taken in; an empty list where it was given no example."""
+    """Returns the states of a metric; an empty list where it was given no example."""
     if not _updated(metric):
         return []
     return [{name: getattr(part, name) for name in part._defaults} for part in _parts(metric)]
 
 
 def computed(metric: Any, found: Sequence[States]) -> Any:
-    """The value over all examples of the ranks; the metric is left with their states."""
+    """Computes the value over the examples of all ranks; the metric keeps the combined states."""
     given = [each for each in found if each]  # a rank without an example has nothing to add, not even a zero
     for place, part in enumerate(_parts(metric)):
         for name, reduce in part._reductions.items():
@@ -67,10 +67,9 @@ def computed(metric: Any, found: Sequence[States]) -> Any:
 def require_reducible(
     metrics: Mapping[str, Any], update: Callable[[Mapping[str, Any], Indices], None], rows: int
 ) -> None:
-    """Refuse a metric whose value depends on how examples are spread over ranks, tried on a few of them.
+    """Refuses a metric whose value depends on how examples are spread over ranks, tried on a few of them.
 
-    `update(metrics, rows)` gives some of the rows at hand to all of them. A metric that has no value for so few is not
-    judged.
+    `update(metrics, rows)` updates all of them with some rows. A metric that has no value for so few is not judged.
     """
     taken = np.resize(np.arange(rows), max(rows, _FEWEST))  # again from the first, where there are fewer
     parts = np.split(taken, [len(taken) // 3])
@@ -97,7 +96,7 @@ def require_reducible(
 
 
 def require_arguments(metrics: Mapping[str, Any], outputs: Collection[str]) -> None:
-    """Refuse a metric that would not be given what it is updated with, by the names of the outputs."""
+    """Refuses a metric whose update has an argument that is no output."""
     for name, metric in metrics.items():
         parameters = metric._update_signature.parameters.values()
         plainly = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -111,7 +110,7 @@ def require_arguments(metrics: Mapping[str, Any], outputs: Collection[str]) -> N
 
 
 def plain(value: Any, name: str) -> Any:
-    """A result as it is logged: a number; nested lists, where there are several; a mapping stays one, by name."""
+    """Returns a result as it is logged: a number, nested lists, or a mapping of these by name."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.detach().cpu().double().numpy() if isinstance(value, Tensor) else np.asarray(value)
         if value.dtype.kind not in "biuf":

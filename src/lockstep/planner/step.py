@@ -37,6 +37,7 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.config.values import Interval
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Topology
+from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.planner import figures, gpu_rules
@@ -49,10 +50,10 @@ from lockstep.strategy.base import Strategy
 from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
 from lockstep.strategy.xla_ddp import in_buckets
+from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import step_of
 from lockstep.tasks.schedules import RunLength
 from lockstep.tasks.setup import order_of, set_up
-from lockstep.tasks.task import create_task
 from lockstep.tasks.trainer import datasets_of
 
 _TIMEOUT = 600.0
@@ -246,7 +247,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
     gpu_rules.install_compile(ledger)
     runtime = FakeRuntime(fake)
     with world(world_size) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
+        run = Run(Engine(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests()))
         try:
             with fake, ledger:
                 set_up(run, task, config, _LONG)
@@ -256,7 +257,7 @@ def trace(config: RunConfig, world_size: int) -> Step:
         books = ledger.books
         peak, timeline = replay(books, start.event)
         parameters = [each for module in run.modules.values() for each in module.parameters()]
-        state = [each for module in run.modules.values() for each in run.spread.state_dict(module).values()]
+        state = [each for module in run.modules.values() for each in run._engine.strategy.state_dict(module).values()]
         return Step(
             world_size=world_size,
             batch=config.train.batch_size,
@@ -310,8 +311,9 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     for each in parameters:
         if each.requires_grad:
             each.register_post_accumulate_grad_hook(named)  # type: ignore[no-untyped-call]
-    if isinstance(run.spread, FakeDdp):
-        ledger.name(run.spread.buckets, "gradients" if run.spread.gradients else "communication")
+    strategy = run._engine.strategy
+    if isinstance(strategy, FakeDdp):
+        ledger.name(strategy.buckets, "gradients" if strategy.gradients else "communication")
     limits, step, done = config.train, step_of(task), 0
     # The rest of an epoch is a smaller step, and a short epoch would have it for the second.
     whole = config.data.drop_last or (order is not None and order.length >= limits.batch_size)
@@ -337,7 +339,7 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
 
 
 def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
-    mesh = run.mesh
+    mesh = run.devices.mesh
     if mesh is None:
         return {"0": figures.Axis("data", world_size, world_size)}
     found = {}

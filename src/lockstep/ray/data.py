@@ -52,7 +52,7 @@ def evaluate(
     run: Run, measure: Measure, name: str, batch_size: int, rows: int | None = None, **options: Any
 ) -> dict[str, float]:
     """Exact means over all rows of a dataset; with `rows`, after checking that the workers saw so many together."""
-    return run.evaluate_stream(measure, _shard(run, name, batch_size, options), row_count, rows, name)
+    return run._engine.evaluate_stream(measure, _shard(run, name, batch_size, options), row_count, rows, name)
 
 
 def row_count(batch: Mapping[str, Any]) -> int:

@@ -19,7 +19,7 @@ from lockstep.ray.placement import WorkerInfo, device_index
 from lockstep.ray.session import Session
 from lockstep.ray.worker_settings import XLA_BACKENDS, WorkerSettings, checked_settings
 from lockstep.runtime.base import Runtime
-from lockstep.worker import met
+from lockstep.worker import Rank
 
 # Ray brings what its own logger writes to the driver; ours has no handler until the run's folder is known.
 _logger = logging.getLogger("ray.train.lockstep")
@@ -42,7 +42,6 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
     """Join the group as the rank that the topology says, and hold the roll call. XLA meets at a port of its own."""
     place = topology.place
     settings = _settings(config, backend, worker, topology.world_size)
-    stack = contextlib.ExitStack()
     load_source = _source_loader(config, settings, place.rank, place.host)
     index = device_index(worker, place.local_rank) if settings.runtime == "cuda" else None
 
@@ -53,15 +52,20 @@ def join(topology: Topology, worker: WorkerInfo, backend: str, config: WorkerSet
         elif backend == "gloo":
             device.backend = "gloo"  # also between GPUs
 
+    present = Rank(settings, topology)
     with contextlib.ExitStack() as meeting:  # until the roll call has found everybody
-        present = stack.enter_context(met(settings, topology, load_source, index, adapt))
+        try:
+            present.join(load_source, index, adapt)
+        except BaseException:
+            present.stop()
+            raise
     mine = next(each for each in present.reports if each.rank == place.rank)
     _logger.info(
         "Worker %d: %s device initialized: %s for worker rank %d (physical device %s)",
         place.rank, present.runtime.name.upper(), mine.device, place.rank, mine.physical_device,
     )  # fmt: skip
-    session.begin(Session(config, settings, present, stack))
-    return Joined(present.reports, present.seconds, present.runtime.addressable_device_count())
+    session.begin(Session(config, settings, present))
+    return Joined(present.reports, present.roll_call_seconds, present.runtime.addressable_device_count())
 
 
 def join_limit(config: WorkerSettings) -> float:

@@ -46,7 +46,7 @@ class BlockingReporter:
     def on_row(self, row: Mapping[str, Any]) -> None:
         """A row of metrics was written; called on every rank."""
         self._metrics.update({name: value for name, value in row.items() if value is not None})
-        if not self.ending and self._run.seconds_since_start - self._last >= self._every:
+        if not self.ending and self._run._engine.seconds_since_start - self._last >= self._every:
             self._report()
 
     def finish(self, more: Mapping[str, Any]) -> None:
@@ -56,16 +56,16 @@ class BlockingReporter:
         self._report()
 
     def _report(self) -> None:
-        self._last = self._run.seconds_since_start
+        self._last = self._run._engine.seconds_since_start
         self._run.barrier("the report to Ray")  # a rank that does not come is named here, and not waited for by Ray
-        with self._run.working("the report to Ray", limit=self._run.settings.timeouts.checkpoint):
+        with self._run.working("the report to Ray", limit=self._run._engine.settings.timeouts.checkpoint):
             ray.train.report(dict(self._metrics), checkpoint=self._checkpoint())
 
     def _checkpoint(self) -> ray.train.Checkpoint | None:
         """Rank 0's newest that Ray does not have yet. Ray copies it while nothing else is being saved."""
         if not self._run.is_main:
             return None
-        step, folder = self._run.newest_saved() or (None, None)
+        step, folder = self._run._engine.checkpointer.newest() or (None, None)
         if step is None or step == self._reported_step:
             return None
         self._reported_step = step

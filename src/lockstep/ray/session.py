@@ -20,11 +20,11 @@ from lockstep import worker
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.topology import ranks_text
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Preempted, StopRequests
+from lockstep.engine.stop_requests import Preempted
+from lockstep.engine.summary import conclude
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray.reporting import BlockingReporter, Reporter
 from lockstep.ray.worker_settings import WorkerSettings
-from lockstep.tasks import work
 
 # How long a folder that rank 0 made may take to be seen on other nodes.
 _SEEN_SECONDS = 10.0
@@ -33,12 +33,11 @@ _SEEN_SECONDS = 10.0
 class Session:
     """One worker's part in a run, from joining to leaving."""
 
-    def __init__(
-        self, config: WorkerSettings, settings: RunSettings, present: worker.Present, joined: contextlib.ExitStack
-    ) -> None:
-        """`joined` is closed when the worker leaves."""
-        self.config, self.settings, self.present, self._joined = config, settings, present, joined
-        self.requests = StopRequests()  # to save and leave, to stop, to save: set by whoever hears of it on this worker
+    def __init__(self, config: WorkerSettings, settings: RunSettings, present: worker.Rank) -> None:
+        self.config, self.settings, self.present = config, settings, present
+        self.requests = (
+            present.requests
+        )  # to save and leave, to stop, to save: set by whoever hears of it on this worker
         self.outlet: worker.Outlet | None = None  # where rank 0's words go, where a driver of ours shows them
         self.make_reporter: Callable[[Run], Reporter] = lambda run: BlockingReporter(run, config.report_every_s)
         self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
@@ -46,7 +45,6 @@ class Session:
         self.folder_is_held = False  # by a driver of ours
         self.outcome: dict[str, Any] = {}
         self.training = False
-        self._opened = contextlib.ExitStack()
         self._run: Run | None = None
         self._reporter: Reporter | None = None
 
@@ -54,15 +52,11 @@ class Session:
         if self._run is None:
             make_folder = _folder_maker(self.config.folder)
             redirect = self.outlet is not None
-            entered = worker.opened(
-                self.present, self.settings, make_folder, self.requests, redirect, outlet=self.outlet,
-                held=self.folder_is_held,
-            )  # fmt: skip
-            run = self._opened.enter_context(entered)
+            run = self.present.open(make_folder, redirect, self.outlet, held=self.folder_is_held)
             if self.shares_folder:
                 _check_shared(run)
             self._reporter = self.make_reporter(run)
-            run.aggregator.listener = self._reporter.on_row
+            run._engine.aggregator.listener = self._reporter.on_row
             self._run = run
         return self._run
 
@@ -91,7 +85,9 @@ class Session:
             assert self._reporter is not None
             self._reporter.ending = True
             if error is None:
-                self._run.finish(str(self.outcome.get("status", "stopped early" if self._run.stopped else "completed")))
+                self._run._engine.finish(
+                    str(self.outcome.get("status", "stopped early" if self._run.stopped else "completed"))
+                )
                 self._conclude(self._run, self.outcome or _outcome(self._run))
             elif isinstance(error, Preempted):
                 self._conclude(self._run, {"status": "preempted", "reason": error.reason})
@@ -99,13 +95,13 @@ class Session:
             return False
         finally:
             with contextlib.suppress(BaseException):  # it goes on its way by itself
-                self._opened.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+                self.present.close(error)
             if error is None or isinstance(error, Preempted):
                 self.training = False
                 self.present.group.activity.enter("the end of the other workers", waits=True)
 
     def _conclude(self, run: Run, outcome: dict[str, Any]) -> None:
-        worker.conclude(run, outcome)
+        conclude(run, outcome)
         assert self._reporter is not None
         self._reporter.finish({"status": outcome["status"]})
 
@@ -113,7 +109,7 @@ class Session:
         """Take the group apart where all is done; a training function that is still at work loses it by itself."""
         if not self.training:
             self.present.leave()
-        self._joined.close()
+        self.present.stop()
 
 
 _session: Session | None = None  # of this process
@@ -164,7 +160,7 @@ def run() -> Run:
 def fit(config: RunConfig) -> dict[str, Any]:
     """Train a config's task in the run of this worker, as `lockstep train` does; the metrics it ended with."""
     session = current()
-    session.outcome = work.carry_out(session.run(), config)
+    session.outcome = worker.carry_out(session.run(), config)
     return dict(session.outcome["metrics"])
 
 
@@ -193,7 +189,7 @@ def _default_folder() -> Path:
 
 def _check_shared(run: Run) -> None:
     """Make sure that workers on other nodes see the folder: they read checkpoints from it."""
-    if run.topology.host_count == 1:
+    if run._engine.topology.host_count == 1:
         return
     name = run.agree(lambda: f".seen-{os.getpid()}-{time.time_ns()}", "the name of a file to look for")
     mark = run.folder / name

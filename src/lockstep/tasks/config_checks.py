@@ -1,4 +1,4 @@
-"""Checks what a config names against the task once it is made: names of parameters, of metrics and of data.
+"""Checks a config before any rank is started: the classes it names, and names of parameters, metrics and data.
 
 The model is made of fake tensors, which take no memory. What cannot be known that way is left to the ranks, which check
 everything again before the first step.
@@ -27,15 +27,16 @@ from lockstep.engine.models import DEFAULT
 from lockstep.errors import ConfigError
 from lockstep.record.logger import check_methods
 from lockstep.runtime.moving import map_tensors
-from lockstep.tasks.early_stop import epoch_name
+from lockstep.tasks.callbacks import callback_class
+from lockstep.tasks.create import create_task, task_class
+from lockstep.tasks.evaluate import data_named
 from lockstep.tasks.measure import loss_and_values
 from lockstep.tasks.parameters import freeze, parameter_groups
 from lockstep.tasks.predict import require_predict
 from lockstep.tasks.schedules import AUTO
-from lockstep.tasks.task import Task, create_task, defines, has_loss, has_training_step, task_class
-from lockstep.tasks.trained import data_named
+from lockstep.tasks.task import Task, defines
 from lockstep.tasks.trainer import check_metrics, datasets_of, metrics_asked_for
-from lockstep.tasks.user_callbacks import callback_class
+from lockstep.tasks.validation import epoch_name
 
 # Methods of a task that return metrics by name.
 _NAMING = ("loss", "evaluate_step", "metrics", "torchmetrics", "epoch_metrics")
@@ -66,12 +67,12 @@ def check_made(config: RunConfig) -> None:
     if asked:
         names = _unless_it_fails(lambda: _metric_names(task, made, config, fake))
         if names is not None:
-            open_ended = ["train"] if has_training_step(task) else []
+            open_ended = ["train"] if defines(task, "training_step") else []
             check_metrics(asked, dict.fromkeys(names, 0.0), open_ended)
 
 
 def _unless_it_fails(make: Any) -> Any:
-    """Leaves errors of the user's own code to the ranks, which show a traceback, and so what fake tensors cannot do."""
+    """Returns None where user code fails, or fake tensors do: ranks show a traceback."""
     try:
         return make()
     except ConfigError:
@@ -99,16 +100,16 @@ def _metrics_asked_for(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _may_be_there(task: Task, name: str) -> bool:
-    """Whether the name is written in the methods that return metrics: then nothing has to be measured."""
+    """Returns whether the methods that return metrics contain the name: then nothing has to be measured."""
     last = name.rpartition("/")[2].removeprefix("epoch_")
     if name in ("val/loss", "train/epoch_loss"):
-        return has_loss(task) or has_training_step(task)
+        return defines(task, "loss") or defines(task, "training_step")
     written = {text for method in _NAMING for cls in type(task).__mro__ for text in _texts(vars(cls).get(method))}
     return last in written and (name.startswith("train/epoch_") or not name.startswith("train/"))
 
 
 def _texts(function: Any) -> Iterator[str]:
-    """Every string that the code of a function has in it."""
+    """Yields every string in the code of a function."""
     waiting: list[Any] = [getattr(function, "__code__", None)]
     while waiting:
         each = waiting.pop()
@@ -121,7 +122,7 @@ def _texts(function: Any) -> Iterator[str]:
 
 
 def _metric_names(task: Task, made: Any, config: RunConfig, fake: FakeTensorMode) -> set[str] | None:
-    """The names of all metrics, by measuring a batch on fake tensors; None where that does not tell them all."""
+    """Returns the names of all metrics, by measuring a batch on fake tensors; None where these are not all."""
     if defines(task, "epoch_metrics") or defines(task, "torchmetrics"):
         return None
     datasets = datasets_of(task, config)
@@ -136,19 +137,19 @@ def _metric_names(task: Task, made: Any, config: RunConfig, fake: FakeTensorMode
     for each in models:
         each.eval()
     with fake, torch.no_grad():
-        if has_loss(task):
+        if defines(task, "loss"):
             beside = set(loss_and_values(task.loss(made, batch), task)[1])
         if defines(task, "evaluate_step"):
             returned = task.evaluate_step(made, batch)
             measured = set(returned[0] if isinstance(returned, tuple) else returned)
         else:
-            measured = {*task.metrics(made, batch), *beside, *(["loss"] if has_loss(task) else [])}
+            measured = {*task.metrics(made, batch), *beside, *(["loss"] if defines(task, "loss") else [])}
     trained = {epoch_name(f"train/{name}") for name in ("loss", *beside)}
     return trained | {f"{each}/{name}" for each in validated for name in measured}
 
 
 class CannotImport(ConfigError):
-    """What a config names is there, and fails while it is imported."""
+    """What a config names exists, and fails while it is imported."""
 
 
 # What may well be there on another machine.
@@ -156,22 +157,21 @@ ELSEWHERE = (CannotImport, NotInstalled)
 
 
 def check_parts(config: RunConfig, pass_over: tuple[type[ConfigError], ...] = ()) -> list[str]:
-    """Raises all that is wrong with them at once. Returns the messages of the errors that are to be passed over."""
-    checks: list[tuple[Callable[[Any], None], Component | None]] = [
-        (_check_task, config.task),
-        (_check_optimizer, config.optimizer),
-        (_check_scheduler, None if isinstance(config.scheduler, Schedule) else config.scheduler),
-    ]
-    checks += [(_check_callback(index), each) for index, each in enumerate(config.callbacks)]
-    checks += [
-        (_check_logger(name), Component.model_validate(own.model_dump())) for name, own in config.log.own.items()
-    ]
+    """Imports what a config names. Raises all problems at once; returns the messages of those to pass over."""
+    scheduler = None if isinstance(config.scheduler, Schedule) else config.scheduler
+    checks: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (_check_task, (config.task,)),
+        *([(_check_optimizer, (config.optimizer,))] if config.optimizer is not None else []),
+        *([(_check_scheduler, (scheduler,))] if scheduler is not None else []),
+        *((_check_callback, (each, f"callbacks[{index}]")) for index, each in enumerate(config.callbacks)),
+        *((_check_logger, (Component.model_validate(own.model_dump()), f"log.{name}"))
+          for name, own in config.log.own.items()),
+    ]  # fmt: skip
     problems: list[str] = []
     passed_over: list[str] = []
-    for check, component in checks:
+    for check, given in checks:
         try:
-            if component is not None:
-                check(component)
+            check(*given)
         except ConfigError as error:
             (passed_over if isinstance(error, pass_over) else problems).append(str(error))
     if problems:
@@ -204,22 +204,15 @@ def _check_scheduler(component: Component) -> None:
     try_on(cls, arguments, "scheduler", SGD([Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
 
 
-def _check_callback(index: int) -> Callable[[Component], None]:
-    def check(component: Component) -> None:
-        path = f"callbacks[{index}]"
-        cls = _imported(component, path, lambda each: callback_class(each, path))
-        check_arguments(cls, component.arguments, path)
-
-    return check
+def _check_callback(component: Component, path: str) -> None:
+    cls = _imported(component, path, lambda each: callback_class(each, path))
+    check_arguments(cls, component.arguments, path)
 
 
-def _check_logger(name: str) -> Callable[[Component], None]:
-    def check(component: Component) -> None:
-        cls = _imported(component, f"log.{name}", _by_path(f"log.{name}"))
-        check_methods(cls, f"log.{name}", component.type)
-        check_arguments(cls, component.arguments, f"log.{name}")
-
-    return check
+def _check_logger(component: Component, path: str) -> None:
+    cls = _imported(component, path, _by_path(path))
+    check_methods(cls, path, component.type)
+    check_arguments(cls, component.arguments, path)
 
 
 def _by_path(name: str) -> Callable[[Component], Any]:
@@ -227,7 +220,7 @@ def _by_path(name: str) -> Callable[[Component], Any]:
 
 
 def _imported(component: Component, name: str, find: Callable[[Component], Any]) -> Any:
-    """An error in the user's own file is told with its place there."""
+    """Finds what a config names; an error in the user's file is reported with its line."""
     try:
         return find(component)
     except ConfigError:

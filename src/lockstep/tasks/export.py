@@ -1,7 +1,7 @@
-"""`lockstep export`: a trained model as a file that other programs open, and proof that it says what the model says.
+"""`lockstep export`: writes a trained model as a file that other programs open.
 
-One process makes it, of a checkpoint that any number of ranks wrote. What was written is loaded back and compared with
-the model before it gets its name.
+One process makes it, of a checkpoint that any number of ranks wrote. The file is loaded back and compared with the
+model before it gets its final name.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.loader import batch_fetcher
 from lockstep.data.stream_reader import is_stream
 from lockstep.distributed.group import Group
-from lockstep.engine.frozen import Frozen, are_left_out, digest_of, is_of_peft, names_of
 from lockstep.engine.models import DEFAULT, Entry, Models
-from lockstep.engine.pretrained import Pretrained
+from lockstep.engine.weights import Frozen, Pretrained, are_left_out, digest_of, is_of_peft, names_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime.base import seed_generators
 from lockstep.runtime.cpu import CpuRuntime
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.base import SingleStrategy
-from lockstep.tasks.task import Task, create_task, has_init_weights
+from lockstep.tasks.create import create_task
+from lockstep.tasks.task import Task, defines
 from lockstep.tasks.trainer import datasets_of
 
 # Of a batch that is a mapping: what a model is trained with and not called with.
@@ -46,14 +46,14 @@ _EXAMPLES = 2  # a batch of one would be taken for a size that never changes
 
 
 class NotTheSame(LockstepError):
-    """What was exported does not compute what the model computes."""
+    """The export does not compute what the model computes."""
 
     exit_code = 5
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how far what it computes is from what the model computes."""
+    """The file, and how far its outputs are from those of the model."""
 
     out: Path
     difference: float  # the largest, over all outputs of the example, relative to the largest output
@@ -61,7 +61,7 @@ class Exported:
 
 
 def model_of(config: RunConfig, task: Task, folder: Path, step: int | None, averages: bool = False) -> nn.Module:
-    """The task's model on the host, with the weights of a checkpoint; without a step, as the run began with it."""
+    """Returns the task's model on the host, with the weights of a checkpoint; without a step, its initial ones."""
     runtime = CpuRuntime()
     seed_generators(runtime, config.seed)
     made = task.model()
@@ -71,7 +71,7 @@ def model_of(config: RunConfig, task: Task, folder: Path, step: int | None, aver
             "program; --to safetensors writes the weights of all"
         )
     group, strategy = Group(0, 1, timeout=0.0), SingleStrategy(runtime)
-    strategy.fill(made, config.seed, task.init_weights if has_init_weights(task) else None)
+    strategy.fill(made, config.seed, task.init_weights if defines(task, "init_weights") else None)
     left_out = are_left_out(made, config.checkpoint.save)
     if config.init_from is not None and left_out:
         Pretrained(config.init_from, group, strategy).before_placing(made)
@@ -96,7 +96,7 @@ def model_of(config: RunConfig, task: Task, folder: Path, step: int | None, aver
 
 
 def _averages_in(state: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
-    """By the names under which a checkpoint has the weights themselves."""
+    """Returns averages by the names that the weights have in a checkpoint."""
     saved: Mapping[str, Any] = state.get("averages") or {}
     if not saved:
         raise ConfigError(f"--weights ema: {source} has no averages: the run was not trained with train.ema")
@@ -109,14 +109,12 @@ def _averages_in(state: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
 
 
 def example_of(task: Task, config: RunConfig, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model is called with: as the task says, else as its first batch has it."""
-    if type(task).example_inputs is not Task.example_inputs:
+    """Returns the arguments to call the model with: of the task, else of its first batch."""
+    if defines(task, "example_inputs"):
         given = task.example_inputs()
-        args, named = (), {}
-        if isinstance(given, Mapping):
-            named = dict(given)
-        else:
-            args = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        by_name = isinstance(given, Mapping)
+        args = () if by_name else tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        named = dict(given) if by_name else {}
         _called(model, args, named)
         return args, named
     args, named = _from_batch(_first_batch(task, config), model)
@@ -174,7 +172,7 @@ def to_onnx(model: nn.Module, example: Any, out: Path, tolerance: float) -> Expo
 def to_hf(
     model: nn.Module, fresh: Callable[[], nn.Module], task: Task, example: Any, out: Path, tolerance: float
 ) -> Exported:
-    """By the model's own save_pretrained; of peft's models the adapter alone."""
+    """Calls the model's save_pretrained; of peft's models the adapter alone is saved."""
     adapter = is_of_peft(model)
     transformers = sys.modules.get("transformers")
     if not adapter and (transformers is None or not isinstance(model, transformers.PreTrainedModel)):
@@ -207,7 +205,7 @@ def to_hf(
 
 
 def to_safetensors(folder: Path, step: int, out: Path, averages: bool = False) -> Exported:
-    """All weights in one file, bytes from file to file; then every byte compared with the checkpoint's."""
+    """Writes all weights to one file, and compares every byte with the checkpoint's."""
     from lockstep.checkpoint import manifest
     from lockstep.checkpoint.merge import merge
     from lockstep.checkpoint.sources import open_source
@@ -217,7 +215,7 @@ def to_safetensors(folder: Path, step: int, out: Path, averages: bool = False) -
     problem = storage.problem(step)
     if problem is not None:
         raise ConfigError(f"{storage.path(step)} is damaged: {problem}. Name another step with --step")
-    told = manifest.read(storage.path(step))
+    saved_as = manifest.read(storage.path(step))
     averaged: dict[str, Tensor] = {}
     if averages:
         loaded = reader.restore(storage, group, step)
@@ -225,7 +223,7 @@ def to_safetensors(folder: Path, step: int, out: Path, averages: bool = False) -
         averaged = _averages_in(loaded.state, storage.path(step))
 
     def write(place: Path) -> None:
-        merge(storage.path(step), told, place, average=averages)
+        merge(storage.path(step), saved_as, place, average=averages)
 
     def check(place: Path) -> tuple[float, str]:
         saved, again = open_source(str(storage.path(step)), group.activity), open_source(str(place), group.activity)
@@ -245,7 +243,7 @@ def to_safetensors(folder: Path, step: int, out: Path, averages: bool = False) -
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> torch.export.ExportedProgram:
-    """With a first dimension of any length, where the model allows it: that of the batch."""
+    """Exports a model with a batch dimension of any length, where the model allows it."""
     batch = {0: torch.export.Dim.AUTO}
 
     def shape(value: Any) -> Any:
@@ -265,7 +263,7 @@ def _program(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> 
 def _published(
     out: Path, write: Callable[[Path], None], check: Callable[[Path], tuple[float, str]], tolerance: float
 ) -> Exported:
-    """Under a name of its own until it is known to be right."""
+    """Writes a file under a temporary name, and renames it once it is known to be right."""
     temporary = out.with_name(f".partial-{out.name}")
     _remove(temporary)
     try:
@@ -287,7 +285,7 @@ def _published(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Torch's exporter tells of packages that it looked for, and of what torch itself will change."""
+    """Hides what torch's exporter reports of packages and of future changes."""
     theirs = logging.getLogger("torch.onnx")
     before = theirs.level
     theirs.setLevel(logging.ERROR)
@@ -316,7 +314,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _difference(wanted: list[Tensor], found: list[Tensor]) -> float:
-    """The largest, relative to the largest value of its output; infinite where the outputs are not even alike."""
+    """Returns the largest difference, relative to the largest value of its output; infinite for other shapes."""
     if len(wanted) != len(found):
         return math.inf
     worst = 0.0
@@ -342,7 +340,7 @@ def _first_batch(task: Task, config: RunConfig) -> Any:
 
 
 def _from_batch(batch: Any, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a batch: of a mapping what forward takes and is no target, of a sequence its first part."""
+    """Returns the inputs of a batch: of a mapping what forward takes and is no target, of a sequence its first part."""
     if isinstance(batch, Mapping):
         takes = inspect.signature(model.forward).parameters
         any_name = any(each.kind is each.VAR_KEYWORD for each in takes.values())
@@ -373,7 +371,7 @@ def _required(module: str, extra: str, what: str) -> Any:
 def export(
     config: RunConfig, folder: Path, step: int, to: str, out: Path, tolerance: float, averages: bool = False
 ) -> Exported:
-    """Write the model of a checkpoint in another form, checked."""
+    """Writes the model of a checkpoint in another form, and checks it."""
     if to == "safetensors":
         return to_safetensors(folder, step, out, averages)
     task = create_task(config.task)

@@ -1,4 +1,4 @@
-"""What a task measures on a batch of a set: its loss, its metrics, and what metrics of the whole set are made of."""
+"""Measures a task on a batch: its loss, its metrics, and the outputs for metrics of a whole set."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.epoch_metrics import WholeSet
 from lockstep.evaluation.means import BatchMean, Mean
 from lockstep.runtime.base import Runtime
-from lockstep.tasks.task import Task, defines, has_loss
+from lockstep.tasks.task import Task, defines
 
 
 class TaskMeasure:
-    """The task's loss and metrics through the bare modules, so that a rank may measure alone."""
+    """Calls the task's loss and metrics with the bare modules, so that a rank may measure alone."""
 
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, task
-        self.epoch_metrics: WholeSet | None = whole_set_of_task(task, run.runtime)
+        self.epoch_metrics: WholeSet | None = whole_set_of_task(task, run._engine.runtime)
         self.one_pass = defines(task, "evaluate_step")
         self._outputs: Any = None  # that evaluate_step returned for the current batch
         self.beside_loss: set[str] = set()  # names of values that the loss came with so far
@@ -45,14 +45,18 @@ class TaskMeasure:
         return {**found, **metrics}
 
     def of_loss(self, batch: Any) -> dict[str, Any]:
-        """The loss, as training computes it, and the values beside it."""
+        """Returns the loss, as training computes it, and the values beside it."""
+        if not defines(self._task, "loss"):
+            return {}
         with self._run.autocast():
-            found = _loss_of(self._task, self._model, batch)
-        self.beside_loss.update(name for name in found if name != "loss")
+            loss, values = loss_and_values(self._task.loss(self._model, batch), self._task)
+            loss_and_count(loss)  # refuses what is no loss
+            found = {name: _as_mean(each) for name, each in {"loss": loss, **values}.items()}
+        self.beside_loss.update(values)
         return found
 
     def outputs(self, batch: Any) -> Any:
-        """The outputs of the batch that was measured last."""
+        """Returns the outputs of the batch that was measured last."""
         if self.one_pass:
             outputs, self._outputs = self._outputs, None
             return outputs
@@ -65,7 +69,7 @@ class TaskMeasure:
 
 
 def metrics_and_outputs(returned: Any, task: Task, needs_outputs: bool) -> tuple[dict[str, Any], Any]:
-    """What `Task.evaluate_step` returned: the loss and metrics by name, and the outputs beside them."""
+    """Splits what `Task.evaluate_step` returned into loss and metrics by name, and outputs."""
     name = f"task: {type(task).__name__}.evaluate_step()"
     metrics, outputs = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(metrics, Mapping):
@@ -78,7 +82,7 @@ def metrics_and_outputs(returned: Any, task: Task, needs_outputs: bool) -> tuple
             f"{name} returned no outputs, which torchmetrics() and epoch_metrics() are computed from: return `metrics, "
             'outputs`, with outputs such as {"preds": ..., "target": ...}'
         )
-    if has_loss(task) and "loss" not in metrics:
+    if defines(task, "loss") and "loss" not in metrics:
         raise ConfigError(f"{name} returned {', '.join(metrics) or 'nothing'}, but no 'loss': return it too")
     found = dict(metrics)
     if _is_single(found.get("loss")):
@@ -87,7 +91,7 @@ def metrics_and_outputs(returned: Any, task: Task, needs_outputs: bool) -> tuple
 
 
 def loss_and_values(returned: Any, task: Task) -> tuple[Any, dict[str, Any]]:
-    """What `Task.loss` returned: the loss, and the values beside it."""
+    """Splits what `Task.loss` returned into the loss and the values beside it."""
     if not isinstance(returned, tuple):
         return returned, {}
     name = type(task).__name__
@@ -109,14 +113,6 @@ def loss_and_values(returned: Any, task: Task) -> tuple[Any, dict[str, Any]]:
     return loss, dict(values)
 
 
-def _loss_of(task: Task, model: Any, batch: Any) -> dict[str, Any]:
-    if not has_loss(task):
-        return {}
-    loss, values = loss_and_values(task.loss(model, batch), task)
-    loss_and_count(loss)  # refuses what is no loss
-    return {name: _as_mean(each) for name, each in {"loss": loss, **values}.items()}
-
-
 def _as_mean(value: Any) -> Any:
     return value if isinstance(value, Mean) else BatchMean(torch.as_tensor(value).reshape(()))
 
@@ -130,7 +126,7 @@ def _described(value: Any) -> str:
 
 
 def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
-    """The metrics of whole sets that a task defines, if any."""
+    """Returns the metrics of whole sets that a task defines, if any."""
     wants = [name for name in ("torchmetrics", "epoch_metrics") if defines(task, name)]
     if not wants:
         return None

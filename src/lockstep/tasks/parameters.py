@@ -1,4 +1,4 @@
-"""Parameter groups by pattern: which parameters an optimizer treats in a way of their own."""
+"""Parameters by name pattern: groups for the optimizer, and frozen ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _REST = "the rest"
 def parameter_groups(
     models: Mapping[str, nn.Module], groups: Sequence[ParameterGroup]
 ) -> dict[str, list[dict[str, Any]]]:
-    """For every model, its trained parameters as groups for an optimizer: the rest first, then those of the config.
+    """Returns the param groups of every model for its optimizer: the rest first, then those of the config.
 
-    Every parameter is in one of them, that of the first pattern that matches. A pattern may be about one model of
-    several; one that is about none is refused.
+    A parameter is in the group of the first pattern that matches. A pattern that matches in no model is refused.
     """
     named = parameters_of(models)
     chosen = _chosen(named, groups)
@@ -46,7 +45,7 @@ def parameter_groups(
             ]
             if parameters
         ]
-    _tell(found)
+    _log(found)
     return found
 
 
@@ -55,7 +54,7 @@ def text(group: ParameterGroup) -> str:
 
 
 def _chosen(named: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> list[list[str]]:
-    """The names of each group's parameters, of those that are trained."""
+    """Returns the names of the trained parameters of each group."""
     free = [name for name, each in named.items() if each.requires_grad]
     chosen: list[list[str]] = []
     for number, group in enumerate(groups):
@@ -65,14 +64,14 @@ def _chosen(named: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup])
         if not mine:
             raise ConfigError(
                 f"{setting}: {text(group)}: what it matches ({', '.join(sorted(wanted)[:3])}) is frozen, or in a group "
-                "before it, where the first that matches counts: take the group away, or put it first"
+                "before it, where the first that matches counts: remove the group, or put it first"
             )
         free = [name for name in free if name not in wanted]
         chosen.append(mine)
     return chosen
 
 
-def _tell(found: Mapping[str, list[dict[str, Any]]]) -> None:
+def _log(found: Mapping[str, list[dict[str, Any]]]) -> None:
     for name, groups in found.items():
         rows = [("parameters", "numbers", "group", "with")]
         rows += [
@@ -92,7 +91,7 @@ def _tell(found: Mapping[str, list[dict[str, Any]]]) -> None:
 
 
 def matching(setting: str, pattern: str, names: Collection[str], others: Collection[str] = ()) -> list[str]:
-    """The names that a pattern matches. One that matches none is refused, unless it matches one of the `others`."""
+    """Returns the names that a pattern matches; refuses one that matches none, nor one of the `others`."""
     found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not found and not any(fnmatch.fnmatchcase(name, pattern) for name in others):
         listed = list(names)
@@ -105,7 +104,7 @@ def matching(setting: str, pattern: str, names: Collection[str], others: Collect
 
 
 def parameters_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter by its name, `generator.fc.weight` where there is more than one model."""
+    """Returns every parameter by its name, `generator.fc.weight` where there is more than one model."""
     return {name: each for name, each in named_parameters(models).items() if isinstance(each, nn.Parameter)}
 
 
@@ -113,10 +112,10 @@ SETTING = "train.freeze"
 
 
 def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
-    """Take parameters out of training, before optimizers are made and models are placed.
+    """Freezes parameters, before optimizers are made and models are placed.
 
     A layer whose running statistics match as well (`encoder.*` matches `encoder.norm.running_mean`) stays in evaluation
-    mode: what is frozen computes the same at the end of the run as at its start. Dropout goes on as it is.
+    mode, so that it computes the same at the end of the run as at its start. Dropout is not changed.
     """
     parameters = parameters_of(models)
     kept = _with_statistics(models, patterns)
@@ -141,7 +140,6 @@ def freeze(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> None:
 
 
 def _with_statistics(models: Mapping[str, nn.Module], patterns: Sequence[str]) -> dict[str, _NormBase]:
-    """Layers that keep running statistics whose names match."""
     return {
         name: layer
         for model_name, model in models.items()
@@ -153,7 +151,7 @@ def _with_statistics(models: Mapping[str, nn.Module], patterns: Sequence[str]) -
 
 
 def _stay_in_evaluation(layer: nn.Module) -> None:
-    """Also where somebody calls train() on the model that it is in."""
+    """Keeps a layer in evaluation mode, also where train() is called on its model."""
 
     def evaluation(self: nn.Module, mode: bool = True) -> nn.Module:
         return nn.Module.train(self, False)

@@ -1,8 +1,8 @@
-"""`lockstep predict`: what a trained model says of every example, in the order of the data.
+"""`lockstep predict`: writes the predictions of a trained model for every example, in the order of the data.
 
-The data is divided into parts of consecutive examples, and a part into batches, in the same way on any number of ranks:
-every batch is then computed alike, whoever does it. Ranks take parts in turn. Where the forward pass takes all ranks
-together, those that have no part left compute a batch that nobody reads.
+The data is divided into parts of consecutive examples, and a part into batches, in the same way on any number of ranks,
+so that every batch is computed alike. Ranks take parts in turn. Where the forward pass takes all ranks together, those
+that have no part left compute a batch that nobody reads.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.means import evaluating
 from lockstep.record.writers import write_json
 from lockstep.strategy.base import dp_rank_of
+from lockstep.tasks.create import create_task
+from lockstep.tasks.evaluate import RESULT_FILE, bring_back, data_named, weights_asked_for
 from lockstep.tasks.prediction_files import PredictionFiles, columns_of, joined
-from lockstep.tasks.task import Task, create_task, defines
-from lockstep.tasks.trained import RESULT_FILE, bring_back, data_named, weights_asked_for
+from lockstep.tasks.task import Task, defines
 
 logger = logging.getLogger(__name__)
 
-_TELL_SECONDS = 10.0
+_LOG_SECONDS = 10.0
 
 
 def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
-    """Write the predictions of a checkpoint of a run; goes on with parts that an earlier start has left."""
+    """Writes the predictions of a checkpoint of a run; continues with the parts of an earlier start."""
     task = create_task(config.task)
     require_predict(task, after)
     data = _data(task, config, after)
@@ -53,29 +54,29 @@ def predict(run: Run, config: RunConfig, after: After) -> dict[str, Any]:
     began = time.monotonic()
     todo = [part for part in range(math.ceil(count / chunk)) if part not in set(done)]
     if done and run.is_main:
-        logger.info("going on: %d of %d parts are there", len(done), len(done) + len(todo))
+        logger.info("resuming: %d of %d parts are there", len(done), len(done) + len(todo))
     work = _Work(run, task, data, files, count, chunk, batch_size, config.data.workers)
     with weights_asked_for(run, after):
         left = work.all_of(todo)
     if any(run.gather(left, "the end of the predictions")):
-        run.leave_unsaved()
+        run._engine.leave_unsaved()
     run.agree(lambda: files.put_together(math.ceil(count / chunk), count), "putting the parts together")
     seconds = time.monotonic() - began
-    told = {
+    record = {
         "out": str(files.out),
         "rows": count,
         "step": after.step,
         "parts_before": len(done),
         "world_size": run.world_size,
-        "strategy": run.strategy,
+        "strategy": run.devices.strategy,
         "seconds": round(seconds, 3),
     }
-    run.agree(lambda: write_json(run.folder / RESULT_FILE, told), "noting the predictions")
+    run.agree(lambda: write_json(run.folder / RESULT_FILE, record), "noting the predictions")
     return {"status": "completed", "metrics": {}}
 
 
 class _Work:
-    """This rank's share of the parts."""
+    """Computes this rank's parts."""
 
     def __init__(
         self,
@@ -88,21 +89,21 @@ class _Work:
         batch_size: int,
         worker_count: int,
     ) -> None:
-        self._run, self._task, self._data, self._files = run, task, data, files
+        self._run, self._engine, self._task, self._data, self._files = run, run._engine, task, data, files
         self._count, self._chunk, self._batch_size, self._workers = count, chunk, batch_size, worker_count
         self._collate: Collate | None = getattr(task, "collate", None)
         self._fetch = batch_fetcher(data, self._collate)
 
     def all_of(self, parts: Sequence[int]) -> bool:
-        """Compute the parts that are this rank's; whether it was asked to leave before the last."""
-        strategy, group = self._run.spread, self._run.group
+        """Computes the parts of this rank. Returns whether it was asked to leave before the last."""
+        strategy, group = self._engine.strategy, self._engine.group
         dp_rank = dp_rank_of(strategy, group)
         together = strategy.measures_together
         mine = [parts[at] if at < len(parts) else None for at in range(dp_rank, _rounded(len(parts), strategy.dp_size),
                                                                        strategy.dp_size)]  # fmt: skip
         batches = [indices for part in mine for indices in self._batches_of(part, together)]
         fetched = self._fetched(batches)
-        next_word = time.monotonic() + _TELL_SECONDS
+        next_line = time.monotonic() + _LOG_SECONDS
         with evaluating(self._run.modules.values()), torch.no_grad(), contextlib.closing(fetched):
             for turn, part in enumerate(mine):
                 if self._asked_to_leave(together):
@@ -111,17 +112,17 @@ class _Work:
                 if part is not None and strategy.is_dp_leader:
                     real = [each for each in found if each is not None]
                     self._files.write(part, joined(real))
-                if self._run.is_main and time.monotonic() > next_word:
-                    next_word = time.monotonic() + _TELL_SECONDS
+                if self._run.is_main and time.monotonic() > next_line:
+                    next_line = time.monotonic() + _LOG_SECONDS
                     logger.info("%d of %d parts on rank 0", turn + 1, len(mine))
         return False
 
     def _asked_to_leave(self, together: bool) -> bool:
-        asked = self._run.asked_to_leave()
+        asked = self._engine.requests.leave is not None
         return self._run.any(asked, "whether to leave the predictions") if together else asked
 
     def _batches_of(self, part: int | None, together: bool) -> list[np.ndarray[Any, Any]]:
-        """The indices of a part's batches. Where all ranks compute together, each part has as many batches."""
+        """Returns the indices of a part's batches. Where all ranks compute together, each part has as many batches."""
         per_part = self._chunk // self._batch_size
         if part is None:
             return [_nothing() for _ in range(per_part)] if together else []
@@ -133,21 +134,21 @@ class _Work:
         return found + [_nothing() for _ in range(per_part - len(found))] if together else found
 
     def _filled(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """As many examples as the device wants: the last one again, which is cut off afterwards."""
+        """Repeats the last example up to the size that the device wants; it is cut off afterwards."""
         wanted = len(indices) or 1
-        if self._run.runtime.fixed_shapes:
+        if self._engine.runtime.fixed_shapes:
             wanted = self._batch_size
-        wanted = math.ceil(wanted / self._run.spread.batch_multiple) * self._run.spread.batch_multiple
+        wanted = math.ceil(wanted / self._engine.strategy.batch_multiple) * self._engine.strategy.batch_multiple
         last = int(indices[-1]) if len(indices) else 0
         return np.concatenate([indices, np.full(wanted - len(indices), last, dtype=np.int64)])
 
     def _computed(self, indices: np.ndarray[Any, Any], batch: Any) -> dict[str, Any] | None:
-        self._run.group.activity.enter("predicting")
+        self._engine.group.activity.enter("predicting")
         modules = self._run.modules
         model: Any = self._run.module if len(modules) == 1 else modules
         with self._run.autocast():
-            found = self._task.predict(model, self._run.move(batch))
-        self._run.runtime.end_of_program()
+            found = self._task.predict(model, self._engine.strategy.move(batch))
+        self._engine.runtime.end_of_program()
         return columns_of(found, len(indices), type(self._task).__name__) if len(indices) else None
 
     def _fetched(self, batches: Sequence[np.ndarray[Any, Any]]) -> Generator[Any, None, None]:
@@ -199,11 +200,11 @@ def _data(task: Task, config: RunConfig, after: After) -> Dataset[Any]:
 
 
 def _plan(config: RunConfig, after: After, count: int, chunk: int, batch_size: int) -> dict[str, Any]:
-    """What parts must have been made for, to be gone on with."""
+    """Returns what existing parts must have been made for."""
     try:
         digest = manifest.read(Path(after.run) / "checkpoints" / manifest.step_name(after.step))["digest"]
     except (manifest.Damaged, manifest.Unreadable):
-        digest = None  # told when it is read, or not on this host
+        digest = None  # reported when it is read, or not on this host
     return {
         "checkpoint": digest,
         "step": after.step,

@@ -1,8 +1,8 @@
-"""Predictions on the disk: a file per part while they are made, and one file by a rename when all of them are there.
+"""Prediction files: one per part while they are made, joined to one file when all of them are there.
 
-Both forms hold one row for every example, in the order of the data. Parquet is written by pyarrow; JSON lines need
-nothing. A part is there whole or not at all, so that whoever goes on after a kill makes those that are not. Its name
-holds the digest of its content: a part that was damaged since is made again and never gets into the file.
+Parquet (by pyarrow) or JSON lines, with one row for every example, in the order of the data. A part is there whole or
+not at all, so that a run that resumes makes the missing ones. Its name holds the digest of its content: a damaged part
+is made again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PredictionFiles:
         self._form = form_of(out)
 
     def begin(self, plan: Mapping[str, Any]) -> list[int]:
-        """For rank 0: make the folder of the parts, or go on with it; the numbers of the parts that are there."""
+        """Makes or continues the folder of the parts, on rank 0. Returns the numbers of the parts that are there."""
         if self.out.exists():
             raise ConfigError(f"--out {self.out}: is there already: name a file that is not, or move it away")
         text = json.dumps(plan, indent=1, sort_keys=True) + "\n"
@@ -68,15 +68,15 @@ class PredictionFiles:
                     part.unlink()
             return sorted(self._parts())
         except OSError as error:
-            told = error.strerror or error
-            raise ConfigError(f"--out {self.out}: cannot be written: {told}: name a writable folder") from None
+            why = error.strerror or error
+            raise ConfigError(f"--out {self.out}: cannot be written: {why}: name a writable folder") from None
 
     def write(self, number: int, columns: Columns) -> None:
         write = _write_parquet if self._form == "parquet" else _write_jsonl
         _write(self.folder / f"part-{number:08d}-{_DIGEST}.{self._form}", lambda file: write(file, columns))
 
     def put_together(self, count: int, rows: int) -> None:
-        """For rank 0: make one file of all parts, which must have so many rows, and remove the parts."""
+        """Joins all parts, which must have so many rows, and removes them, on rank 0."""
         there = self._parts()
         missing = [number for number in range(count) if number not in there]
         if missing:
@@ -98,7 +98,6 @@ class PredictionFiles:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _parts(self) -> dict[int, Path]:
-        """Returns the files of the parts by their numbers."""
         return {int(found[1]): each for each in self.folder.iterdir() if (found := _PART.fullmatch(each.name))}
 
     def _require_same(self, text: str, plan: Mapping[str, Any]) -> None:
@@ -111,13 +110,13 @@ class PredictionFiles:
             key = differing[0]
             raise ConfigError(
                 f"--out {self.out}: {self.folder} holds parts of other predictions ({key}: {before.get(key)!r} there, "
-                f"{plan.get(key)!r} now): go on with what was asked for then, or delete that folder, or name another "
+                f"{plan.get(key)!r} now): repeat what was asked for then, or delete that folder, or name another "
                 "file"
             )
 
 
 def form_of(out: Path) -> str:
-    """What the name of a file says of its form; pyarrow must be there for Parquet, before anything is computed."""
+    """Returns `parquet` or `jsonl`, by the name of the file; requires pyarrow for Parquet."""
     form = out.suffix.lower().lstrip(".")
     if form not in ("parquet", "jsonl"):
         raise ConfigError(f"--out {out}: must end with .parquet or .jsonl")
@@ -132,7 +131,7 @@ def form_of(out: Path) -> str:
 
 
 def columns_of(found: Any, count: int, task: str) -> dict[str, Any]:
-    """What Task.predict returned for a batch, on the host and cut to the examples that count."""
+    """Returns what Task.predict returned for a batch, on the host and cut to the examples that count."""
     if not isinstance(found, Mapping) or not found:
         raise ConfigError(
             f"task: {task}.predict returned a {type(found).__name__}: return columns by name, each with a value per "
@@ -146,9 +145,9 @@ def columns_of(found: Any, count: int, task: str) -> dict[str, Any]:
             values = values.cpu().numpy()
         length = len(values) if hasattr(values, "__len__") and getattr(values, "shape", (1,)) != () else None
         if isinstance(values, str) or length is None or length < count:
-            told = f"{length} values" if length is not None else f"a single {type(values).__name__}"
+            got = f"{length} values" if length is not None else f"a single {type(values).__name__}"
             raise ConfigError(
-                f"task: {task}.predict returned {told} for {name!r} and a batch of {count} examples: return one value "
+                f"task: {task}.predict returned {got} for {name!r} and a batch of {count} examples: return one value "
                 "per example"
             )
         columns[str(name)] = values[:count]
@@ -156,7 +155,7 @@ def columns_of(found: Any, count: int, task: str) -> dict[str, Any]:
 
 
 def joined(batches: Sequence[Columns]) -> dict[str, list[Any]]:
-    """The columns of a part from those of its batches, as plain values."""
+    """Returns the columns of a part from those of its batches."""
     first = batches[0]
     for each in batches[1:]:
         if set(each) != set(first):
@@ -178,8 +177,8 @@ def _write(file: Path, fill: Callable[[Path], Any]) -> None:
         sync_folder(file.parent)
     except OSError as error:
         raise PredictionsFailed(
-            f"{file}: could not be written: {error.strerror or error}: make room or name another file; parts that are "
-            "there are gone on with"
+            f"{file}: could not be written: {error.strerror or error}: make room or name another file; the same "
+            "command continues with the parts that are there"
         ) from None
     finally:
         temporary.unlink(missing_ok=True)

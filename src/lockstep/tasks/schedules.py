@@ -1,16 +1,26 @@
-"""When a learning-rate scheduler is stepped, and how many steps it is made for."""
+"""Learning-rate schedules: by name (`type: cosine`) or of torch, when they are stepped, and for how many steps."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
 from lockstep.config.schema import RunConfig, Scheduler
+from lockstep.config.training import Schedule as ScheduleSettings
 from lockstep.config.values import Interval
+from lockstep.data.cursors import Due
+from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
+from lockstep.tasks.callbacks import Callback
+from lockstep.tasks.validation import Validation, metric_value
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +29,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Schedule:
-    """A scheduler, when it is stepped, and the metric that it is given: what `Task.scheduler` may return."""
+    """A scheduler, when it is stepped, and the metric that it is given. `Task.scheduler` may return it."""
 
     scheduler: Any
     every: str | Interval = "1 epoch"
@@ -46,27 +56,27 @@ class Schedule:
 
 @dataclass
 class RunLength:
-    """How many steps a run has, where that is known, and what was made to last for so many.
+    """How many steps a run has, if known, and for how many its schedulers were made.
 
-    A scheduler that was told comes back from a checkpoint as it was made: this is saved beside it, so that a run that
-    is resumed to be longer does not go on with a schedule that has come to its end.
+    Saved in checkpoints: a scheduler is restored as it was made, and a longer run must not continue with one that has
+    reached its end.
     """
 
     steps: int | None
     steps_per_epoch: int | None
-    told: dict[str, int] = field(default_factory=dict)
+    made_for: dict[str, int] = field(default_factory=dict)
 
     def of_task(self, task: Any, optimizers: Any) -> Any:
-        """What a task's `scheduler` returns, told the number of steps if it has an argument for it."""
+        """Calls a task's `scheduler`, with the number of steps if it has an argument for it."""
         if "total_steps" not in inspect.signature(task.scheduler).parameters:
             return task.scheduler(optimizers)
         if self.steps is None:
             raise ConfigError(f"task: {type(task).__name__}.scheduler takes total_steps, {_UNKNOWN}")
-        self.told["steps"] = self.steps
+        self.made_for["steps"] = self.steps
         return task.scheduler(optimizers, total_steps=self.steps)
 
     def arguments(self, scheduler: Scheduler) -> dict[str, Any]:
-        """The arguments of the config's scheduler, with how often it is going to be stepped in place of `auto`."""
+        """Returns the arguments of the config's scheduler, with the number of its steps in place of `auto`."""
         asked = [name for name, value in scheduler.arguments.items() if value == AUTO]
         if not asked:
             return scheduler.arguments
@@ -78,7 +88,7 @@ class RunLength:
                 if scheduler.every.unit == "second"
                 else f"scheduler.{asked[0]}: auto, {_UNKNOWN}"
             )
-        self.told["steps of the scheduler"] = times
+        self.made_for["steps of the scheduler"] = times
         return {**scheduler.arguments, **dict.fromkeys(asked, times)}
 
     def _times(self, every: Interval) -> int | None:
@@ -91,10 +101,10 @@ class RunLength:
         return None if found is None else max(1, found // int(every.count))
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.told)
+        return dict(self.made_for)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, now in self.told.items():
+        for name, now in self.made_for.items():
             before = state.get(name, now)
             if now > before:
                 raise ConfigError(
@@ -104,7 +114,7 @@ class RunLength:
                 )
             if now < before:
                 logger.warning(
-                    "the learning-rate schedule was made for %d %s, and goes on as if the run still had so many; it "
+                    "the learning-rate schedule was made for %d %s, and continues as if the run still had so many; it "
                     "has %d now", before, name, now,
                 )  # fmt: skip
 
@@ -113,7 +123,7 @@ _UNKNOWN = "but how many steps this run has is not known: its data has no length
 
 
 def run_length(config: RunConfig, examples: int | None) -> RunLength:
-    """Of a run over so many examples; None: as many as there come."""
+    """Returns the length of a run over so many examples; None where the data has no length."""
     limits = config.train
     if examples is None:
         return RunLength(limits.steps, None)
@@ -124,5 +134,88 @@ def run_length(config: RunConfig, examples: int | None) -> RunLength:
 
 
 def as_schedule(given: Any) -> Schedule:
-    """What `Task.scheduler` returned: a scheduler is stepped every epoch, unless it says otherwise."""
     return given if isinstance(given, Schedule) else Schedule(given)
+
+
+def factor(schedule: ScheduleSettings, total: int | None) -> Callable[[int], float]:
+    """Returns the learning-rate multiplier by step: linear warm-up, then a fall to `final` at the end of the run."""
+    warmup = _warmup_steps(schedule, total)
+    falling = (total or 0) - warmup
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule.type == "constant":
+            return 1.0
+        left = 1.0 - min((step - warmup) / falling, 1.0)
+        if schedule.type == "cosine":
+            left = 0.5 * (1.0 - math.cos(math.pi * left))
+        elif schedule.type == "polynomial":
+            left = left**schedule.power
+        return schedule.final + (1.0 - schedule.final) * left
+
+    return at
+
+
+class NamedSchedule(LambdaLR):
+    """A schedule by name. A run that is resumed with another number of steps follows the schedule of that many."""
+
+    def __init__(self, optimizer: Optimizer, schedule: ScheduleSettings, total: int | None) -> None:
+        super().__init__(optimizer, factor(schedule, total))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(dict(state_dict))
+        rates = [base * at(self.last_epoch) for base, at in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+
+
+def _warmup_steps(schedule: ScheduleSettings, total: int | None) -> int:
+    if total is None and schedule.needs_total():
+        what = schedule.type if schedule.type != "constant" else f"warmup: {schedule.warmup}"
+        raise ConfigError(
+            f"scheduler: {what} has to know how many steps the run has, and data without a length does not tell: set "
+            "train.steps"
+        )
+    if isinstance(schedule.warmup, str):
+        assert total is not None
+        warmup = round(float(schedule.warmup.rstrip("% ")) / 100 * total)
+    else:
+        warmup = schedule.warmup
+    if total is not None and warmup >= total and schedule.type != "constant":
+        raise ConfigError(
+            f"scheduler.warmup: {schedule.warmup} is {warmup} steps, but the run has {total}: there is none left "
+            f"in which the rate could fall ({schedule.type}). Make it shorter, or train longer"
+        )
+    return warmup
+
+
+class Scheduling(Callback):
+    """Steps the learning-rate schedulers; one that watches a metric is given the newest."""
+
+    def __init__(self, schedules: Sequence[Schedule], validation: Validation) -> None:
+        self._validation = validation
+        self._schedules = [(each.scheduler, Due(each.interval), _monitored(each)) for each in schedules]
+
+    @property
+    def monitors(self) -> list[str]:
+        """The metrics that are watched."""
+        return list(dict.fromkeys(name for _, _, name in self._schedules if name is not None))
+
+    def after_step(self, run: Run) -> str | None:
+        for scheduler, due, monitor in self._schedules:
+            if not due.now(run.progress, run._engine.seconds_since_start):
+                continue
+            if monitor is None:
+                scheduler.step()
+            else:
+                scheduler.step(metric_value(self._validation.latest, monitor, "scheduler.monitor"))
+        return None
+
+
+def _monitored(schedule: Schedule) -> str | None:
+    return schedule.monitor or ("val/loss" if isinstance(schedule.scheduler, ReduceLROnPlateau) else None)

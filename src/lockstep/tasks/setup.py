@@ -1,4 +1,4 @@
-"""The parts of a run that a config or a task asks for: models with their optimizers and schedulers."""
+"""Sets up the models of a task with their optimizers and schedulers, and the order of its data."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from lockstep.engine.models import DEFAULT
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks.parameters import freeze, parameter_groups
-from lockstep.tasks.rates import NamedSchedule
-from lockstep.tasks.schedules import RunLength, Schedule, as_schedule
-from lockstep.tasks.task import Task, has_init_weights
+from lockstep.tasks.schedules import NamedSchedule, RunLength, Schedule, as_schedule
+from lockstep.tasks.task import Task, defines
 
 
 def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[str, Schedule]:
-    """Every model of the task with its optimizer and scheduler; the schedulers, with when they are stepped."""
+    """Sets up every model of the task. Returns the schedulers by model, with when they are stepped."""
     limits = config.train
-    made = run.build(task.model)
+    made = run._engine.build(task.model)
     models = dict(made) if isinstance(made, Mapping) else {DEFAULT: made}
     if limits.freeze:
         freeze(models, limits.freeze)
@@ -48,14 +47,14 @@ def set_up(run: Run, task: Task, config: RunConfig, length: RunLength) -> dict[s
             on_nan=limits.on_nan,
             ema=limits.ema,
             shard=task.shard_rules(),
-            init_weights=task.init_weights if has_init_weights(task) else None,
+            init_weights=task.init_weights if defines(task, "init_weights") else None,
             init_from=_weights_of(name, models, config),
         )
     return schedules
 
 
 def _weights_of(name: str, models: Mapping[str, nn.Module], config: RunConfig) -> InitFrom | None:
-    """What a model begins with; of several, each has its weights under its own name, as they are saved."""
+    """Returns `init_from` for a model; of several, each has its weights under its name, as in a checkpoint."""
     given = config.init_from
     if given is None or len(models) == 1:
         return given
@@ -63,7 +62,7 @@ def _weights_of(name: str, models: Mapping[str, nn.Module], config: RunConfig) -
 
 
 def _optimizers(task: Task, made: Any, models: Mapping[str, nn.Module], config: RunConfig) -> Any:
-    """One optimizer, or one for every model: of the config, else of the task, else AdamW."""
+    """Makes one optimizer, or one for every model: of the config, else of the task, else AdamW."""
     trained = [name for name, each in models.items() if any(p.requires_grad for p in each.parameters())]
     if not trained:
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
@@ -97,7 +96,7 @@ def _schedules(
 
 
 def _per_model(models: Mapping[str, Any], given: Any, what: str) -> dict[str, Any]:
-    """What a task returned for its models, by the name of the model."""
+    """Returns what a task returned for its models, by the name of the model."""
     if not isinstance(given, Mapping):
         if given is not None and len(models) > 1:
             raise ConfigError(
@@ -122,13 +121,13 @@ logger = logging.getLogger(__name__)
 
 
 def order_of(task: Task, config: RunConfig, dataset: Dataset[Any]) -> Order | None:
-    """The config's order; where it names none, the task's own, if it has one, else shuffled. None for a stream."""
+    """Returns the config's order; without one, the task's, if it has one, else shuffled. None for a stream."""
     asked = config.data.order
     if is_stream(dataset):
         if asked is not None:
             raise ConfigError(
                 f"data.order: {asked.type}: train_data() is a stream ({type(dataset).__name__}), which comes in the "
-                "order that it has: take it away (data.shuffle and data.shuffle_buffer are for streams)"
+                "order that it has: remove it (data.shuffle and data.shuffle_buffer are for streams)"
             )
         return None
     if asked is None:

@@ -1,4 +1,4 @@
-"""What to train: the user's code."""
+"""Task: what to train, written by the user."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.config.objects import construct, import_object
-from lockstep.config.schema import Component
-from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
-from lockstep.tasks.name_checks import check_names, instead_of
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -37,12 +33,12 @@ class Task(abc.ABC):
         """A scalar: the mean over the batch; or lockstep.Mean(total, count), where it is a mean over tokens.
 
         With a mapping beside it, `loss, {"name": value}`, these values are logged as means over the global batch too.
-        Every task has one, but for those with a training_step of their own.
+        Every task has one, except those that define training_step.
         """
         raise NotImplementedError
 
     def training_step(self, run: Run, batch: Any) -> Mapping[str, Any] | None:
-        """One step of its own, in place of loss, backward and step: for several models, optimizers or losses.
+        """One training step in place of loss, backward and step: for several models, optimizers or losses.
 
         Calls run.backward and run.step for each optimizer; what is returned is logged.
         """
@@ -53,7 +49,7 @@ class Task(abc.ABC):
     ) -> Mapping[str, Tensor | Mean] | tuple[Mapping[str, Tensor | Mean], Mapping[str, Any]]:
         """Everything that is measured of a validation or test batch, from one forward pass: `loss` (as `loss`, or one
         value per example) and metrics by name, as in `metrics`. With `torchmetrics` or `epoch_metrics`, return
-        `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost a forward pass of their own."""
+        `metrics, outputs`. It replaces `metrics` and `outputs`, which each cost another forward pass."""
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor | Mean]:
@@ -63,8 +59,7 @@ class Task(abc.ABC):
 
     def outputs(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """What `torchmetrics` and `epoch_metrics` are computed from, by name: tensors or lists with a row for every
-        example
-        of the batch, such as {"preds": model(inputs), "target": labels}."""
+        example of the batch, such as {"preds": model(inputs), "target": labels}."""
         raise NotImplementedError
 
     def torchmetrics(self) -> Mapping[str, Any]:
@@ -112,8 +107,8 @@ class Task(abc.ABC):
     def scheduler(self, optimizer: Any) -> Any:
         """Used where the config names no scheduler. One for each optimizer, where there are several.
 
-        Defined as scheduler(self, optimizer, total_steps), it is told how many steps the run has. It is stepped every
-        epoch; to step it otherwise, return lockstep.Schedule(scheduler, every="1 step").
+        Defined as scheduler(self, optimizer, total_steps), it is given the number of steps. It is stepped every epoch;
+        to step it otherwise, return lockstep.Schedule(scheduler, every="1 step").
         """
         return None
 
@@ -123,7 +118,7 @@ class Task(abc.ABC):
 
     def init_weights(self, module: nn.Module) -> None:
         """For a model that is made on the meta device, because it fits into no host's memory: called for every module
-        that has parameters of its own, to give them values. Without it, each module's `reset_parameters` is called."""
+        that has parameters, to give them values. Without it, each module's `reset_parameters` is called."""
         raise NotImplementedError
 
     def should_stop(self, metrics: dict[str, float]) -> str | None:
@@ -152,49 +147,7 @@ class Task(abc.ABC):
     # A task may define collate(examples) to build batches in its own way.
 
 
-def has_training_step(task: Task | type[Task]) -> bool:
+def defines(task: Task | type[Task], name: str) -> bool:
+    """Returns whether a task overrides a method of the base class."""
     cls = task if inspect.isclass(task) else type(task)
-    return cls.training_step is not Task.training_step
-
-
-def has_loss(task: Task | type[Task]) -> bool:
-    cls = task if inspect.isclass(task) else type(task)
-    return cls.loss is not Task.loss
-
-
-def defines(task: Task, name: str) -> bool:
-    """Whether a task has a method of its own in place of the base class's."""
-    return getattr(type(task), name) is not getattr(Task, name)
-
-
-def has_init_weights(task: Task) -> bool:
-    return type(task).init_weights is not Task.init_weights
-
-
-def create_task(component: Component) -> Task:
-    """Import the task's class and make one, saying precisely what is wrong with it where something is."""
-    task: Task = construct(task_class(component), component.arguments, "task")
-    return task
-
-
-def task_class(component: Component) -> type[Task]:
-    """The class that a config names, with everything that can be known of it without making one."""
-    cls = import_object(component.type, "task")
-    if not (inspect.isclass(cls) and issubclass(cls, Task)):
-        raise ConfigError(f"task: {component.type} is not a class derived from lockstep.Task")
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if not has_loss(cls) and not has_training_step(cls):
-        missing.insert(0, "loss")
-    if missing:
-        lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
-        has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
-        hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
-        raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
-    check_names(cls, Task)
-    replaced = [name for name in ("metrics", "outputs") if getattr(cls, name) is not getattr(Task, name)]
-    if cls.evaluate_step is not Task.evaluate_step and replaced:
-        raise ConfigError(
-            f"task: {cls.__name__} defines evaluate_step and {replaced[0]}, but evaluate_step replaces {replaced[0]}: "
-            "return its values from evaluate_step, and remove it"
-        )
-    return cls
+    return getattr(cls, name) is not getattr(Task, name)

@@ -1,4 +1,4 @@
-"""From a config to a trained model: makes the task's parts, trains, and tells how it went."""
+"""Trainer: makes the parts of a config's task, trains, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -15,15 +15,24 @@ from lockstep.data.permutation import split_dataset
 from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
-from lockstep.tasks.callbacks import Callback, Checkpointing, Scheduling, Validation, evaluated
-from lockstep.tasks.changed import Lengths, OptimizerArguments
-from lockstep.tasks.early_stop import EarlyStopping, epoch_name, known_as, metric_value, unknown_metric
+from lockstep.tasks.callbacks import Callback, UserCallbacks, own_callbacks
+from lockstep.tasks.changes import Lengths, OptimizerArguments
+from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
-from lockstep.tasks.schedules import run_length
+from lockstep.tasks.schedules import Scheduling, run_length
 from lockstep.tasks.setup import order_of, set_up
-from lockstep.tasks.task import Task, create_task, has_training_step
-from lockstep.tasks.user_callbacks import UserCallbacks, own_callbacks
+from lockstep.tasks.task import Task, defines
+from lockstep.tasks.validation import (
+    Checkpointing,
+    EarlyStopping,
+    Validation,
+    epoch_name,
+    evaluated,
+    known_as,
+    metric_value,
+    unknown_metric,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +40,7 @@ Datasets = dict[str, Dataset[Any]]
 
 
 def fit(run: Run, config: RunConfig) -> dict[str, Any]:
-    """Train the config's task in this run, from its newest checkpoint if it has one; the metrics it ended with."""
+    """Trains the config's task in this run, from its newest checkpoint if it has one. Returns the outcome."""
     task = create_task(config.task)
     own = UserCallbacks(own_callbacks(task, config))
     datasets = datasets_of(task, config)
@@ -62,9 +71,9 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
             logger.info(change)
     asked = metrics_asked_for(config, scheduling.monitors)
     there, complete = _metric_names(run, measure, datasets, batch_size, collate, asked)
-    open_ended = {"train": has_training_step(task), "val": not complete}
+    open_ended = {"train": defines(task, "training_step"), "val": not complete}
     check_metrics(asked, there, [kind for kind, is_open in open_ended.items() if is_open])
-    run.aggregator.begin(run.progress, length.steps)
+    run._engine.aggregator.begin(run.progress, length.steps)
     own.before_training(run)
     unfinished = validation.unfinished is not None and validation.unfinished == run.progress.step
     callbacks: list[Callback] = [validation, scheduling, checkpointing]
@@ -77,8 +86,8 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     if test_data := _of_kind("test", datasets):
         tested = evaluated(run, measure, test_data, batch_size, config.validation.on, collate)
         if tested is None:
-            run.leave()
-        run.aggregator.write(run.progress, tested)
+            run._engine.leave()
+        run._engine.aggregator.write(run.progress, tested)
         metrics.update(tested)
     own.have_stopped(run)
     own.after_training(run, dict(metrics))
@@ -91,7 +100,7 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def metrics_asked_for(config: RunConfig, monitors: Sequence[str]) -> list[tuple[str, str]]:
-    """Where a metric is named, and its name."""
+    """Returns the metrics that the config names, each with the path of its setting."""
     keep, stopping = config.checkpoint.keep, config.early_stop
     asked = [("checkpoint.keep.metric", keep.metric)] if keep.best else []
     asked += [(f"early_stop.criteria[{index}].metric", each.metric)
@@ -107,8 +116,9 @@ def _metric_names(
     collate: Collate | None,
     asked: Sequence[tuple[str, str]],
 ) -> tuple[dict[str, Any], bool]:
-    """The metrics that there will be by name, each with a value to tell numbers from matrices by, and whether these are
-    all. Found on one batch: of data that is measured, or of that which is trained on, where somebody asks."""
+    """Returns the metrics of the run by name, each with a value that is a number or a list, and whether these are all.
+
+    They are found on one batch: of data that is measured, or of training data, where the config names one."""
     there: dict[str, Any] = {epoch_name("train/loss"): 0.0}
     validated, tested = _of_kind("val", datasets), _of_kind("test", datasets)
     tried = validated or (tested if measure.epoch_metrics is not None else {})
@@ -116,19 +126,19 @@ def _metric_names(
         tried = _of_kind("train", datasets)
     if not tried:
         return there, True
-    found, complete = run.names_of(measure, next(iter(tried.values())), batch_size, collate)
+    found, complete = run._engine.evaluator.names_of(measure, next(iter(tried.values())), batch_size, collate)
     if measure.one_pass and any(name.startswith("train/") and name not in there for _, name in asked):
-        run.names_of(measure.of_loss, datasets["train"], batch_size, collate)
+        run._engine.evaluator.names_of(measure.of_loss, datasets["train"], batch_size, collate)
     there.update({epoch_name(f"train/{name}"): 0.0 for name in measure.beside_loss})
     there.update({f"{prefix}/{name}": each for prefix in validated for name, each in found.items()})
     return there, complete
 
 
 def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], open_ended: Sequence[str] = ()) -> None:
-    """Refuse a metric that will never be there before the first step, not after the first epoch.
+    """Refuses a metric that will never be there, before the first step.
 
-    What a task logs in a training step of its own is not known before (`train` is open-ended), nor is what it computes
-    of a whole set, where a batch is not enough for it (`val` is).
+    `open_ended` has `train` where a training_step logs what is not known before, and `val` where a metric of a whole
+    set had no value for one batch.
     """
     for path, name in asked:
         default = path == "checkpoint.keep.metric" and name == Keep().metric
@@ -149,9 +159,9 @@ def check_metrics(asked: Sequence[tuple[str, str]], there: Mapping[str, Any], op
 
 
 def datasets_of(task: Task, config: RunConfig) -> Datasets:
-    """Training, validation and test data: the task's own, or parts of its training data by the config's fractions.
+    """Returns training, validation and test data: of the task, or parts of its training data by `data.split`.
 
-    By the beginning of their metrics' names: `train`, `val`, `test`, and `val/NAME` where there are several.
+    Their names are the prefixes of their metrics: `train`, `val`, `test`, and `val/NAME` where there are several.
     """
     train_data = task.train_data()
     check_data(train_data, "train_data()")
@@ -186,7 +196,7 @@ def datasets_of(task: Task, config: RunConfig) -> Datasets:
 
 
 def _named(kind: str, given: Any) -> Datasets:
-    """What `val_data` or `test_data` returned: nothing, a dataset, or several by name."""
+    """Returns the datasets of `val_data` or `test_data` by name: none, one or several."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -224,7 +234,6 @@ def check_data(data: Any, name: str) -> None:
 
 
 def _length(dataset: Dataset[Any]) -> int | None:
-    """How many examples there are; None of a stream."""
     return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
 
 

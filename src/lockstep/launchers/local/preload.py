@@ -18,7 +18,7 @@ import lockstep.launchers.local.child
 import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
-import lockstep.tasks.work  # not the worker: it is run as a module, which must not be loaded before
+import lockstep.tasks.predict  # not the worker: it is run as a module, which must not be loaded before
 from lockstep.distributed.signals import adopt_orphans
 
 lockstep.import_path.forget_safe_interpreters()

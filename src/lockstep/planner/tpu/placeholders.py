@@ -226,12 +226,12 @@ class State:
         return {name: each for module in self._run.modules.values() for name, each in module.named_parameters()}
 
     def mesh(self) -> dict[str, int]:
-        assert isinstance(self._run.spread, PlaceholderSpmd)
-        return self._run.spread.shape
+        assert isinstance(self._run._engine.strategy, PlaceholderSpmd)
+        return self._run._engine.strategy.shape
 
     def _sharding(self, parameter: Tensor) -> str:
-        assert isinstance(self._run.spread, _PlaceholderStrategy)
-        return self._run.spread.shardings.get(id(parameter), REPLICATED)
+        assert isinstance(self._run._engine.strategy, _PlaceholderStrategy)
+        return self._run._engine.strategy.shardings.get(id(parameter), REPLICATED)
 
     def _new(self, like: Tensor, kind: str, name: str, sharding: str) -> Tensor:
         made = self._register.new(like.shape, like.dtype, kind, name, sharding)
@@ -258,7 +258,7 @@ class State:
                             sharding = self._sharding(owned) if value.shape == owned.shape else REPLICATED
                             state[key] = self._new(value, "optimizer", key, sharding)
                             self._hold(state[key])
-            for entry in self._run._models.entries.values():
+            for entry in self._run._engine.models.entries.values():
                 if entry.average is not None:
                     weights = entry.average.weights
                     for name, parameter in entry.module.named_parameters():
@@ -281,7 +281,11 @@ class State:
         return [(tensor.detach(), number) for tensor, version, number in self._held if tensor._version != version]
 
     def weights_bytes(self) -> int:
-        state = [each for module in self._run.modules.values() for each in self._run.spread.state_dict(module).values()]
+        state = [
+            each
+            for module in self._run.modules.values()
+            for each in self._run._engine.strategy.state_dict(module).values()
+        ]
         return sum(each.numel() * each.element_size() for each in state if isinstance(each, Tensor))
 
     def optimizer_bytes(self) -> int:

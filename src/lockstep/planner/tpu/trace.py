@@ -49,13 +49,14 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     import torch_xla
 
     from lockstep.distributed.topology import Topology
+    from lockstep.engine.engine import Engine
     from lockstep.engine.run import Run
     from lockstep.engine.stop_requests import StopRequests
     from lockstep.planner.tpu import placeholders
     from lockstep.record.display import Display
+    from lockstep.tasks.create import create_task
     from lockstep.tasks.schedules import RunLength
     from lockstep.tasks.setup import order_of, set_up
-    from lockstep.tasks.task import create_task
     from lockstep.tasks.trainer import datasets_of
 
     over_all = config.strategy.has_mesh
@@ -78,7 +79,7 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     register = placeholders.Register()
     runtime = placeholders.PlaceholderRuntime(settings, target.devices, register)
     with placeholders.world(ranks, register) as group, tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        run = Run(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests())
+        run = Run(Engine(Topology(), runtime, group, settings, Path(folder), Display(), StopRequests()))
         set_up(run, task, settings, RunLength(10**9, 10**6))
         state = placeholders.State(run, register)
         runtime.at_end_of_program = state.renew_gradients

@@ -1,13 +1,18 @@
-"""What a run begins with: weights of another run, or of somebody else's model, as far as they fit this one.
+"""Initial weights (`init_from`) and frozen weights.
 
-Rank 0 reads them into its model before it is placed, one tensor after the other; placing gives them to the others. A
-model that no rank has whole, because it was made on the meta device, is placed first: each rank reads its own parts.
+Rank 0 reads initial weights into its model before it is placed, one tensor after the other; placing gives them to the
+others. A model that was made on the meta device is placed first: each rank reads its own parts.
+
+Frozen weights are not saved again with every checkpoint, where `checkpoint.save` says so. They are known by a digest: a
+run that resumes gets them from the task's model() or `init_from`, and is refused where they are others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.sources import Source, open_source
+from lockstep.checkpoint.tensor_file import memory, stored_form
 from lockstep.config.plain import nearest
 from lockstep.config.schema import InitFrom
+from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
-from lockstep.engine.frozen import is_of_peft
 from lockstep.errors import ConfigError
 from lockstep.record.logs import file_only
 from lockstep.strategy.base import Strategy
@@ -52,43 +58,32 @@ class Table:
         return not (self.missing or self.unexpected or self.other_shape)
 
     def lines(self, shown: int = _SHOWN) -> list[str]:
-        told = [f"init_from: {self.source}: {len(self.loaded)} of the model's {self.count} weights loaded"]
-        told[0] += f", {self.converted} of them from another type of number" if self.converted else ""
-        told[0] += (
-            f"; {self.kept} stay as they are, frozen ones or those of an adapter, which it has none of"
-            if self.kept
-            else ""
-        )
-        for what, names in (
-            ("missing", self.missing),
-            ("unexpected", self.unexpected),
-            ("of another shape", self.other_shape),
-        ):
-            if names:
-                more = f" and {len(names) - shown} more" if len(names) > shown else ""
-                told.append(f"  {what:<17}{len(names):>5}  {'; '.join(names[:shown])}{more}")
-        return told
+        head = f"init_from: {self.source}: {len(self.loaded)} of the model's {self.count} weights loaded"
+        if self.converted:
+            head += f", {self.converted} of them from another type of number"
+        if self.kept:
+            head += f"; {self.kept} stay as they are, frozen ones or those of an adapter, which it has none of"
+        rows = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.other_shape}
+        return [head] + [
+            f"  {what:<17}{len(names):>5}  {'; '.join(names[:shown])}"
+            + (f" and {len(names) - shown} more" if len(names) > shown else "")
+            for what, names in rows.items()
+            if names
+        ]
 
     def problem(self) -> str:
-        """What to tell where it has to fit and does not."""
+        """Returns the message where it has to fit and does not."""
         head, *rest = self.lines()
-        hints = [f"  {each}" for each in self.hints]
+        head = head.replace(" weights loaded", " weights are there, and they do not fit it all", 1)
         if not self.loaded:
             remedy = "These are the weights of another model: name one of the same kind"
         else:
             remedy = "Set init_from.strict: false to begin with what fits"
-        return "\n".join(
-            [
-                head.replace(" weights loaded", " weights are there, and they do not fit it all", 1),
-                *rest,
-                *hints,
-                f"{remedy}; init_from.map: {{'encoder.': 'model.encoder.'}} says what names begin with there and here",
-            ]
-        )
+        remedy += "; init_from.map: {'encoder.': 'model.encoder.'} says what names begin with there and here"
+        return "\n".join([head, *rest, *(f"  {each}" for each in self.hints), remedy])
 
 
 def as_settings(given: Given) -> InitFrom:
-    """What run.setup was given, as a config would have it."""
     from lockstep.config.load import validate
 
     if isinstance(given, InitFrom):
@@ -98,62 +93,60 @@ def as_settings(given: Given) -> InitFrom:
 
 
 class Pretrained:
-    """The weights that a run begins with, on their way into one model."""
+    """Loads initial weights into a model."""
 
     def __init__(self, given: Given, group: Group, strategy: Strategy) -> None:
         self._settings, self._group, self._strategy = as_settings(given), group, strategy
 
     def before_placing(self, model: nn.Module) -> bool:
-        """Load them, unless the model has to be placed first; whether it was done. All ranks call it."""
+        """Loads them, unless the model has to be placed first. Returns whether it did. All ranks call it."""
         hollow = self._group.agree(lambda: has_no_memory(model), "whether the model has memory")
         if hollow:
             return False
         if self._strategy.places_rank_0:
-            self._tell(self._group.agree(lambda: self._load_whole(model), "the weights of init_from"))
+            self._log(self._group.agree(lambda: self._load_whole(model), "the weights of init_from"))
         else:
-            self._tell(self._each_loads(lambda: self._load_whole(model)))
+            self._log(self._each_loads(lambda: self._load_whole(model)))
         return True
 
     def after_placing(self, model: nn.Module) -> None:
-        """Every rank reads its own parts."""
-        self._tell(self._each_loads(lambda: self._load_parts(model)))
+        self._log(self._each_loads(lambda: self._load_parts(model)))
 
     def _load_whole(self, model: nn.Module) -> dict[str, Any]:
-        source = self._opened()
-        try:
-            state = _tensors(model)
-            table, chosen = match(state, source, self._settings, is_of_peft(model))
-            self._check(table)
+        state = _tensors(model)
+
+        def fill(chosen: dict[str, Stored]) -> None:
             with torch.no_grad():
                 for name, stored in chosen.items():
                     stored.fill(state[name], (0,) * len(stored.shape))
                     self._group.activity.progress()
-        finally:
-            source.close()
-        return vars(table)
+
+        return self._load(state, is_of_peft(model), fill)
 
     def _load_parts(self, model: nn.Module) -> dict[str, Any]:
-        source = self._opened()
-        try:
-            table, chosen = match(_tensors(model), source, self._settings, is_of_peft(model))
-            self._check(table)
+        def fill(chosen: dict[str, Stored]) -> None:
             self._strategy.load_state_dict(model, chosen, strict=False)
+
+        return self._load(_tensors(model), is_of_peft(model), fill)
+
+    def _load(
+        self, state: Mapping[str, Tensor], of_peft: bool, fill: Callable[[dict[str, Stored]], None]
+    ) -> dict[str, Any]:
+        source = open_source(self._settings.path, self._group.activity)
+        try:
+            table, chosen = match(state, source, self._settings, of_peft)
+            if not table.loaded or (self._settings.strict and not table.fits):
+                raise ConfigError(table.problem())
+            fill(chosen)
         finally:
             source.close()
         return vars(table)
 
-    def _opened(self) -> Source:
-        return open_source(self._settings.path, self._group.activity)
-
-    def _check(self, table: Table) -> None:
-        if not table.loaded or (self._settings.strict and not table.fits):
-            raise ConfigError(table.problem())
-
     def _each_loads(self, load: Any) -> dict[str, Any]:
-        """On all ranks or on none; raises on all of them what the first said that could not."""
-        told, problem = {}, None
+        """Loads on all ranks or on none: raises on all of them what the first raised that could not."""
+        found, problem = {}, None
         try:
-            told = load()
+            found = load()
         except ConfigError as error:
             problem = str(error)
         problems = self._group.gather(problem, "whether init_from was read")
@@ -161,10 +154,10 @@ class Pretrained:
         if first is not None:
             rank, text = first
             raise ConfigError(text if rank == 0 else f"{text} (on rank {rank}: every rank has to see these weights)")
-        return told
+        return found
 
-    def _tell(self, told: dict[str, Any]) -> None:
-        table = Table(**told)
+    def _log(self, found: dict[str, Any]) -> None:
+        table = Table(**found)
         if self._group.rank != 0:
             return
         for line in table.lines():
@@ -177,9 +170,9 @@ class Pretrained:
 def match(
     state: Mapping[str, Tensor], source: Source, settings: InitFrom, of_peft: bool = False
 ) -> tuple[Table, dict[str, Stored]]:
-    """Which weights of the source go where. A name that stands for the very tensor of another (tied) needs none.
+    """Returns which weights of the source go where. The name of a tied tensor needs none.
 
-    The weights of a model that an adapter was put around go to it inside of the adapter; that begins as it was made.
+    With an adapter around a model, the weights go to the model inside of it; the adapter begins as it was made.
     """
     there = _renamed(source, settings.map)
     bare = {_without_adapter(name): name for name, each in state.items() if of_peft and not each.requires_grad}
@@ -212,7 +205,7 @@ def match(
 
 
 def _renamed(source: Source, prefixes: Mapping[str, str | None]) -> dict[str, Stored]:
-    """The weights under the names that they are to have here; of the prefixes that match, the longest counts."""
+    """Returns the weights under their names here; of the prefixes that match, the longest counts."""
     found: dict[str, Stored] = {}
     origin: dict[str, str] = {}
     for name, each in source.tensors.items():
@@ -234,7 +227,6 @@ def _renamed(source: Source, prefixes: Mapping[str, str | None]) -> dict[str, St
 
 
 def _without_adapter(name: str) -> str:
-    """What a weight was called before peft put an adapter around its model."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
@@ -248,5 +240,68 @@ def _hints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a model saves, as the tensors themselves: with whether they are trained."""
     return {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The names of a model's frozen weights, and what their values were when the run began."""
+
+    names: frozenset[str]
+    digest: str
+
+
+def is_of_peft(model: nn.Module) -> bool:
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def are_left_out(model: nn.Module, setting: str) -> bool:
+    """Returns whether checkpoints leave out the frozen weights of a model, by `checkpoint.save`."""
+    wanted = setting == "trainable" or (setting == "auto" and (is_of_peft(model) or is_all_frozen(model)))
+    return wanted and any(not each.requires_grad for each in model.parameters())
+
+
+def is_all_frozen(model: nn.Module) -> bool:
+    """Returns whether nothing of a model is trained: a teacher, a reference model."""
+    return not any(each.requires_grad for each in model.parameters())
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [
+        name
+        for name, each in model.state_dict(keep_vars=True).items()
+        if isinstance(each, nn.Parameter) and not each.requires_grad
+    ]
+
+
+def digest_of(model: nn.Module, names: list[str], activity: Activity) -> str:
+    """Returns a digest of these weights, before the model is placed: the same under every strategy."""
+    if has_no_memory(model):
+        raise ConfigError(
+            "checkpoint.save: trainable leaves frozen weights out, and those of a model on the meta device are never "
+            "whole anywhere to be known again by: set checkpoint.save: all"
+        )
+    found = hashlib.sha256()
+    state = model.state_dict()
+    for name in sorted(names):
+        tensor: Tensor = state[name].detach().cpu()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(memory(stored_form(tensor).contiguous()))
+        activity.progress()
+    return found.hexdigest()
+
+
+def refuse_other(source: str, model: str, saved: str, now: Frozen | None) -> None:
+    """Refuses a checkpoint without frozen weights where the model has others than it was trained with."""
+    if now is None:
+        raise ConfigError(
+            f"{source}: holds the trained weights of {model!r} alone, and this run does not set frozen ones apart: "
+            "set checkpoint.save: trainable, as the run had it that saved them, and freeze the same parameters"
+        )
+    if saved != now.digest:
+        raise ConfigError(
+            f"{source}: holds the trained weights of {model!r} alone, which were trained beside other frozen weights "
+            f"than the model has now (digest {saved[:12]}, now {now.digest[:12]}). Give the model the weights that the "
+            "run began with: by init_from, or by the task's model()"
+        )

@@ -1,6 +1,6 @@
-"""A resume with other settings of the optimizer: what the restored state has to be told of them.
+"""Resuming with another config or other data: applies new optimizer settings, and compares lengths of datasets.
 
-Restoring brings back the param groups as they were saved, so that what the config says now would count for nothing.
+Restoring brings back the param groups as they were saved, so that new settings of the config would have no effect.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
 from lockstep.tasks.parameters import text
 
+logger = logging.getLogger(__name__)
+
 Group = dict[str, Any]
 
 
 class OptimizerArguments:
-    """The config's arguments of the optimizer, kept in every checkpoint: attached to the run before it is restored."""
+    """The config's arguments of the optimizer, kept in every checkpoint."""
 
     def __init__(
         self, current: Mapping[str, Any] | None, groups: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """`groups` has what groups of parameters have of their own, by the text of their patterns."""
+        """`groups` has the arguments of parameter groups, by the text of their patterns."""
         self.current = None if current is None else dict(current)
         self.groups = {match: dict(each) for match, each in (groups or {}).items()}
         self.saved: Mapping[str, Any] | None = None  # of the checkpoint, once restored
@@ -48,7 +50,7 @@ class OptimizerArguments:
         self.saved, self.saved_groups = state["arguments"], state.get("groups", {})
 
     def apply(self, optimizer: Optimizer, scheduler: Any) -> list[str]:
-        """Bring a restored optimizer to what the config says now; what was changed."""
+        """Brings a restored optimizer to the config's arguments. Returns what was changed."""
         return apply_changes(optimizer, scheduler, self.saved, self.current, self.saved_groups, self.groups)
 
 
@@ -60,28 +62,26 @@ def apply_changes(
     saved_groups: Mapping[str, Mapping[str, Any]] | None = None,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[str]:
-    """Bring a restored optimizer, and its scheduler, to the arguments that the config has now; what was changed.
+    """Brings a restored optimizer and its scheduler to the config's arguments. Returns what was changed.
 
-    `saved` are the arguments of the config under which the checkpoint was made, `current` those of the optimizer as it
-    was made in this process. Both are None where the optimizer is not the config's own. What a group has of its own
-    comes before them. Called after everything is restored; a pure function of its arguments, so all ranks do the same.
+    `saved` are the arguments under which the checkpoint was made, `current` those of now; both are None where the
+    config names no optimizer. Those of groups come before them. All ranks do the same.
     """
     if saved is None or current is None:
         return []
-    told: dict[str, None] = {}
+    changes: dict[str, None] = {}
     for match in (None, *(groups or {})):
         numbers = [number for number, each in enumerate(optimizer.param_groups) if each.get(MATCH) == match]
         before, now = (saved_groups or {}).get(match or "", {}), (groups or {}).get(match or "", {})
         if numbers:
             part = _Part(optimizer, scheduler, numbers, match, {*before, *now})
-            told |= dict.fromkeys(part.apply({**saved, **before}, {**current, **now}))
-    return list(told)
+            changes |= dict.fromkeys(part.apply({**saved, **before}, {**current, **now}))
+    return list(changes)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Groups of an optimizer that have the same arguments, by their numbers: those of some patterns, which have `own`
-    ones, or those of none."""
+    """Param groups of an optimizer with the same arguments, by their numbers; `own` are those that a pattern has."""
 
     optimizer: Optimizer
     scheduler: Any
@@ -90,7 +90,6 @@ class _Part:
     own: set[str]
 
     def called(self, name: str) -> str:
-        """An argument, as the config has it."""
         return f"optimizer.groups ({self.match}).{name}" if name in self.own else f"optimizer.{name}"
 
     @property
@@ -98,7 +97,7 @@ class _Part:
         return [self.optimizer.param_groups[number] for number in self.numbers]
 
     def apply(self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-        told = []
+        changes = []
         for name in dict.fromkeys([*saved, *current]):
             if _plain(saved.get(name)) == _plain(current.get(name)):
                 continue
@@ -110,17 +109,17 @@ class _Part:
                     "not keep it where it can be changed. Take the change back, or start a new run"
                 )
             if name == "lr":
-                told.append(self._change_rate(float(before), float(after)))
+                changes.append(self._change_rate(float(before), float(after)))
             else:
-                # Groups that have another value than the config's have it from somebody else, who knows why.
+                # Groups with another value than the config's have it from user code.
                 for group in self.groups:
                     if _plain(group[name]) == _plain(before):
                         _set(group, name, after)
-                told.append(f"{self.called(name)}: {before!r} -> {after!r} from here on")
-        return told
+                changes.append(f"{self.called(name)}: {before!r} -> {after!r} from here on")
+        return changes
 
     def _change_rate(self, before: float, after: float) -> str:
-        """Another learning rate: what a schedule has made of the old one is made of the new one."""
+        """Scales what a schedule has made of the old rate to the new one."""
         schedulers = list(_all_of(self.scheduler))
         floor = _floor(schedulers, before, after)
         for group in self.groups:
@@ -135,25 +134,25 @@ class _Part:
                 ]
             if hasattr(each, "_last_lr"):
                 each._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
-        told = f"{self.called('lr')}: {before:g} -> {after:g} from here on"
+        change = f"{self.called('lr')}: {before:g} -> {after:g} from here on"
         if schedulers:
             now = float(self.groups[0]["lr"])
-            told += f"; the schedule of {type(self.scheduler).__name__} goes on from there, with {now:.6g} now"
-        return told
+            change += f"; the schedule of {type(self.scheduler).__name__} continues from there, with {now:.6g} now"
+        return change
 
 
 def _moved(rate: float, before: float, after: float, floor: float) -> float:
-    """A rate that was made of `before`, made of `after`; both above a floor that a schedule falls to."""
+    """Scales a rate from `before` to `after`, both above the floor that a schedule falls to."""
     return after if rate == before else floor + (rate - floor) * (after - floor) / (before - floor)
 
 
 def _floor(schedulers: list[Any], before: float, after: float) -> float:
-    """Refuse where a schedule does not depend on the rate, or in a way that is not known here."""
+    """Returns the floor of a schedule; refuses one that does not scale with the rate."""
     leaves = [each for each in schedulers if not hasattr(each, "_schedulers")]
     for each in leaves:
         name = type(each).__name__
         if isinstance(each, (OneCycleLR, CyclicLR)):
-            raise _refused(before, after, f"{name} has rates of its own, whatever the optimizer's is")
+            raise _refused(before, after, f"{name} has its own rates, whatever the optimizer's is")
         if not hasattr(each, "base_lrs") and not isinstance(each, ReduceLROnPlateau):
             raise _refused(before, after, f"{name} does not say what rate it started from (base_lrs)")
     floors = {float(getattr(each, "eta_min", 0.0)) for each in leaves}
@@ -166,7 +165,6 @@ def _floor(schedulers: list[Any], before: float, after: float) -> float:
 
 
 def _all_of(scheduler: Any) -> Iterable[Any]:
-    """A scheduler and those that it is made of."""
     if scheduler is not None:
         yield scheduler
         for each in getattr(scheduler, "_schedulers", ()):
@@ -178,7 +176,6 @@ def _refused(before: float, after: float, why: str) -> ConfigError:
 
 
 def _default(optimizer: Optimizer, name: str) -> Any:
-    """What a setting was where the config did not say."""
     parameter = inspect.signature(type(optimizer)).parameters.get(name)
     usual = None if parameter is None or parameter.default is parameter.empty else parameter.default
     return optimizer.param_groups[0].get(name) if usual is None else usual
@@ -197,11 +194,8 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-logger = logging.getLogger(__name__)
-
-
 class Lengths:
-    """Attached to the run before it is restored. What training walks, its cursors look after; this is for the rest."""
+    """The lengths of datasets that no cursor compares: those of a split, of validation and of test data."""
 
     def __init__(self, split: int | None, own: Mapping[str, int]) -> None:
         """`split` has the examples that the config splits at random; `own` those of the task's other datasets."""
@@ -227,6 +221,5 @@ class Lengths:
 
 
 def _method(name: str) -> str:
-    """`val_data()`; of several datasets `val_data()['NAME']`."""
     kind, _, one = name.partition("/")
     return f"{kind}_data()[{one!r}]" if one else f"{kind}_data()"
