@@ -47,7 +47,7 @@ from lockstep.engine.stepper import Stepper
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean, Measure
-from lockstep.profiler.base import in_region
+from lockstep.profiler import in_region
 from lockstep.record import loggers, samples
 from lockstep.record.aggregator import MetricAggregator
 from lockstep.record.display import Display

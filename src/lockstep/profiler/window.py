@@ -14,7 +14,7 @@ from typing import Any
 from lockstep import run_files
 from lockstep.config.schema import REGIONS, Profile
 from lockstep.distributed.activity import Activity
-from lockstep.profiler.base import Backend, Profiler
+from lockstep.profiler import Backend, Profiler
 from lockstep.profiler.demand import Demand, Request
 from lockstep.profiler.shares import Shares
 

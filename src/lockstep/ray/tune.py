@@ -18,11 +18,9 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Axis, Sweep
 from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
-from lockstep.ray import capacity
-from lockstep.ray.background_fit import BackgroundFit
+from lockstep.ray import placement
 from lockstep.ray.cluster import Cluster, connected, environment
-from lockstep.ray.controller import resolved, train_on
-from lockstep.ray.screen import say
+from lockstep.ray.controller import BackgroundFit, resolved, say, train_on
 from lockstep.record import run_folder
 from lockstep.record.trials import Trial, best_of, conclude, table, text_of, trial_folder
 
@@ -38,10 +36,10 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     config, env, task = resolved(config)
     if config.processes == "auto":
         raise ConfigError("processes: auto cannot be swept over; say how many workers each trial has")
-    resources, workers = capacity.per_worker(config), int(config.processes)
-    at_once = config.model_copy(update={"processes": workers * sweep.concurrency})
-    with signals.listening(), connected(at_once, resources, env) as cluster, signals.listening():
-        capacity.find(config, [workers * sweep.concurrency], resources)
+    resources, workers = placement.per_worker(config), int(config.processes) * sweep.concurrency
+    settings = config.launch.ray
+    with signals.listening(), connected(settings, workers, resources, env) as cluster, signals.listening():
+        placement.find(settings, [workers], resources, settings.placement_timeout)
         with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
             fit = BackgroundFit(_tuner(config, sweep, folder, task, cluster))
             while not fit.done and not signals.count:
@@ -100,7 +98,7 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
         return run
 
     config = with_values(config, values)
-    with environment(config):
+    with environment(config.launch.ray):
         signals = Signals(save_on_request=False)
         ended = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
     failure = ended.result.failure
