@@ -103,7 +103,7 @@ class Bucket:
             return None
 
     def replace(self, path: str, data: bytes, version: str | None) -> bool:
-        """Write an object unless it changed since it had this version; False if it did.
+        """Writes an object unless it changed since it had this version; returns False if it did.
 
         Stores without conditional writes ignore the condition.
         """
@@ -206,7 +206,7 @@ class Bucket:
     # Whether it can be used at all
 
     def probe(self, setting: str) -> None:
-        """Make sure that objects can be written, listed, read and deleted; ConfigError where they cannot."""
+        """Raises ConfigError unless objects can be written, listed, read and deleted."""
         name, doing = f".lockstep-probe-{uuid.uuid4().hex}", "written"
         try:
             self.write(name, b"probe")
@@ -226,7 +226,7 @@ class Bucket:
         return f"{self.url.path}/{path}" if path else self.url.path
 
     def _listed(self, path: str) -> dict[str, int]:
-        """Every file below a path, or the file itself, with its size; by its path below the URL."""
+        """Returns the size of every file below a path, or of the file itself, by its path below the URL."""
         found = self._fs.find(self._at(path), detail=True)
         start = f"{self.url.path}/"
         listed = {
@@ -238,8 +238,8 @@ class Bucket:
         return {name: size for name, size in listed.items() if not {"", ".", ".."} & set(name.split("/"))}
 
     def _look(self) -> dict[int, Saved | Damaged]:
-        """What there is of checkpoints by step, oldest first: Saved if it is whole, as far as the sizes of its files
-        tell, and of the newest branch. `_manifests` has the manifests of all that have one."""
+        """Returns the checkpoints by step, oldest first: Saved if its files have the right sizes and its branch is the
+        newest. `_manifests` has the manifests of all that have one."""
         there = self._listed(CHECKPOINTS)
         numbers = {path.split("/")[1].removeprefix(STEP_PREFIX) for path in there
                    if path.count("/") == 2 and path.split("/")[1].startswith(STEP_PREFIX)}  # fmt: skip
@@ -285,7 +285,7 @@ class Bucket:
 
 
 def cannot_be_used(url: Url, setting: str, doing: str, error: BaseException) -> str:
-    """What to tell where a bucket does not do what it has to."""
+    """Says that an operation failed in a bucket, and what to do."""
     name = type(error).__name__
     if isinstance(error, FileNotFoundError):
         remedy = f"Create the bucket {url.bucket}, or correct its name: Lockstep does not make buckets"
@@ -300,7 +300,7 @@ def cannot_be_used(url: Url, setting: str, doing: str, error: BaseException) -> 
 
 
 def said(error: BaseException) -> str:
-    """An error in a sentence, without what somebody may have put before an @ of an address."""
+    """Returns an error as a sentence, without credentials before an @ of an address."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return re.sub(r"//[^/@\s]+@", "//***@", text).rstrip(".")[:500]
@@ -326,7 +326,7 @@ def _file_system(scheme: str) -> Any:
 
 
 def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A connection that was cut also fails tasks of the client that nobody awaits: the request itself is reported."""
+    """A connection that was cut also fails tasks that nobody awaits: the request itself is reported."""
     if not isinstance(context.get("exception"), OSError):
         loop.default_exception_handler(context)
 
@@ -345,13 +345,13 @@ def _check_sizes(there: Mapping[str, int], path: str, told: Mapping[str, Any]) -
 
 
 def _lease(told: Mapping[str, Any]) -> tuple[int, int, object]:
-    """The generation of the writer of a checkpoint, the step that it went on from, and its branch."""
+    """Returns the generation of a checkpoint's writer, the step that it resumed from, and its branch."""
     lease = told.get("lease") or {}
     return lease.get("generation", 0), lease.get("base", sys.maxsize), lease.get("branch")
 
 
 def _abandoned(manifests: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The steps of branches that were left: a later writer went on from an earlier step.
+    """Returns the steps of branches that were left: a later writer resumed from an earlier step.
 
     They are there if a writer had a request under way when it lost the lease.
     """

@@ -68,7 +68,7 @@ class BucketLease:
 
     @classmethod
     def take(cls, bucket: Objects, holder: Holder, before: Callable[[str], None]) -> BucketLease:
-        """Take the lease once it is free. Raises ConfigError, naming the holder, if another process renews it.
+        """Takes the lease once it is free. Raises ConfigError, naming the holder, if another process renews it.
 
         `before` gets the token before it is written.
         """
@@ -85,7 +85,7 @@ class BucketLease:
         return lease
 
     def check(self) -> None:
-        """Raise LeaseLost if another process holds the lease. Called before every change."""
+        """Raises LeaseLost if another process holds the lease. Called before every change."""
         if self.lost is not None:
             raise self.lost
         found = self._bucket.read(LEASE_FILE)
@@ -102,7 +102,7 @@ class BucketLease:
             raise self.lost
 
     def release(self) -> None:
-        """Release it, for a few seconds at most: if that fails, others find that it is stale."""
+        """Releases it, for a few seconds at most: if that fails, others find that it is stale."""
         self._done.set()
         releasing = threading.Thread(target=self._release, name="lockstep-bucket-lease-end", daemon=True)
         releasing.start()
@@ -136,12 +136,12 @@ class BucketLease:
 
 
 def last_token(bucket: Objects) -> object:
-    """The token of the process that holds the lease, or held it last."""
+    """Returns the token of the process that holds the lease, or held it last."""
     return _told(bucket.read(LEASE_FILE) or b"").get("token")
 
 
 def _free(bucket: Objects) -> tuple[str | None, bytes | None]:
-    """The version and the content of a lease that may be taken; ConfigError, naming the holder, if it may not."""
+    """Returns the version and content of a lease that may be taken; ConfigError, naming the holder, if it may not."""
     version, found = bucket.version(LEASE_FILE), bucket.read(LEASE_FILE)
     if found is None or _told(found).get("released") is True:
         return version, found

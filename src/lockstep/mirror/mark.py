@@ -39,7 +39,7 @@ class Mark:
 
 
 def mark_of(folder: Path) -> Mark | None:
-    """What a folder stands for; nothing where it is a folder like any other."""
+    """Returns the mark of a folder; None if it stands for no bucket."""
     file = folder / MARK_FILE
     try:
         told = json.loads(run_files.read_text(file))
@@ -57,7 +57,7 @@ def mark_of(folder: Path) -> Mark | None:
 
 
 def named(folder: Path) -> str:
-    """What users are told to resume: the URL that a folder stands for, or the folder."""
+    """Returns what users resume: the URL that a folder stands for, or the folder."""
     mark = mark_of(folder)
     return str(folder if mark is None or not _is_own_place(folder, mark.url) else mark.url)
 
@@ -69,11 +69,11 @@ def _is_own_place(folder: Path, url: Url) -> bool:
 def mirrored(
     folder: Path, settings: RunSettings, tell: Callable[[str], object], url: Url | None = None
 ) -> contextlib.AbstractContextManager[Mirror | None]:
-    """Mirror a folder that this process holds, where it stands for one in a bucket; elsewhere nothing.
+    """Mirrors a folder that this process holds, if it stands for one in a bucket.
 
     A folder of a stranger could name any bucket, or any folder as file://. So its mark counts only at the URL's own
-    place on this host, or where the caller knows the `url`; ConfigError elsewhere.
-    At the end of the block everything is in the bucket, or BucketBehind is raised, unless something else is.
+    place on this host, or if the caller knows the `url`; ConfigError elsewhere.
+    At the end of the block everything is in the bucket, or BucketBehind is raised, unless another error is.
     """
     mark = mark_of(folder)
     if mark is None:

@@ -79,7 +79,7 @@ class Mirror:
 
     @classmethod
     def begin(cls, folder: Path, mark: Mark, settings: RunSettings, tell: Tell) -> Mirror:
-        """Take the folder in the bucket for this run; ConfigError where it is another's, or cannot be used."""
+        """Takes the folder in the bucket for this run; ConfigError if another run has it, or it cannot be used."""
         lease = None
         try:
             last = last_token(bucket := Bucket(mark.url))
@@ -101,11 +101,11 @@ class Mirror:
             ) from None
 
     def settle(self, limit: float | None = None) -> None:
-        """Wait until what was saved before this call is in the bucket, for so long; without a limit, one attempt."""
+        """Waits until what was saved before this call is in the bucket; without a limit, for one attempt."""
         self._wait(_ATTEMPT_SECONDS if limit is None else limit, urgent=limit is not None)
 
     def finish(self, limit: float) -> str | None:
-        """Upload everything, for so many seconds; what to tell where it did not all get there."""
+        """Uploads everything, for so many seconds; returns a message if something did not arrive."""
         if not self._finishing:
             self._finishing = True
             if self._thread.is_alive():
@@ -113,7 +113,7 @@ class Mirror:
         return None if self._complete else self._behind(limit)
 
     def require(self, limit: float) -> None:
-        """The same; raises BucketBehind."""
+        """Like `finish`, and raises BucketBehind."""
         behind = self.finish(limit)
         if behind is not None:
             raise BucketBehind(behind)
@@ -183,7 +183,7 @@ class Mirror:
             )
 
     def _warn_of(self, unsendable: dict[str, str], last: bool) -> None:
-        """Files that cannot be sent as they are hold up nothing, and do not change the exit code."""
+        """Files that cannot be sent as they are do not delay others, and do not change the exit code."""
         now = time.monotonic()
         if unsendable and (last or now - self._unsendable_told_at > _REPEAT_SECONDS):
             self._unsendable_told_at = now
@@ -192,7 +192,7 @@ class Mirror:
             self._tell(f"{self.url}: {named}{more}. Rename them, or make them readable. All other files are sent")
 
     def _watch(self) -> None:
-        """Report a bucket that is slower than the run saves: an upload may take longer than many saves."""
+        """Reports a bucket that is slower than the run saves: an upload may take longer than many saves."""
         late: set[int] = set()
         before, told_at = set(self._sync.storage.steps()), float("-inf")
         while not self._over.wait(_INTERVAL):
@@ -243,7 +243,7 @@ class Mirror:
         )
 
     def _files(self) -> list[Path]:
-        """Everything in the folder that is complete, and not a checkpoint."""
+        """Returns the files in the folder that are complete, without checkpoints."""
         found = []
         for path in sorted(self.folder.rglob("*")):
             parts = path.relative_to(self.folder).parts
@@ -254,5 +254,5 @@ class Mirror:
 
 
 def _note(folder: Path, mark: Mark, token: str) -> None:
-    """Before the lease says so: whichever of the two is written last, this folder is known to be the newest."""
+    """Runs before the lease is written: whichever is written last, this folder is known to be the newest."""
     Mark(mark.url, (*mark.tokens[-1:], token)).write(folder)

@@ -35,12 +35,10 @@ _FAILURES_IN_A_ROW = 3  # of files, after which the service is taken to be what 
 
 
 class NotSent(Exception):
-    """A file or checkpoint that did not get there; the cause says why."""
+    """A file or checkpoint was not sent; the cause says why."""
 
 
 class Transfer(NamedTuple):
-    """A checkpoint that is being sent, or was."""
-
     step: int
     bytes: int
     began: float
@@ -55,17 +53,16 @@ class Transfer(NamedTuple):
 
 
 def step_of(path: str) -> int:
-    """Of the path of a checkpoint."""
     return int(path.rpartition(STEP_PREFIX)[2])
 
 
 class FolderSync:
-    """Between a folder here and the one that a Remote stands for. One push at a time, from whichever thread."""
+    """Syncs a folder here with the one of a Remote. One push at a time, from any thread."""
 
     def __init__(
         self, remote: Remote, folder: Path, files: Callable[[], Iterable[Path]], keep: Keep | None = None
     ) -> None:
-        """`files` are those to push beside checkpoints now; `keep` is for whoever pushes checkpoints as well."""
+        """`files` returns those to push beside checkpoints; `keep` is given if checkpoints are pushed as well."""
         self.remote, self.folder = remote, folder
         self._files, self._keep = files, keep
         self.storage = CheckpointStorage(folder / CHECKPOINTS)
@@ -79,9 +76,9 @@ class FolderSync:
         self._lock = threading.Lock()
 
     def pull_checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> int | None:
-        """The checkpoint to restore, the newest whole one unless said; its step, or None where there is none.
+        """Fetches the checkpoint to restore, the newest whole one unless said; returns its step, or None.
 
-        It has its own name here once all of it has arrived and matches its digests. One that does not is passed over.
+        It gets its name here once all of it has arrived and matches its digests. One that does not is passed over.
         """
         damaged = {}
         for path in self.remote.to_try(step, best, mode):
@@ -95,7 +92,7 @@ class FolderSync:
         return None
 
     def _pull_folder(self, path: str) -> str | None:
-        """What is wrong with it, if anything; then it is not kept."""
+        """Returns what is wrong with it, if anything; then it is not kept."""
         final = self.folder / path
         arriving = final.with_name(f".partial-{final.name}-sync")
         shutil.rmtree(arriving, ignore_errors=True)
@@ -120,7 +117,7 @@ class FolderSync:
                 self.remote.fetch(name, size, place)
 
     def push(self, at_most_every: float = 0.0) -> dict[str, str]:
-        """Bring there what is new. A file that was sent so many seconds ago or less is left for the next time.
+        """Sends what is new. A file that was sent less than `at_most_every` seconds ago is left for the next time.
 
         Returns the files that cannot be sent as they are, with the reason. Raises FolderLost if the folder is not the
         one of the first push any more, and NotSent if something else failed: all else was sent.
@@ -151,7 +148,7 @@ class FolderSync:
     # Checkpoints
 
     def _missing(self) -> list[tuple[int, str]]:
-        """The checkpoints to send with their digests, newest first."""
+        """Returns the checkpoints to send with their digests, newest first."""
         if self._keep is None:
             return []
         saved = self.storage.saved()
@@ -195,7 +192,7 @@ class FolderSync:
 
     @contextlib.contextmanager
     def _pinned(self, step: int) -> Iterator[Path]:
-        """A copy of a checkpoint by hard links, which retention does not delete; itself, on a disk without links."""
+        """Yields a copy by hard links, which retention does not delete; the original, on a disk without links."""
         original = self.storage.path(step)
         pinned = self.folder / _PINNED / original.name
         try:
@@ -214,7 +211,7 @@ class FolderSync:
     # Files
 
     def _push_files(self, files: Iterable[Path], at_most_every: float) -> tuple[dict[str, str], list[NotSent]]:
-        """Those that cannot be sent as they are, and those that failed. Each by itself, unless the service fails."""
+        """Returns those that cannot be sent as they are, and those that failed. Stops if the service fails."""
         unsendable: dict[str, str] = {}
         failed: list[NotSent] = []
         in_a_row = 0
@@ -256,7 +253,7 @@ class FolderSync:
 
     @staticmethod
     def _digest(folder: Path) -> str | None:
-        """What tells one checkpoint of a step from another; none for what is no whole manifest."""
+        """Returns what distinguishes two checkpoints of a step; None without a whole manifest."""
         try:
             return str(manifest.read(folder)["digest"])
         except (Damaged, Unreadable):
@@ -268,29 +265,29 @@ class _Unsendable(Exception):
 
 
 class Remote(Protocol):
-    """Paths are relative to the run's folder, with slashes. Whatever fails raises."""
+    """Where a run's folder is kept as well. Paths are relative to it, with slashes. All failures raise."""
 
     def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
-        """The paths of checkpoints that look whole, those to restore first first: the one of a step, the best, else
-        the newest. CheckpointError where the step has none, or where there are some and none looks whole."""
+        """Returns the paths of checkpoints that look whole, in the order to try: of a step, the best, else the newest.
+        Raises CheckpointError if the step has none, or if there are some and none looks whole."""
 
     def files(self, path: str) -> list[tuple[str, int]]:
-        """A file, or all files below a folder, with their sizes; none where there is nothing."""
+        """Returns a file, or all files below a folder, with their sizes."""
 
     def fetch(self, path: str, size: int, place: Path) -> None:
-        """Write a file of so many bytes to a place on this host's disk."""
+        """Writes a file of so many bytes to a place on this host's disk."""
 
     def send(self, file: Path, path: str) -> None:
-        """Put a file there, in place of what was there."""
+        """Replaces a file there."""
 
     def publish(self, folder: Path, path: str) -> None:
-        """Put a checkpoint there, so that it counts only once all of it is there."""
+        """Sends a checkpoint, so that it counts only once all of it is there."""
 
     def retain(self, keep: Keep) -> None:
-        """Delete the checkpoints there that need not be kept, by what is there: never the newest whole one."""
+        """Deletes the checkpoints there that need not be kept, by what is there: never the newest whole one."""
 
     def set_aside_after(self, step: int | None, branch: str) -> None:
-        """Give checkpoints newer than a step (all, without one) names by which nothing counts or deletes them.
+        """Renames checkpoints newer than a step (all, without one), so that nothing counts or deletes them.
 
-        Not those that were published since the run went on from that step, which `branch` tells.
+        Those published since the run resumed from that step, which have this `branch`, stay.
         """

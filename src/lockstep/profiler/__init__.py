@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from lockstep.config.load import check_profile_ranks
 
@@ -12,18 +16,49 @@ if TYPE_CHECKING:
     from lockstep.distributed.activity import Activity
     from lockstep.distributed.topology import Topology
 
-
-import contextlib
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
-
 FOLDER = "profile"
+_NOTHING = contextlib.nullcontext()
+
+
+class Profiler:
+    """Takes no profile. A run makes these calls several times in every step, at no cost."""
+
+    def next_step(self, step: int) -> None:
+        """The step with this number is about to begin."""
+
+    def enter(self, region: str | None) -> None:
+        """The step is in this region, or in none, from here on."""
+
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        """Returns a region inside the one that the step is in."""
+        return _NOTHING
+
+    def close(self) -> None:
+        """The run is over: writes what is unwritten."""
+
+    def give_up(self) -> None:
+        """The run failed: writes nothing."""
+
+
+class Backend(Protocol):
+    """Takes traces, one at a time, with the runtime's own profiler."""
+
+    def start(self, folder: Path) -> None: ...
+
+    def stop(self) -> Path:
+        """Writes the trace into the folder; returns the file, or the folder of files."""
+
+    def abandon(self) -> None:
+        """Stops recording, and keeps nothing."""
+
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        """Returns what a viewer takes for one step."""
+
+    def mark(self, name: str) -> AbstractContextManager[Any]: ...
 
 
 def create(settings: Profile | None, runtime: str, topology: Topology, folder: Path, activity: Activity) -> Profiler:
-    """What a rank profiles itself with: something that does nothing, where no profile of it is wanted."""
+    """Returns the profiler of a rank: one that does nothing if no profile of this rank is wanted."""
     check_profile_ranks(settings, topology.world_size)
     place = topology.place
     if settings is None or not settings.enabled or (settings.ranks is not None and place.rank not in settings.ranks):
@@ -43,48 +78,6 @@ def _backend(runtime: str) -> Backend:
     from lockstep.profiler.torch import TorchBackend
 
     return TorchBackend(runtime)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-class Profiler:
-    """No profile: a call that does nothing. What a run says to it several times in every step costs no more."""
-
-    def next_step(self, step: int) -> None:
-        """Between two steps: the one with this number is about to begin."""
-
-    def enter(self, region: str | None) -> None:
-        """From here on the step is in this region, or in none."""
-
-    def region(self, name: str) -> AbstractContextManager[Any]:
-        """A region with an end of its own, in the midst of whatever the step is in."""
-        return _NOTHING
-
-    def close(self) -> None:
-        """The run is over: write what is unwritten."""
-
-    def give_up(self) -> None:
-        """The run failed: let go, and write nothing."""
-
-
-class Backend(Protocol):
-    """Takes traces, one at a time, with what the runtime has for it."""
-
-    def start(self, folder: Path) -> None:
-        """From here on everything is recorded."""
-
-    def stop(self) -> Path:
-        """Write what was recorded into the folder; the file, or the folder of files, that it went to."""
-
-    def abandon(self) -> None:
-        """Stop recording, and keep nothing."""
-
-    def step(self, number: int) -> AbstractContextManager[Any]:
-        """What a viewer takes for one step."""
-
-    def mark(self, name: str) -> AbstractContextManager[Any]:
-        """A named stretch of time."""
 
 
 class _Profiled(Protocol):

@@ -1,6 +1,6 @@
-"""Where the time of the steps of a trace went, by region: a table for a terminal, beside the trace itself.
+"""The time of the steps of a trace by region, on the host's clock: a file beside the trace, and a table of it.
 
-By the clock of the host. On a GPU, work is queued in one region and done in a later one, which the trace shows.
+On a GPU, work is queued in one region and done in a later one, which the trace shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANKS = 16  # shown, of more
 
 
 class Shares:
-    """Seconds by region, of one rank, from when this is made. A region within another counts for itself alone."""
+    """Counts the seconds of one rank by region. A region inside another counts for itself alone."""
 
     def __init__(self) -> None:
         self._within: list[str | None] = [None]
@@ -30,7 +30,6 @@ class Shares:
         self._seconds: dict[str, float] = {}
 
     def enter(self, region: str | None) -> None:
-        """From here on the step is in this region, or in none."""
         self._account()
         self._within[0] = region
 
@@ -45,11 +44,10 @@ class Shares:
             self._within.pop()
 
     def end(self) -> None:
-        """Nothing counts from here on: what follows is the writing of the trace."""
+        """Stops counting, before the trace is written."""
         self._account()
 
     def write(self, folder: Path, first: int, last: int) -> None:
-        """Into the folder of a rank's traces, in one move."""
         told = {"first_step": first, "last_step": last, "seconds": self._seconds}
         run_files.write(folder / FILE, json.dumps(told) + "\n", depth=3)
 
@@ -61,7 +59,7 @@ class Shares:
 
 
 def table(profiles: Path) -> list[str]:
-    """A line per rank of the folder with a run's profiles: the share of every region, and how long a step took."""
+    """Returns a line per rank: the percentage of every region, and the time of a step."""
     found = sorted((rank, told) for each in profiles.glob("proc_*") if (told := _read(each)) is not None
                    for rank in [int(each.name.removeprefix("proc_"))])  # fmt: skip
     if not found:

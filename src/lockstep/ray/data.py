@@ -31,7 +31,7 @@ class DataConfig(ray.train.DataConfig):  # type: ignore[misc]
 
 
 def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[Any]:
-    """This worker's rows of every global batch of the next epoch of a dataset, as a mapping of tensors on the device.
+    """Yields this worker's rows of every global batch of the next epoch of a dataset, as a mapping of tensors.
 
     `options` are those of Ray's `iter_torch_batches`, e.g. local_shuffle_buffer_size.
     """
@@ -51,7 +51,7 @@ def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[An
 def evaluate(
     run: Run, measure: Measure, name: str, batch_size: int, rows: int | None = None, **options: Any
 ) -> dict[str, float]:
-    """Exact means over all rows of a dataset; with `rows`, after checking that the workers saw so many together."""
+    """Returns exact means over all rows of a dataset; `rows` is how many the workers must see together."""
     return run.evaluate_stream(measure, _shard(run, name, batch_size, options), row_count, rows, name)
 
 

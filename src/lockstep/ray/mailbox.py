@@ -132,7 +132,6 @@ class NodeSync:
         """`ask` calls a method of the FolderStore."""
         self._folder, self._place = folder, place
         self._sync = FolderSync(_DriverFolder(ask), folder, self._files, keep if place.rank == 0 else None)
-        self._done = threading.Event()
 
     def pull(self, step: int | None = None, best: bool = False, mode: str = "min") -> None:
         """Brings here the checkpoint to restore, the newest unless said, and the files that still grow."""
@@ -144,23 +143,15 @@ class NodeSync:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Pushes what is new, every second and at the end."""
-        thread = threading.Thread(target=self._push_regularly, name="lockstep-folder-sync", daemon=True)
-        thread.start()
         try:
-            yield
+            with repeated(self.push, _PUSH_SECONDS, "lockstep-folder-sync"):
+                yield
         finally:
-            self._done.set()
-            thread.join(ANSWER_SECONDS)
             self.push()
             self._sync.close()
 
     def push(self) -> None:
         self._sync.push()
-
-    def _push_regularly(self) -> None:
-        while not self._done.wait(_PUSH_SECONDS):
-            with contextlib.suppress(Exception):  # tried again in a second, and for the last time at the end
-                self.push()
 
     def _paths(self) -> list[str]:
         return [f"logs/rank-{self._place.rank}.log", *(_RANK_ZERO_FILES if self._place.rank == 0 else ())]
@@ -205,6 +196,25 @@ class _DriverFolder:
 
     def set_aside_after(self, step: int | None, branch: str) -> None:
         self._ask("set_aside_after", step)
+
+
+@contextlib.contextmanager
+def repeated(action: Callable[[], None], seconds: float, name: str) -> Iterator[None]:
+    """Calls an action regularly in a thread while the context is open; one that fails is tried again the next time."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(seconds):
+            with contextlib.suppress(Exception):
+                action()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(ANSWER_SECONDS)
 
 
 def ask_mailbox(mailbox: Any) -> Callable[..., Any]:

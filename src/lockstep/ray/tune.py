@@ -31,7 +31,7 @@ _TRIAL_RESOURCES = {"memory": 1024 * 1024}
 
 
 def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
-    """Run all trials, show what came of them, keep the best config; the exit code."""
+    """Runs all trials, shows their results and keeps the best config; returns the exit code."""
     signals = Signals(save_on_request=False)
     config, env, task = resolved(config)
     if config.processes == "auto":
@@ -88,7 +88,7 @@ def _domain(axis: Axis) -> Any:
 
 
 def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task: str, cluster: Cluster) -> None:
-    """In a process of its own: one run, whose validations are what Tune hears of."""
+    """Runs in a trial's process: one run, which reports its validations to Tune."""
     number = int(tune.get_context().get_trial_id().rpartition("_")[2])
     run = folder / trial_folder(number)
 
@@ -108,7 +108,7 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
 
 
 class _Shown(tune.Callback):  # type: ignore[misc]
-    """A line for every trial that begins, and one for how it ended."""
+    """Prints a line for every trial that begins, and one for every epoch."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep

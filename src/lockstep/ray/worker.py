@@ -26,7 +26,7 @@ from lockstep.distributed.topology import Place, ranks_text
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError, RankStalled
 from lockstep.ray import session
-from lockstep.ray.mailbox import ANSWER_SECONDS, Event, NodeSync, ask_mailbox
+from lockstep.ray.mailbox import ANSWER_SECONDS, Event, NodeSync, ask_mailbox, repeated
 from lockstep.ray.reporting import BackgroundReporter
 from lockstep.record import display
 from lockstep.record.logs import screen_handler
@@ -127,20 +127,19 @@ class Relay:
         self._saves: int | None = None  # how often a save had been requested before this rank began
         self._pending: list[Event] = []
         self._lock = threading.Lock()
-        self._done = threading.Event()
 
     def may_begin(self) -> bool:
         return not self._tell([])["closed"]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._exchange_regularly, name="lockstep-relay", daemon=True)
-        thread.start()
+        # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
         try:
-            yield
+            with repeated(self._exchange, _EXCHANGE_SECONDS, "lockstep-relay"):
+                yield
         finally:
-            self._done.set()
-            thread.join(ANSWER_SECONDS)
+            with contextlib.suppress(Exception):
+                self._exchange()
 
     def send(self, kind: str, **content: Any) -> None:
         with self._lock:
@@ -150,14 +149,6 @@ class Relay:
         """Sends at once why this rank ends: its process may be gone in a moment."""
         self.send("failed", report=asdict(report))
         self._exchange()
-
-    def _exchange_regularly(self) -> None:
-        done = False
-        while not done:
-            done = self._done.wait(_EXCHANGE_SECONDS)
-            # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
-            with contextlib.suppress(Exception):
-                self._exchange()
 
     def _exchange(self) -> None:
         with self._lock:
