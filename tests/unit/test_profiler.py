@@ -176,7 +176,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(
 ) -> None:
     (tmp_path / "profile").touch()
     assert train({"start_step": 2}).progress.step == 10
-    assert "a trace from step 2 on could not be started" in caplog.text and "Training goes on" in caplog.text
+    assert "a trace from step 2 on could not be started" in caplog.text and "Training continues" in caplog.text
 
 
 def test_a_profile_whose_folder_goes_away_ends_no_run(

@@ -42,16 +42,16 @@ def mark_of(folder: Path) -> Mark | None:
     """Returns the mark of a folder; None if it stands for no bucket."""
     file = folder / MARK_FILE
     try:
-        told = json.loads(run_files.read_text(file))
-        tokens = told["tokens"]
+        found = json.loads(run_files.read_text(file))
+        tokens = found["tokens"]
         if not all(isinstance(each, str) for each in tokens):
             raise ValueError("tokens are not text")
-        return Mark(parse(told["url"], str(file)), tuple(tokens))
+        return Mark(parse(found["url"], str(file)), tuple(tokens))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to go on with "
+            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to use "
             "this folder by itself"
         ) from None
 

@@ -31,7 +31,7 @@ _INTERVAL = 1.0
 # How often a file that grows (a log, the metrics) is sent again: a bucket takes whole objects only.
 _FILE_SECONDS = 10.0
 _LONGEST_DELAY, _LONGEST_DELAY_AT_THE_END = 30.0, 3.0
-_ATTEMPT_SECONDS = 60.0  # the longest that a save which training goes on after waits to be there
+_ATTEMPT_SECONDS = 60.0  # the longest wait for a save that training continues after
 _REPEAT_SECONDS = 60.0  # between two warnings of the same
 _LATE_SAVES = 3  # without one of them in the bucket, so that it is reported
 _AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still has to upload
@@ -85,8 +85,8 @@ class Mirror:
             last = last_token(bucket := Bucket(mark.url))
             if mark.tokens and last is not None and last not in mark.tokens:
                 raise ConfigError(
-                    f"{folder}: {mark.url} was written by another host since this copy of it: go on with what is there "
-                    f"by `lockstep resume {mark.url}`. To go on with this copy by itself, delete {MARK_FILE} in it"
+                    f"{folder}: {mark.url} was written by another host since this copy of it: resume what is there "
+                    f"by `lockstep resume {mark.url}`. To resume this copy by itself, delete {MARK_FILE} in it"
                 )
             lease = BucketLease.take(bucket, Holder("its writer"), lambda token: _note(folder, mark, token))
             return cls(folder, Bucket(mark.url, lease), lease, settings.checkpoint.keep, tell)
@@ -97,7 +97,7 @@ class Mirror:
                 raise
             raise ConfigError(
                 f"{cannot_be_used(mark.url, 'the run is kept in', 'written', error)}. All that is known of the run "
-                f"here is in {folder}; without its {MARK_FILE} it is a folder like any other, to go on in by itself"
+                f"here is in {folder}; without its {MARK_FILE} it is a folder like any other, to resume by itself"
             ) from None
 
     def settle(self, limit: float | None = None) -> None:
@@ -178,7 +178,7 @@ class Mirror:
         if now - self._told_at > _REPEAT_SECONDS:
             self._told_at = now
             self._tell(
-                f"{self.url} cannot be written: {self._failure}. Training goes on; what is not there is kept in "
+                f"{self.url} cannot be written: {self._failure}. Training continues; what is not there is kept in "
                 f"{self.folder}, and is tried again"
             )
 
@@ -227,11 +227,11 @@ class Mirror:
 
     def _behind(self, limit: float) -> str:
         if isinstance(self._fatal, FolderLost):
-            return f"{self._fatal}. What {self.url} has is whole: go on from it with: lockstep resume {self.url}"
+            return f"{self._fatal}. What {self.url} has is whole: resume it with: lockstep resume {self.url}"
         if self._fatal is not None:
             return (
                 f"{self._fatal}; what this run made since is in {self.folder} alone. Go on with what is there: "
-                f"lockstep resume {self.url}. To go on with this copy instead, delete {MARK_FILE} in it and resume it"
+                f"lockstep resume {self.url}. To resume this copy instead, delete {MARK_FILE} in it and resume it"
             )
         missing = [self._sync.storage.path(step).name for step in self._sync.storage.steps()
                    if step not in self._sync.there]  # fmt: skip

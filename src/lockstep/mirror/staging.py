@@ -108,9 +108,9 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
 def _mode(files: Mapping[str, bytes]) -> str:
     """Returns whether the best of a run is its min or its max."""
     with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        told = parse_yaml(next(iter(files.values())).decode())
-        found = told.get("settings", told)["checkpoint"]["keep"]["mode"]
-        return "max" if found == "max" else "min"
+        config = parse_yaml(next(iter(files.values())).decode())
+        mode = config.get("settings", config)["checkpoint"]["keep"]["mode"]
+        return "max" if mode == "max" else "min"
     return "min"
 
 
@@ -153,6 +153,6 @@ def _set_contents_aside(folder: Path) -> None:
     aside.mkdir()
     for each in there:
         each.rename(aside / each.name)
-    logger.warning("%s: another host has gone on with this run: what was here of it is in %s", folder, aside)
+    logger.warning("%s: another host has resumed this run: what was here of it is in %s", folder, aside)
     with contextlib.suppress(OSError):
         (aside / MARK_FILE).unlink()  # it stands for nothing any more

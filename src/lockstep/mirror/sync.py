@@ -168,7 +168,7 @@ class FolderSync:
             branch = self.storage.branch()
             self._anchor.check()
             if branch is not None and branch.id != self._branch and not self.storage.path(step).exists():
-                return  # the run went on from an earlier step: it may be of the branch that was left
+                return  # the run resumed from an earlier step: it may be of the branch that was left
             try:
                 if branch is not None and branch.id != self._branch:
                     self.remote.set_aside_after(*branch)

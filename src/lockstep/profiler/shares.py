@@ -48,8 +48,8 @@ class Shares:
         self._account()
 
     def write(self, folder: Path, first: int, last: int) -> None:
-        told = {"first_step": first, "last_step": last, "seconds": self._seconds}
-        run_files.write(folder / FILE, json.dumps(told) + "\n", depth=3)
+        record = {"first_step": first, "last_step": last, "seconds": self._seconds}
+        run_files.write(folder / FILE, json.dumps(record) + "\n", depth=3)
 
     def _account(self) -> None:
         now = time.perf_counter()
@@ -60,32 +60,32 @@ class Shares:
 
 def table(profiles: Path) -> list[str]:
     """Returns a line per rank: the percentage of every region, and the time of a step."""
-    found = sorted((rank, told) for each in profiles.glob("proc_*") if (told := _read(each)) is not None
+    found = sorted((rank, record) for each in profiles.glob("proc_*") if (record := _read(each)) is not None
                    for rank in [int(each.name.removeprefix("proc_"))])  # fmt: skip
     if not found:
         return []
-    names = {name for _, told in found for name in told["seconds"]}
+    names = {name for _, record in found for name in record["seconds"]}
     known = [name for name in REGIONS if name in names]
     regions = [*known, *sorted(names - {*known, OTHER}), *([OTHER] if OTHER in names else [])]
     rows: list[Sequence[str]] = [("rank", *regions, "a step")]
-    rows += [_row(rank, told, regions) for rank, told in found[:_RANKS]]
+    rows += [_row(rank, record, regions) for rank, record in found[:_RANKS]]
     more = [f"and {len(found) - _RANKS} more ranks"] if len(found) > _RANKS else []
     first, last = found[0][1]["first_step"], found[0][1]["last_step"]
     return [f"time of steps {first} to {last}, by the clock of the host:", *columns(rows), *more]
 
 
-def _row(rank: int, told: dict[str, Any], regions: Sequence[str]) -> tuple[str, ...]:
-    total = sum(told["seconds"].values()) or 1.0
-    shares = [f"{100 * told['seconds'].get(name, 0.0) / total:.0f} %" for name in regions]
-    steps = max(told["last_step"] - told["first_step"] + 1, 1)
+def _row(rank: int, record: dict[str, Any], regions: Sequence[str]) -> tuple[str, ...]:
+    total = sum(record["seconds"].values()) or 1.0
+    shares = [f"{100 * record['seconds'].get(name, 0.0) / total:.0f} %" for name in regions]
+    steps = max(record["last_step"] - record["first_step"] + 1, 1)
     return (str(rank), *shares, f"{1000 * total / steps:.3g} ms")
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
         int(folder.name.removeprefix("proc_"))
-        told = json.loads(run_files.read_text(folder / FILE, depth=3))
-        seconds = {str(name): float(value) for name, value in told["seconds"].items()}
-        return {"seconds": seconds, "first_step": int(told["first_step"]), "last_step": int(told["last_step"])}
+        record = json.loads(run_files.read_text(folder / FILE, depth=3))
+        seconds = {str(name): float(value) for name, value in record["seconds"].items()}
+        return {"seconds": seconds, "first_step": int(record["first_step"]), "last_step": int(record["last_step"])}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -142,7 +142,7 @@ class Window(Profiler):
         self._settle(trace, written=written)
 
     def _failed(self, trace: Trace, reason: str) -> None:
-        logger.warning("profile: a trace from step %d on %s. Training goes on without it", trace.first_step, reason)
+        logger.warning("profile: a trace from step %d on %s. Training continues without it", trace.first_step, reason)
         self._settle(trace, reason)
 
     def _settle(self, trace: Trace, failure: str | None = None, written: Path | None = None) -> None:

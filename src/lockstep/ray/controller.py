@@ -117,7 +117,7 @@ def described(config: RunConfig) -> str:
     settings = config.launch.ray
     address, resources = address_of(settings), placement.per_worker(config)
     lines = [
-        f"ray: {address}" if address else "ray: a cluster of our own on this machine, on loopback, for this run",
+        f"ray: {address}" if address else "ray: a new cluster on this machine, on loopback, for this run",
         f"workers: {config.processes}, {settings.placement}, each with {placement.amounts(resources)}",
         f"restarts: {config.launch.max_restarts}",
     ]
@@ -265,8 +265,8 @@ class _Controller:
             events = ray.get(self._mailbox.take.remote(wait), timeout=ANSWER_SECONDS)
         except (RayError, ConnectionError) as error:
             raise ClusterLost(
-                f"the Ray cluster at {self._cluster.address} does not answer any more: {type(error).__name__}. The run "
-                f"can be gone on with from its newest checkpoint: lockstep resume {self._folder}"
+                f"the Ray cluster at {self._cluster.address} does not answer any more: {type(error).__name__}. "
+                f"Resume the run from its newest checkpoint: lockstep resume {self._folder}"
             ) from None
         for event in events:
             if event["kind"] == "died":

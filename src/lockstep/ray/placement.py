@@ -18,7 +18,7 @@ from lockstep.distributed.topology import Place, Topology
 from lockstep.errors import ConfigError, LaunchError
 
 LOOPBACK = "127.0.0.1"
-_AT_ONCE_SECONDS = 5.0  # after which the user is told that it takes time
+_AT_ONCE_SECONDS = 5.0  # after which a message says that it takes time
 
 
 # Room for the workers
@@ -85,7 +85,7 @@ def find(settings: RayCluster, wanted: Sequence[int], resources: Mapping[str, fl
             return wanted[0]
     for size in wanted[1:]:
         if _placed(size, resources, settings.placement, _AT_ONCE_SECONDS):
-            click.echo(f"lockstep: there is room for {size} of {wanted[0]} workers: going on with {size}", err=True)
+            click.echo(f"lockstep: there is room for {size} of {wanted[0]} workers: continuing with {size}", err=True)
             return size
     last = f"{wanted[-1]} worker{'s' if wanted[-1] > 1 else ''}"
     raise LaunchError(

@@ -26,7 +26,7 @@ from lockstep.record.trials import Trial, best_of, conclude, table, text_of, tri
 
 __all__ = ["Trial", "best_of", "sweep_over", "table"]
 
-# A trial's own process only waits for its workers, which have what they need.
+# A trial's process only waits for its workers, which have what they need.
 _TRIAL_RESOURCES = {"memory": 1024 * 1024}
 
 
@@ -40,7 +40,7 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     settings = config.launch.ray
     with signals.listening(), connected(settings, workers, resources, env) as cluster, signals.listening():
         placement.find(settings, [workers], resources, settings.placement_timeout)
-        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
+        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # ours go to stderr
             fit = BackgroundFit(_tuner(config, sweep, folder, task, cluster))
             while not fit.done and not signals.count:
                 time.sleep(0.2)
@@ -121,7 +121,7 @@ class _Shown(tune.Callback):  # type: ignore[misc]
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         value, number, epoch = result.get(self._sweep.metric), _number(trial.trial_id), result.get("epoch")
-        if value is not None and self._shown.get(number) != epoch:  # the end of a run is a report of its own
+        if value is not None and self._shown.get(number) != epoch:  # the end of a run is another report
             self._shown[number] = epoch
             say(f"trial {number}: epoch {epoch}  {self._sweep.metric} {value:.4g}")
 

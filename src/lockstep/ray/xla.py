@@ -99,7 +99,7 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
     check_spmd_config(spmd)
     data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
     if family == "CPU" and world > 1:
-        # Every process there is a world of its own: nothing but copies of the model can span them.
+        # Every process there is a separate world: nothing but copies of the model can span them.
         shape = dict(zip(MESH_AXES, mesh_shape(spmd, world), strict=True))
         if shape["model"] != 1:
             raise ConfigError(
