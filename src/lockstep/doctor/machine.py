@@ -91,9 +91,7 @@ def shared_memory(total: int | None, free: int, problem: str) -> Check:
 
 
 def open_files(soft: int, hard: int, processes: int) -> Check:
-    needed = (
-        48 + 6 * processes
-    )  # of the process that has most: the launcher was measured at 37 + 5 N, a rank at 34 + 4 N
+    needed = 48 + 6 * processes  # the launcher was measured at 37 + 5 N, a rank at 34 + 4 N
     unlimited = resource.RLIM_INFINITY
     found = "no limit" if soft == unlimited else f"limit {soft}"
     found += f"; {f'{processes} processes need' if processes > 1 else '1 process needs'} about {needed}"
