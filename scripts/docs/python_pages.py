@@ -45,12 +45,28 @@ def _find(package: Path, module: str, name: str) -> tuple[ast.ClassDef | Functio
     path = top.parent.joinpath(*module.split("."))
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     text = file.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
+    tree = ast.parse(text)
+    for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            if isinstance(node, ast.ClassDef):
+                _inherit_fields(node, tree, top)
             lines = enumerate(text.split("\n"), start=1)
             comments = [(number, re.match(r"    # ([A-Z][\w ,]+?)(?:$|: |\. )", line)) for number, line in lines]
             return node, {number: found.group(1) for number, found in comments if found}
     raise LookupError(f"{file}: has no {name}")
+
+
+def _inherit_fields(node: ast.ClassDef, tree: ast.Module, top: Path) -> None:
+    """Adds the fields of a dataclass of Lockstep that a class derives from."""
+    bases = {ast.unparse(each) for each in node.bases}
+    for statement in tree.body:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("lockstep"):
+            for alias in statement.names:
+                if alias.name in bases and alias.asname is None:
+                    base, _ = _find(top, str(statement.module), alias.name)
+                    if isinstance(base, ast.ClassDef):
+                        node.decorator_list += base.decorator_list
+                        node.body += [each for each in base.body if isinstance(each, ast.AnnAssign)]
 
 
 def _described(node: ast.ClassDef | Function, name: str, sections: dict[int, str], level: int = 2) -> str:

@@ -29,14 +29,11 @@ def test_digits_agrees_under_both_launchers_and_from_each_others_checkpoints(pro
     found = by_name(finished.out)
     assert [each["verdict"] for each in found.values()][:3] == ["reference", "agrees", "agrees"]
     assert [each["resumed"]["resumed_from"] for each in found.values() if each["resumed"]][:3] == [
-        list(found)[-1] if found["xla-single"]["resumed"] else "cpu-torchrun-2",
+        "xla-single" if "xla-single" in found else "cpu-torchrun-2",
         "cpu-single",
         "cpu-ddp-2",
     ]
     for each in found.values():
-        if each["verdict"] == "not here":
-            assert each["reason"] == "torch_xla is not installed"
-            continue
         assert list(each["losses"]) == ["1", "2", "3", "4", "5"]
         assert list(each["resumed"]["losses"]) == ["4", "5"] and each["resumed"]["verdict"] == "agrees"
     # Different sums of the same numbers: not equal bit for bit, or the comparison compared a run with itself.
@@ -50,7 +47,7 @@ def test_a_loss_that_depends_on_the_number_of_ranks_is_caught_at_step_1(project:
     finished = project.run("verify", config, *TWO_RANKS, "--out", "kept", limit=LIMIT)
     assert finished.code == 1, finished.text
     assert "cpu-ddp-2 differs at step 1: equal weights and an equal batch give another loss" in finished.out
-    assert "4 normalise by the statistics of a rank's share of the batch" in finished.out
+    assert "4 normalise by the statistics of a rank's part of the batch" in finished.out
     assert (project.folder / "kept" / "cpu-ddp-2" / "output.log").is_file()
 
 

@@ -19,7 +19,7 @@ import lockstep
 EXAMPLES = 100
 
 
-class MetricWriter(lockstep.Task):
+class Recorder(lockstep.Task):
     def __init__(self, orders: str, sleep: float = 0.0) -> None:
         self.orders, self.sleep = Path(orders), sleep
         self.rank = int(os.environ.get("RANK", "0"))

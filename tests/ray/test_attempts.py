@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from lockstep.distributed.failure import report
 from lockstep.errors import PeerLost, RankStalled, RollCallError
-from lockstep.ray import capacity
-from lockstep.ray.attempts import Attempts, describe
+from lockstep.ray import placement
+from lockstep.ray.failures import Attempts, describe
 
 KILLED = (
     "WorkerHealthCheckFailedError: A worker health check failed. Worker info: Worker( node_id='dda3', pid=12183) The "
@@ -95,7 +95,7 @@ def test_a_roll_call_that_failed_keeps_its_exit_code() -> None:
     ("workers", "fewest", "sizes"), [(4, None, [4]), (4, 1, [4, 3, 2, 1]), (4, 2, [4, 3, 2]), (1, 1, [1])]
 )
 def test_the_numbers_of_workers_that_a_run_may_have(workers: int, fewest: int | None, sizes: list[int]) -> None:
-    assert capacity.sizes(workers, fewest) == sizes
+    assert placement.sizes(workers, fewest) == sizes
 
 
 def test_how_many_workers_living_nodes_hold() -> None:
@@ -104,5 +104,5 @@ def test_how_many_workers_living_nodes_hold() -> None:
         {"Alive": True, "Resources": {"CPU": 8.0}},
         {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}},
     ]
-    assert capacity.capacity(nodes, {"CPU": 2.0}) == 6
-    assert capacity.capacity(nodes, {"CPU": 1.0, "GPU": 1.0}) == 2
+    assert placement.capacity(nodes, {"CPU": 2.0}) == 6
+    assert placement.capacity(nodes, {"CPU": 1.0, "GPU": 1.0}) == 2

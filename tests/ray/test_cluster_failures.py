@@ -150,7 +150,7 @@ def test_fewer_workers_where_there_is_no_room_for_all_see_every_example_once(
     finished = started.wait(LIMIT)
     places.complete()
     assert finished.code == 0, finished.text
-    assert f"there is room for {left} of {processes} workers: going on with {left}" in finished.err, finished.text
+    assert f"there is room for {left} of {processes} workers: continuing with {left}" in finished.err, finished.text
     assert summary(run)["world_size"] == left
     (restored,) = [line for line in finished.out.splitlines() if "restored step-" in line]
     step = int(restored.split("step-")[1].split()[0])

@@ -16,8 +16,7 @@ from lockstep.checkpoint.writer import Snapshot, write
 from lockstep.config.schema import Keep
 from lockstep.distributed.topology import Place
 from lockstep.errors import CheckpointError, FolderLost
-from lockstep.ray.folder_store import FolderStore
-from lockstep.ray.folder_sync import NodeSync
+from lockstep.ray.mailbox import FolderStore, NodeSync
 
 KEEP = Keep(last=2, best=0)
 

@@ -171,23 +171,23 @@ def test_a_cluster_that_asks_nobody_for_a_token_is_refused_unless_told_otherwise
 
 
 def test_the_token_of_a_cluster_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.ray import access
+    from lockstep.ray import cluster
 
     file = tmp_path / "deep" / "token"
-    assert access.private_token(file).stat().st_mode & 0o777 == 0o600
+    assert cluster.private_token(file).stat().st_mode & 0o777 == 0o600
     token = file.read_text()
     assert len(token) == 64
     file.chmod(0o644)  # as Ray makes it
-    access.private_token(file)
+    cluster.private_token(file)
     assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == token
     if os.geteuid() == 0:
         os.chown(file, 64999, 64999)
         with pytest.raises(LaunchError, match="is not this user's"):
-            access.private_token(file)
+            cluster.private_token(file)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(LaunchError, match=r"launch\.ray\.insecure: true"), access.asking_for_tokens(insecure=False):
+    with pytest.raises(LaunchError, match=r"launch\.ray\.insecure: true"), cluster.asking_for_tokens(insecure=False):
         pass
-    with access.asking_for_tokens(insecure=True) as nothing:
+    with cluster.asking_for_tokens(insecure=True) as nothing:
         assert nothing is None
 
 

@@ -24,10 +24,9 @@ from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError, LaunchError, NonFiniteLoss, PeerLost, RankMissing, WorkerFailed
 from lockstep.ray import TorchConfig
 from lockstep.ray.backend import TorchBackend, XlaBackend, _resolved, answer
-from lockstep.ray.capacity import scaling
-from lockstep.ray.failure import cause_of
+from lockstep.ray.failures import cause_of
 from lockstep.ray.installed import RayMissing, require_ray, require_train_v2, version_problem
-from lockstep.ray.placement import WorkerInfo, device_index, rendezvous_address, topologies
+from lockstep.ray.placement import WorkerInfo, device_index, rendezvous_address, scaling, topologies
 from lockstep.ray.xla import mesh_shape, run_settings
 from lockstep.runtime import pjrt
 

@@ -14,6 +14,7 @@ from ray_cluster import SETTINGS, Nodes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
+from lockstep.config.schema import RayCluster
 from lockstep.errors import RollCallError
 from lockstep.ray.verification import verify
 
@@ -55,7 +56,9 @@ def test_more_workers_than_the_cluster_has_room_for(nodes: Nodes) -> None:
 @pytest.mark.requirement("R06")
 def test_workers_that_share_a_device_or_believe_to_be_alone_are_found_out(nodes: Nodes, tmp_path: Path) -> None:
     with pytest.raises(RollCallError) as failed:
-        verify(2, "gloo", None, {"CPU": 1.0}, 60, 120, str(tmp_path), task="sabotage_devices:Task")
+        verify(
+            2, "gloo", RayCluster(placement_timeout=120), {"CPU": 1.0}, 60, str(tmp_path), task="sabotage_devices:Task"
+        )
     assert failed.value.exit_code == 3
     assert "ranks 0, 1 are on the same physical device, device-7" in str(failed.value)
     assert "the device runtime believes in a world of 1, the run has 2 ranks" in str(failed.value)

@@ -252,7 +252,7 @@ def test_what_an_evicted_writer_had_under_way_is_of_a_branch_that_was_left(
     monkeypatch.setattr(first, "check", lambda: None)  # a request that was on its way already
     ours.publish(save(tmp_path / "a", 6, 0.0), "checkpoints/step-00000006")
     assert Bucket(url).to_try() == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
-    assert "step-00000006 is passed over: another writer has gone on from before it" in caplog.text
+    assert "step-00000006 is passed over: another writer has resumed from before it" in caplog.text
     assert Bucket(url).to_try(best=True)[0] == "checkpoints/step-00000002"
     theirs.retain(Keep(last=1, best=0))
     assert Bucket(url).to_try() == ["checkpoints/step-00000003"]

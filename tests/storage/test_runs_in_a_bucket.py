@@ -90,7 +90,7 @@ def test_a_server_that_is_down_for_a_while_costs_nothing(stored: Stored) -> None
     finished = started.wait()
     assert finished.code == 0, finished.text
     assert f"{stored.url()} cannot be written: " in finished.err
-    assert "Training goes on; what is not there is kept in" in finished.err
+    assert "Training continues; what is not there is kept in" in finished.err
     assert f"{stored.url()} can be written again" in finished.err
     assert whole_steps(run) == steps_saved(stored.here()) and summary(run)["status"] == "completed"
     assert losses(run) == losses(stored.here())

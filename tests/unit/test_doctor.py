@@ -271,7 +271,7 @@ STEP = {"device": "cuda:0", "identity": "GPU-1", "losses": [2.0, 1.5], "finite":
     ],
 )
 def test_a_step_has_to_do_what_a_step_does(changes: dict[str, Any], trouble: str) -> None:
-    found = runtimes.trouble_of({**STEP, **changes})
+    found = runtimes.step_problem({**STEP, **changes})
     assert trouble in found and bool(trouble) == bool(found)
 
 
@@ -377,7 +377,7 @@ def test_a_runtime_that_hangs_or_crashes_is_a_verdict(
     began = time.monotonic()
     with Question("runtime", "xla", limit=limit) as question:
         answer = question.answer()
-    assert answer.trouble.startswith(trouble)
+    assert answer.problem.startswith(trouble)
     assert question._process.returncode is not None
     assert time.monotonic() - began < 20
     (check,) = runtimes.judge("xla", answer, asked=False)
@@ -389,4 +389,4 @@ def test_a_rank_of_this_shell_is_not_passed_on(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RANK", "1")
     with Question("runtime", "xla", limit=30) as question:
-        assert question.answer().trouble.count(": no rank.") == 1
+        assert question.answer().problem.count(": no rank.") == 1

@@ -32,8 +32,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
-from lockstep.profiler import shares, view
-from lockstep.profiler.base import Profiler
+from lockstep.profiler import Profiler, shares, xplane
 from lockstep.profiler.demand import Demand, _seconds, capture
 from lockstep.profiler.torch import TorchBackend
 from lockstep.profiler.window import Window
@@ -179,7 +178,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(
 ) -> None:
     (tmp_path / "profile").touch()
     assert train({"start_step": 2}).progress.step == 10
-    assert "a trace from step 2 on could not be started" in caplog.text and "Training goes on" in caplog.text
+    assert "a trace from step 2 on could not be started" in caplog.text and "Training continues" in caplog.text
 
 
 def test_a_profile_whose_folder_goes_away_ends_no_run(
@@ -347,31 +346,31 @@ def test_bad_settings(profile: dict[str, Any], message: str) -> None:
 
 def test_what_cannot_be_looked_at(train: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
-        view.prepare(tmp_path / "nowhere", "127.0.0.1", 0)
+        xplane.prepare(tmp_path / "nowhere", "127.0.0.1", 0)
     with pytest.raises(ConfigError, match="has no profile: train with `lockstep train --profile`"):
-        view.prepare(tmp_path, "127.0.0.1", 0)
+        xplane.prepare(tmp_path, "127.0.0.1", 0)
     train({"start_step": 2})
-    monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(xplane.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs tensorboard and xprof: pip install 'lockstep-train\[profile\]'"):
-        view.prepare(tmp_path, "127.0.0.1", 0)
-    monkeypatch.setattr(view.importlib.util, "find_spec", lambda name: True)
+        xplane.prepare(tmp_path, "127.0.0.1", 0)
+    monkeypatch.setattr(xplane.importlib.util, "find_spec", lambda name: True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{number}.*choose another with --port"):
-            view.prepare(tmp_path, "127.0.0.1", number)
-    sessions, command = view.prepare(tmp_path, "127.0.0.1", 0)
+            xplane.prepare(tmp_path, "127.0.0.1", number)
+    sessions, command = xplane.prepare(tmp_path, "127.0.0.1", 0)
     assert [path.parts[-4:-1] for path in sessions] == [("proc_0", "plugins", "profile")]
     assert command[:4] == [sys.executable, "-P", "-m", "tensorboard.main"]
     for content in (b"", b"\x1f\x8bnot gzip", b"plain"):
         torch_traces(tmp_path)[0].with_name("proc_0.1.pt.trace.json.gz").write_bytes(content)
         with pytest.raises(ConfigError, match=r"proc_0\.1\.pt\.trace\.json\.gz: not a trace.*move it away"):
-            view.prepare(tmp_path, "127.0.0.1", 0)
+            xplane.prepare(tmp_path, "127.0.0.1", 0)
 
 
 def test_looking_at_a_profile_does_not_load_torch() -> None:
-    code = "import sys, lockstep.profiler.view, lockstep.profiler.demand; sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep.profiler.xplane, lockstep.profiler.demand; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

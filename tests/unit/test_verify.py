@@ -20,8 +20,8 @@ from lockstep.verify import report
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
 from lockstep.verify.examine import draws_random_numbers
 from lockstep.verify.findings import Asked, Comparison, Judged, Report, Row, compare, metrics_apart, tolerance
+from lockstep.verify.pool import RunPool
 from lockstep.verify.trial import Trial, execute, headline
-from lockstep.verify.workers import Lanes
 
 REFERENCE_LOSSES = {1: 2.0, 2: 1.0, 3: 0.5}
 
@@ -191,8 +191,8 @@ def trial(losses: dict[int, float], failure: str = "") -> Trial:
     return Trial("python -m lockstep", Path("x/output.log"), Path("x"), 1.0, losses, failure)
 
 
-def row(name: str, fresh: Judged, resumed: Judged | None = None, required: bool = False) -> Row:
-    return Row(replace(REFERENCE, name=name), fresh, resumed, required)
+def row(name: str, fresh: Judged, resumed: Judged | None = None) -> Row:
+    return Row(replace(REFERENCE, name=name), fresh, resumed)
 
 
 def judged(verdict: Any, losses: dict[int, float], **rest: Any) -> Judged:
@@ -202,7 +202,7 @@ def judged(verdict: Any, losses: dict[int, float], **rest: Any) -> Judged:
 
 FIRST = row("cpu-single", judged("reference", {1: 2.0, 2: 1.0}))
 SAME = row("cpu-ddp-2", judged("agrees", {1: 2.0, 2: 1.000001}))
-ABSENT = row("xla-single", Judged("not here", reason="torch_xla is not installed"))
+ABSENT = {"xla-single": "torch_xla is not installed"}
 FAILED = row("cpu-ddp-4", Judged("failed", trial({}, "rank 1 failed"), reason="rank 1 failed"))
 
 
@@ -211,7 +211,7 @@ def of(*rows: Row, resume: bool = False, **rest: Any) -> Report:
 
 
 def test_all_agree_and_what_is_not_here_is_listed() -> None:
-    found = of(FIRST, SAME, ABSENT)
+    found = of(FIRST, SAME, not_here=ABSENT)
     head, *lines = report.text(found).splitlines()
     assert head.split() == ["combination", "verdict", "loss", "at", "step", "1", "2", "largest", "difference"]
     assert [line.split() for line in lines] == [
@@ -238,8 +238,7 @@ def test_all_agree_and_what_is_not_here_is_listed() -> None:
             [FIRST, replace(SAME, resumed=judged("differs", {1: 2.0, 2: 1.1}, resumed_from="cpu-single"))],
             "cpu-ddp-2, resumed from the checkpoint of cpu-single, differs from step 2 on: the checkpoint does not",
         ),
-        ([FIRST, SAME, replace(ABSENT, required=True)], "xla-single is required and not here: torch_xla is not"),
-        ([FIRST, ABSENT], "nothing was compared: no combination but the reference can run here"),
+        ([FIRST], "nothing was compared: no combination but the reference can run here"),
         ([replace(FAILED, combination=REFERENCE)], "nothing was compared: cpu-single, the reference, did not run"),
     ],
 )
@@ -250,6 +249,13 @@ def test_what_is_wrong_is_said_and_nothing_agrees(rows: list[Row], says: str) ->
     assert json.loads(report.as_json(found))["agrees"] is False
 
 
+def test_what_is_required_and_not_here_is_said_and_nothing_agrees() -> None:
+    found = of(FIRST, SAME, not_here=ABSENT, required={"xla-single"})
+    assert not found.agrees
+    assert "xla-single is required and not here: torch_xla is not installed" in report.conclusion(found)
+    assert report.conclusion(found).splitlines()[-1].startswith("1 of 3 do not agree")
+
+
 def test_losses_that_differ_by_design_come_with_the_remedy() -> None:
     unjudged = row("cpu-ddp-2", judged("random", {1: 2.1, 2: 1.0}))
     found = of(FIRST, unjudged, random=True, random_arguments=["dropout"])
@@ -257,7 +263,7 @@ def test_losses_that_differ_by_design_come_with_the_remedy() -> None:
     assert "Compare without them: --set task.dropout=0" in report.conclusion(found)
     assert report.conclusion(found).endswith("\nnot comparable: random") and "agree" not in report.conclusion(found)
     different = row("cpu-ddp-2", judged("differs", {1: 2.1, 2: 1.0}))
-    assert "norm1 normalise by the statistics of a rank's share" in report.conclusion(
+    assert "norm1 normalise by the statistics of a rank's part" in report.conclusion(
         of(FIRST, different, batch_norm=["norm1"])
     )
 
@@ -287,12 +293,12 @@ def test_a_mean_over_unequal_counts_is_told_from_other_reasons() -> None:
 
 def test_as_json() -> None:
     resumed = Judged("agrees", trial({2: 1.0}), Comparison(0.0), resumed_from="cpu-single")
-    found = json.loads(report.as_json(of(FIRST, replace(SAME, resumed=resumed), ABSENT, resume=True)))
+    found = json.loads(report.as_json(of(FIRST, replace(SAME, resumed=resumed), not_here=ABSENT, resume=True)))
     assert (found["agrees"], found["steps"], found["resumed_at"], found["tolerance"]) == (True, 2, 1, 1e-5)
-    one, two, three = found["combinations"]
+    one, two = found["combinations"]
     assert one["losses"] == {"1": 2.0, "2": 1.0} and one["largest_difference"] is None
     assert two["resumed"]["resumed_from"] == "cpu-single" and two["resumed"]["verdict"] == "agrees"
-    assert three["verdict"] == "not here" and three["reason"] == "torch_xla is not installed"
+    assert found["not_here"] == ABSENT
 
 
 def test_of_many_steps_the_first_and_the_last_are_shown() -> None:
@@ -304,8 +310,8 @@ def test_of_many_steps_the_first_and_the_last_are_shown() -> None:
 # Side by side
 
 
-def lanes(tmp_path: Path, count: int) -> Lanes:
-    made = Lanes(tmp_path, 1)
+def pool(tmp_path: Path, count: int) -> RunPool:
+    made = RunPool(tmp_path, 1)
     made.count = count
     return made
 
@@ -322,7 +328,7 @@ def test_runs_side_by_side_come_back_in_their_order(tmp_path: Path) -> None:
         both.wait()
         return 2
 
-    assert lanes(tmp_path, 2).side_by_side([first, second, lambda: 3]) == [1, 2, 3]
+    assert pool(tmp_path, 2).side_by_side([first, second, lambda: 3]) == [1, 2, 3]
 
 
 def test_a_failure_side_by_side_is_raised_and_nothing_new_is_begun(tmp_path: Path) -> None:
@@ -333,7 +339,7 @@ def test_a_failure_side_by_side_is_raised_and_nothing_new_is_begun(tmp_path: Pat
         raise ConfigError("no")
 
     with pytest.raises(ConfigError, match="no"):
-        lanes(tmp_path, 1).side_by_side([fails, lambda: begun.append(1)])
+        pool(tmp_path, 1).side_by_side([fails, lambda: begun.append(1)])
     assert begun == [0]
 
 

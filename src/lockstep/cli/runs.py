@@ -284,9 +284,9 @@ def profile() -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
 def view(run_dir: Path, host: str, port: int) -> None:
     """Open the traces of the run in RUN_DIR in TensorBoard."""
-    from lockstep.profiler import view
+    from lockstep.profiler import xplane
 
-    traces, command = view.prepare(run_dir, host, port)
+    traces, command = xplane.prepare(run_dir, host, port)
     say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
     for trace in traces:
         say(f"  {trace}")

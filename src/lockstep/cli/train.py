@@ -263,8 +263,7 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
     from lockstep.config.load import to_yaml
     from lockstep.config.sweep import load_sweep
     from lockstep.mirror.url import is_url
-    from lockstep.ray.address import require_answer
-    from lockstep.ray.installed import require_train_v2
+    from lockstep.ray.installed import require_answer, require_train_v2
     from lockstep.record import run_folder
     from lockstep.record.trials import write_sweep
 

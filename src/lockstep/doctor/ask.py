@@ -31,12 +31,12 @@ Stage = Callable[[str], None]  # how the subprocess reports what it does next
 
 @dataclass(frozen=True)
 class Answer:
-    """What the subprocess answered, or why it did not."""
+    """The subprocess's answer, or why there is none."""
 
     value: dict[str, Any] | None
-    trouble: str = ""
+    problem: str = ""
     late: bool = False
-    module: str = ""  # the package that caused the trouble, where it is known
+    module: str = ""  # the package that caused the problem, if known
 
 
 class Question:
@@ -66,7 +66,6 @@ class Question:
                 file.close()
 
     def answer(self) -> Answer:
-        """Waits for it, for as long as is left of the limit."""
         try:
             code: int | None = self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -76,13 +75,13 @@ class Question:
         for message in messages:
             if "answer" in message:
                 return Answer(message["answer"])
-            if "trouble" in message:
-                return Answer(None, message["trouble"], module=message.get("module", ""))
+            if "problem" in message:
+                return Answer(None, message["problem"], module=message.get("module", ""))
         stages = [message["stage"] for message in messages]
         return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)), code is None)
 
     def _end(self) -> None:
-        """With everything that it started, also where it has exited itself."""
+        """Ends it with everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -95,7 +94,7 @@ class Question:
 
 
 def unanswered(code: int | None, limit: float, stages: list[str], errors: str) -> str:
-    """Why there is no answer, from the exit code (None: timed out), the stages it reached and what it printed."""
+    """Says why there is no answer, from the exit code (None: timed out), the stages it reached and what it printed."""
     at = stages[-1] if stages else "starting Python"
     if code is None:
         return f"{at} did not end within {limit:g} s"
@@ -135,12 +134,12 @@ def reply(topic: str, *arguments: str) -> None:
     try:
         tell(answer=topics[topic](stage, *arguments))
     except LockstepError as error:
-        tell(trouble=str(error))
+        tell(problem=str(error))
     except Exception as error:
         # The stage is not the cause where a package fails that is imported along with it.
         module = installed.culprit(error)
         about = f"loading {module}" if isinstance(error, ImportError) and module else stages[-1]
-        tell(trouble=f"{about}: {type(error).__name__}: {error}", module=module)
+        tell(problem=f"{about}: {type(error).__name__}: {error}", module=module)
     os._exit(0)  # a library that hangs or crashes at exit does not change the answer
 
 

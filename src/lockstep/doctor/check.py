@@ -21,7 +21,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 @dataclass(frozen=True)
 class Check:
-    """The verdict, what was found and, where that is not well, what to do."""
+    """A verdict, what was found and, if that is not good, what to do."""
 
     name: str
     verdict: Verdict
@@ -40,7 +40,6 @@ def exit_code(checks: Iterable[Check]) -> int:
 
 
 def text(check: Check) -> str:
-    """Verdict, name and what was found; the remedy on its own line."""
     first, *more = visible(check.found).splitlines() or [""]
     shown = "-" if check.verdict == "none" else check.verdict
     lines = [f"{click.style(shown.ljust(4), fg=_COLOURS[check.verdict])}  {check.name.ljust(17)}  {first}".rstrip()]

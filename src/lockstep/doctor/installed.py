@@ -18,7 +18,7 @@ from lockstep.doctor.check import Check, Verdict
 
 
 class Range(NamedTuple):
-    """From `low`, up to but without `high`; both are minor versions."""
+    """From `low` up to `high`, which is excluded; both are minor versions."""
 
     low: str
     high: str
@@ -65,7 +65,7 @@ def version_of(package: str) -> str | None:
 
 
 def minor(version: str) -> tuple[int, int]:
-    """Major and minor number; a version that has none is older than any."""
+    """Returns the major and minor number; (0, 0) for a version that has none."""
     match = re.match(r"v?(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
@@ -109,7 +109,7 @@ def extras(found: Mapping[str, str], asked: Collection[str]) -> Check:
 
 
 def import_dependencies(stage: Stage) -> dict[str, Any]:
-    """What is wrong with each of them; torch has its own check, and takes long."""
+    """Returns the problem of each; torch has its own check, and takes long."""
     found = {}
     for module in REQUIREMENTS:
         if module != "torch":
@@ -121,7 +121,7 @@ def import_dependencies(stage: Stage) -> dict[str, Any]:
 def judge_dependencies(answer: Answer) -> Check:
     name = "dependencies"
     if answer.value is None:
-        return Check(name, "fail", answer.trouble, reinstall(answer.module) or "reinstall what this message names")
+        return Check(name, "fail", answer.problem, reinstall(answer.module) or "reinstall what this message names")
     broken = {module: problem for module, problem in answer.value.items() if problem}
     if not broken:
         return Check(name, "ok", ", ".join(answer.value), data=answer.value)
@@ -130,13 +130,13 @@ def judge_dependencies(answer: Answer) -> Check:
 
 
 def reinstall(*modules: str) -> str:
-    """The remedy for packages that cannot be imported; none where they are not ours."""
+    """Returns the remedy for packages that cannot be imported, if they are dependencies of Lockstep."""
     wanted = " ".join(f"'{REQUIREMENTS[module]}'" for module in modules if module in REQUIREMENTS)
     return f"pip install --force-reinstall {wanted}" if wanted else ""
 
 
 def culprit(error: BaseException) -> str:
-    """The package that an error is about, by its import name: one that is missing, or that raised it."""
+    """Returns the import name of the package that is missing, or that raised the error."""
     if isinstance(error, ImportError) and error.name:
         return error.name.split(".")[0]
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

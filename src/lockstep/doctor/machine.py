@@ -36,7 +36,6 @@ _JUMP_SECONDS = 0.5
 
 
 def look(processes: int) -> Iterator[Check]:
-    """What `processes` processes need, against what there is."""
     yield variables(os.environ)
     yield cores(available_cores(), os.cpu_count() or 1, limits.core_limit(), processes)
     yield memory(*_memory(), limits.memory_limit(), processes)
@@ -92,9 +91,7 @@ def shared_memory(total: int | None, free: int, problem: str) -> Check:
 
 
 def open_files(soft: int, hard: int, processes: int) -> Check:
-    needed = (
-        48 + 6 * processes
-    )  # of the process that has most: the launcher was measured at 37 + 5 N, a rank at 34 + 4 N
+    needed = 48 + 6 * processes  # the launcher was measured at 37 + 5 N, a rank at 34 + 4 N
     unlimited = resource.RLIM_INFINITY
     found = "no limit" if soft == unlimited else f"limit {soft}"
     found += f"; {f'{processes} processes need' if processes > 1 else '1 process needs'} about {needed}"
@@ -165,7 +162,7 @@ def port_problem() -> str:
 
 
 def look_up(stage: Stage, host: str) -> dict[str, Any]:
-    """In a subprocess: a name server that does not answer takes its time."""
+    """Runs in a subprocess: a name server may take its time."""
     stage(f"looking up the address of {host}")
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -177,7 +174,7 @@ def look_up(stage: Stage, host: str) -> dict[str, Any]:
 
 
 def hostname(host: str, answer: Answer) -> Check:
-    facts = answer.value or {"addresses": [], "problem": answer.trouble}
+    facts = answer.value or {"addresses": [], "problem": answer.problem}
     found = f"{host} is {', '.join(facts['addresses']) or 'unknown'}"
     data = {"hostname": host, "addresses": facts["addresses"]}
     if not facts["problem"]:
@@ -203,7 +200,7 @@ def _is_ours(family: int, address: Any) -> bool:
 
 
 def write_to_disk(stage: Stage, out: str) -> dict[str, Any]:
-    """In a subprocess: a network disk that is gone blocks every access."""
+    """Runs in a subprocess: a network disk that is gone blocks every access."""
     stage(f"looking for {out}")
     path = Path(out).absolute()
     folder = next(each for each in (path, *path.parents) if each.exists())
@@ -225,7 +222,7 @@ def write_to_disk(stage: Stage, out: str) -> dict[str, Any]:
 def judge_disk(answer: Answer) -> Check:
     facts = answer.value
     if facts is None:
-        return Check("disk", "fail", answer.trouble, "name a folder on a disk that answers with --out")
+        return Check("disk", "fail", answer.problem, "name a folder on a disk that answers with --out")
     found = f"{size(facts['free'])} of {size(facts['total'])} free in {facts['folder']}"
     if facts["problem"]:
         remedy = "make room, or name another folder with --out"
@@ -240,7 +237,7 @@ def judge_disk(answer: Answer) -> Check:
 
 
 def write_to_bucket(stage: Stage, url: str) -> dict[str, Any]:
-    """In a subprocess: a service that does not answer blocks whoever asks it."""
+    """Runs in a subprocess: a service that does not answer blocks the caller."""
     from lockstep.mirror.bucket import Bucket
     from lockstep.mirror.url import parse
 
@@ -252,8 +249,8 @@ def write_to_bucket(stage: Stage, url: str) -> dict[str, Any]:
 
 def judge_bucket(answer: Answer) -> Check:
     if answer.value is None:
-        remedy = "" if answer.trouble.startswith("--out") else "check the network, or name another place with --out"
-        return Check("bucket", "fail", answer.trouble, remedy)
+        remedy = "" if answer.problem.startswith("--out") else "check the network, or name another place with --out"
+        return Check("bucket", "fail", answer.problem, remedy)
     took = duration(answer.value["seconds"])
     found = f"{answer.value['url']} can be written, listed, read and deleted from; one object takes {took}"
     return Check("bucket", "ok", found, data=answer.value)
@@ -263,7 +260,7 @@ def judge_bucket(answer: Answer) -> Check:
 
 
 def clock_offset() -> float:
-    """What the wall clock shows beyond the clock that never jumps."""
+    """Returns the difference between the wall clock and the monotonic one."""
     return time.time() - time.monotonic()
 
 
@@ -276,7 +273,7 @@ def clock(began: float) -> Check:
 
 
 def judge_clock(now: float, installed: float, jump: float) -> Check:
-    """Compares it with when the newest package was installed, and with how far it jumped meanwhile."""
+    """Compares the clock with when the newest package was installed, and with how far it jumped meanwhile."""
     found, wrong = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)), ""
     if now < installed - _ZONE_SECONDS:
         wrong = f", but what is installed here is from {time.strftime('%Y-%m-%d', time.localtime(installed))}"

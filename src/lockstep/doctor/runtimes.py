@@ -41,7 +41,7 @@ _SLOW_BARRIER_SECONDS = 0.02
 
 
 def look(asked: Collection[str], limit: float) -> Iterator[Check]:
-    """Those that were asked for, or all; a family that was asked for has to work."""
+    """Tries the runtimes that were asked for, which have to work, or all."""
     families = [family for family in FAMILIES if family in asked or not asked]
     with ExitStack() as questions:
         # All at once: most of the time goes into loading torch.
@@ -51,7 +51,6 @@ def look(asked: Collection[str], limit: float) -> Iterator[Check]:
 
 
 def not_tried(asked: Collection[str]) -> Iterator[Check]:
-    """Without torch there is nothing to try."""
     for family in FAMILIES:
         if family in asked or not asked:
             remedy = f"pip install '{REQUIREMENTS['torch']}'" if asked else ""
@@ -59,21 +58,21 @@ def not_tried(asked: Collection[str]) -> Iterator[Check]:
 
 
 def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
-    """A line for the family and, where devices differ, a line for each."""
+    """Yields a line for the family and, if devices differ, a line for each."""
     facts = answer.value
     if facts is None:
         others_fault = answer.module not in ("", "torch", "torch_xla")
-        yield Check(family, "fail", answer.trouble, reinstall(answer.module) if others_fault else _BROKEN[family])
+        yield Check(family, "fail", answer.problem, reinstall(answer.module) if others_fault else _BROKEN[family])
         return
     devices = facts["devices"]
     if not devices:
         yield (no_gpu(facts, os.environ.get("CUDA_VISIBLE_DEVICES"), asked) if family == "cuda" else no_xla(asked))
         return
-    troubles = {each["device"]: trouble for each in devices if (trouble := trouble_of(each))}
+    problems = {each["device"]: problem for each in devices if (problem := step_problem(each))}
     verdict: Verdict
-    if troubles:
+    if problems:
         verdict, remedy = "fail", _BROKEN[family]
-        found = "; ".join(f"{device}: {trouble}" for device, trouble in troubles.items())
+        found = "; ".join(f"{device}: {problem}" for device, problem in problems.items())
     else:
         where = f" on each of {len(devices)} devices" if len(devices) > 1 else ""
         verdict, remedy, found = "ok", "", f"a training step works{where}: {', '.join(_steps(devices[0]))}"
@@ -83,11 +82,11 @@ def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
     yield Check(family, verdict, found, remedy, {"devices": devices})
     if family != "cpu":
         for each in devices:
-            yield Check(each["device"], "fail" if each["device"] in troubles else "ok", described(each), data=each)
+            yield Check(each["device"], "fail" if each["device"] in problems else "ok", described(each), data=each)
 
 
-def trouble_of(device: Mapping[str, Any]) -> str:
-    """What was wrong with the step on a device, if anything."""
+def step_problem(device: Mapping[str, Any]) -> str:
+    """Says what was wrong with the step on a device, if anything."""
     if "error" in device:
         return str(device["error"])
     first, second = device["losses"]
@@ -112,7 +111,7 @@ def _steps(device: Mapping[str, Any]) -> list[str]:
 
 
 def no_gpu(facts: Mapping[str, Any], visible: str | None, asked: bool) -> Check:
-    """A GPU that is absent is worth no word unless it was asked for; one that is out of reach is."""
+    """A GPU that is absent is no problem unless it was asked for; one that cannot be used is."""
     hidden = visible is not None and visible.strip() in ("", "-1")
     absent = hidden or not facts["driver"]
     if hidden:
@@ -140,7 +139,7 @@ def no_xla(asked: bool) -> Check:
 
 
 def take_step(stage: Stage, family: str) -> dict[str, Any]:
-    """The devices of the family, each with how a step went; where there are none, what is known of the reason."""
+    """Returns the devices of the family, each with the result of a step; without any, the reason."""
     if family == "xla" and importlib.util.find_spec("torch_xla") is None:
         return {"devices": []}
     stage(f"loading {'torch_xla' if family == 'xla' else 'torch'}")
@@ -199,7 +198,7 @@ def _why_no_gpu(stage: Stage) -> dict[str, Any]:
 
 
 def _step(stage: Stage, runtime: Runtime) -> dict[str, Any]:
-    """Two steps of a small model: the loss of the second shows what the first one did."""
+    """Takes two steps of a small model: the loss of the second shows what the first one did."""
     import torch
     from torch import nn
 
@@ -248,7 +247,7 @@ def judge_processes(answer: Answer, count: int, family: str) -> Iterator[Check]:
     if facts is None:
         late = "start fewer, or give a slow machine more time with --limit"
         others = "see to the checks above that failed first, then to what this message names"
-        yield Check(name, "fail", answer.trouble, late if answer.late else reinstall(answer.module) or others)
+        yield Check(name, "fail", answer.problem, late if answer.late else reinstall(answer.module) or others)
         return
     ranks = facts["ranks"]
     data = {"processes": count, "seconds": facts["seconds"], "ranks": ranks}
@@ -274,7 +273,7 @@ def _latency(all_reduce: float, barrier: float) -> Check:
 
 
 def _bandwidth(seconds: dict[int, float]) -> Check:
-    """Algorithm bandwidth: bytes of one rank's tensor per second, whatever the library sends for it."""
+    """Algorithm bandwidth: bytes of one rank's tensor per second, whatever the library sends."""
     rates = {count: count / each / 1e9 for count, each in seconds.items()}
     shown = ", ".join(f"{size(count)} at {rate:.3g} GB/s" for count, rate in rates.items())
     data = {"gigabytes_per_second": {str(count): rate for count, rate in rates.items()}}
@@ -282,7 +281,7 @@ def _bandwidth(seconds: dict[int, float]) -> Check:
 
 
 def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> dict[str, Any]:
-    """What the ranks measured, by rank; a launch that fails raises what its user would see."""
+    """Returns the measurements by rank; a launch that fails raises what its user would see."""
     stage(f"starting {processes} processes on {family}")
     from lockstep.launchers.launch import launch
 
@@ -294,7 +293,7 @@ def start_processes(stage: Stage, processes: str, family: str, folder: str, limi
 
 
 def _measure(run: Run) -> dict[str, Any]:
-    """On every rank: the median time of small and large exchanges, and that their result is right."""
+    """Runs on every rank: the median time of small and large exchanges, and whether their result is right."""
     import torch
 
     about: dict[str, Any] = {"device": str(run.device), "identity": run._engine.runtime.identity()}

@@ -30,7 +30,7 @@ from lockstep.engine.exchange import gather_places, require_plain
 from lockstep.engine.gradients import GradientTracker
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
-from lockstep.profiler.base import Profiler
+from lockstep.profiler import Profiler
 from lockstep.runtime.base import Runtime
 from lockstep.strategy import compiled
 from lockstep.strategy.base import Strategy, dp_rank_of

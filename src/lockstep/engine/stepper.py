@@ -19,7 +19,7 @@ from lockstep.engine.models import MATCH, Entry, Models, Stepped
 from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import Mean
-from lockstep.profiler.base import Profiler
+from lockstep.profiler import Profiler
 from lockstep.record.aggregator import MetricAggregator
 from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.optimizer_step import divides_gradients, dividing

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def train(config: RunConfig, make_folder: Callable[[RunConfig], Path], held: bool = False) -> Ended:
     """Train on the cluster that the config names, and wait for it. `held`: the caller holds the run's folder."""
-    from lockstep.ray.address import require_answer
-    from lockstep.ray.installed import require_train_v2
+    from lockstep.ray.installed import require_answer, require_train_v2
 
     require_train_v2()
     require_answer(config.launch.ray)
@@ -28,7 +27,7 @@ def train(config: RunConfig, make_folder: Callable[[RunConfig], Path], held: boo
 
 def is_elsewhere(config: RunConfig) -> bool:
     """Whether the ranks will be on other machines than this one, with what is installed there."""
-    from lockstep.ray.address import address_of
+    from lockstep.ray.installed import address_of
 
     return address_of(config.launch.ray) is not None
 

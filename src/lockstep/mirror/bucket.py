@@ -28,7 +28,7 @@ from lockstep.mirror.url import SCHEMES, Url
 
 logger = logging.getLogger(__name__)
 
-# Of one request: a service that does not answer is found out, and asked again by whoever wanted something of it.
+# Of one request, which the caller repeats if the service does not answer.
 _CONNECT_SECONDS, _ANSWER_SECONDS = 10, 60
 _LONG = 8 * 1024 * 1024  # bytes of a file, so that it is sent in parts
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _ANSWER_SECONDS,
             "retries": {"max_attempts": 2},
-            # Digests of our own are checked; some services answer a part of an object with the checksum of all of it.
+            # Our digests are checked; some services answer a part of an object with the checksum of all of it.
             "response_checksum_validation": "when_required",
         },
     },
@@ -55,7 +55,7 @@ class Bucket:
     def __init__(self, url: Url, lease: BucketLease | None = None) -> None:
         self.url, self._lease = url, lease
         self._fs = _file_system(url.scheme)
-        self._branch: dict[str, Any] = {"base": sys.maxsize}  # what this writer went on from
+        self._branch: dict[str, Any] = {"base": sys.maxsize}  # where this writer resumed
         self._sent: dict[str, str] = {}  # files of checkpoints that were sent -> the digest of their checkpoint
         self._manifests: dict[int, dict[str, Any]] = {}  # those that nobody but the holder of the lease changes
 
@@ -103,7 +103,7 @@ class Bucket:
             return None
 
     def replace(self, path: str, data: bytes, version: str | None) -> bool:
-        """Write an object unless it changed since it had this version; False if it did.
+        """Writes an object unless it changed since it had this version; returns False if it did.
 
         Stores without conditional writes ignore the condition.
         """
@@ -111,8 +111,8 @@ class Bucket:
         try:
             self._fs.pipe_file(self._at(path), data, **condition)
         except Exception as error:
-            told = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
-            code = str(told.get("Error", {}).get("Code", ""))
+            response = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
+            code = str(response.get("Error", {}).get("Code", ""))
             changed = isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict")
             if changed or (version and isinstance(error, FileNotFoundError)):
                 return False
@@ -154,22 +154,22 @@ class Bucket:
     def highest_generation(self) -> int:
         """Returns the generation of the last writer that published a checkpoint; 0 if there is none."""
         self._look()
-        return max((_lease(told)[0] for told in self._manifests.values()), default=0)
+        return max((_lease(entry)[0] for entry in self._manifests.values()), default=0)
 
     def publish(self, folder: Path, path: str) -> None:
-        told = manifest.read(folder)
+        entry = manifest.read(folder)
         self._forget(step_of(path))
         self.delete(f"{path}/{MANIFEST_FILE}")  # of the same step, saved before
         there = self._listed(path)
-        for name in manifest.files(told):
-            file, size = f"{path}/{name}", told["files"][name]["bytes"]
-            if self._sent.get(file) != told["digest"] or there.get(file) != size:  # else sent before an interruption
+        for name in manifest.files(entry):
+            file, size = f"{path}/{name}", entry["files"][name]["bytes"]
+            if self._sent.get(file) != entry["digest"] or there.get(file) != size:  # else sent before an interruption
                 self.send(folder / name, file)
-                self._sent[file] = told["digest"]
-        _check_sizes(self._listed(path), path, told)
+                self._sent[file] = entry["digest"]
+        _check_sizes(self._listed(path), path, entry)
         if self._lease is not None:
-            told["lease"] = {"generation": self._lease.generation, **self._branch}
-        self.write(f"{path}/{MANIFEST_FILE}", json.dumps(told, indent=1).encode() + b"\n")
+            entry["lease"] = {"generation": self._lease.generation, **self._branch}
+        self.write(f"{path}/{MANIFEST_FILE}", json.dumps(entry, indent=1).encode() + b"\n")
         self._sent = {file: digest for file, digest in self._sent.items() if not file.startswith(f"{path}/")}
 
     def retain(self, keep: Keep) -> None:
@@ -200,13 +200,13 @@ class Bucket:
             aside = self._free(f"{CHECKPOINTS}/{kind}-{step_name(newer)}")
             self._copy(path, aside)
             self.remove(path)
-            logger.warning("%s/%s is newer than what the run goes on from: set aside as %s",
+            logger.warning("%s/%s is newer than what the run resumes from: set aside as %s",
                            self.url, path, aside.partition("/")[2])  # fmt: skip
 
     # Whether it can be used at all
 
     def probe(self, setting: str) -> None:
-        """Make sure that objects can be written, listed, read and deleted; ConfigError where they cannot."""
+        """Raises ConfigError unless objects can be written, listed, read and deleted."""
         name, doing = f".lockstep-probe-{uuid.uuid4().hex}", "written"
         try:
             self.write(name, b"probe")
@@ -226,7 +226,7 @@ class Bucket:
         return f"{self.url.path}/{path}" if path else self.url.path
 
     def _listed(self, path: str) -> dict[str, int]:
-        """Every file below a path, or the file itself, with its size; by its path below the URL."""
+        """Returns the size of every file below a path, or of the file itself, by its path below the URL."""
         found = self._fs.find(self._at(path), detail=True)
         start = f"{self.url.path}/"
         listed = {
@@ -238,8 +238,8 @@ class Bucket:
         return {name: size for name, size in listed.items() if not {"", ".", ".."} & set(name.split("/"))}
 
     def _look(self) -> dict[int, Saved | Damaged]:
-        """What there is of checkpoints by step, oldest first: Saved if it is whole, as far as the sizes of its files
-        tell, and of the newest branch. `_manifests` has the manifests of all that have one."""
+        """Returns the checkpoints by step, oldest first: Saved if its files have the right sizes and its branch is the
+        newest. `_manifests` has the manifests of all that have one."""
         there = self._listed(CHECKPOINTS)
         numbers = {path.split("/")[1].removeprefix(STEP_PREFIX) for path in there
                    if path.count("/") == 2 and path.split("/")[1].startswith(STEP_PREFIX)}  # fmt: skip
@@ -247,14 +247,14 @@ class Bucket:
         known, self._manifests = self._manifests if self._lease is not None else {}, {}
         for step in sorted(int(number) for number in numbers if number.isascii() and number.isdigit()):
             try:
-                told = self._manifests[step] = known.get(step) or self._manifest(step)
-                _check_sizes(there, _path(step), told)
-                value = told.get("value")
+                entry = self._manifests[step] = known.get(step) or self._manifest(step)
+                _check_sizes(there, _path(step), entry)
+                value = entry.get("value")
                 found[step] = Saved(step, float(value) if isinstance(value, (int, float)) else None)
             except Damaged as problem:
                 found[step] = problem
         for step in _abandoned(self._manifests):
-            found[step] = Damaged("another writer has gone on from before it: it is of a branch that was left")
+            found[step] = Damaged("another writer has resumed from before it: it is of a branch that was left")
         return found
 
     def _manifest(self, step: int) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class Bucket:
 
 
 def cannot_be_used(url: Url, setting: str, doing: str, error: BaseException) -> str:
-    """What to tell where a bucket does not do what it has to."""
+    """Says that an operation failed in a bucket, and what to do."""
     name = type(error).__name__
     if isinstance(error, FileNotFoundError):
         remedy = f"Create the bucket {url.bucket}, or correct its name: Lockstep does not make buckets"
@@ -295,12 +295,12 @@ def cannot_be_used(url: Url, setting: str, doing: str, error: BaseException) -> 
             "configuration (AWS_ACCESS_KEY_ID, AWS_PROFILE, ~/.aws; gcloud auth application-default login)"
         )
     else:
-        remedy = "Check the network and the service's address (for S3 of one's own: AWS_ENDPOINT_URL)"
+        remedy = "Check the network and the service's address (for a self-hosted S3: AWS_ENDPOINT_URL)"
     return f"{setting} {url}: objects cannot be {doing} in {url.bucket}: {said(error)}. {remedy}"
 
 
 def said(error: BaseException) -> str:
-    """An error in a sentence, without what somebody may have put before an @ of an address."""
+    """Returns an error as a sentence, without credentials before an @ of an address."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return re.sub(r"//[^/@\s]+@", "//***@", text).rstrip(".")[:500]
@@ -321,12 +321,12 @@ def _file_system(scheme: str) -> Any:
 
         get_loop().set_exception_handler(_quietly)
     if scheme == "s3":
-        made.retries = 2  # of its own, around those of the client: whoever asks tries again anyway
+        made.retries = 2  # around those of the client: the caller tries again anyway
     return made
 
 
 def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A connection that was cut also fails tasks of the client that nobody awaits: the request itself is reported."""
+    """A connection that was cut also fails tasks that nobody awaits: the request itself is reported."""
     if not isinstance(context.get("exception"), OSError):
         loop.default_exception_handler(context)
 
@@ -335,30 +335,30 @@ def _path(step: int) -> str:
     return f"{CHECKPOINTS}/{step_name(step)}"
 
 
-def _check_sizes(there: Mapping[str, int], path: str, told: Mapping[str, Any]) -> None:
-    for name in manifest.files(told):
-        size, expected = there.get(f"{path}/{name}"), told["files"][name]["bytes"]
+def _check_sizes(there: Mapping[str, int], path: str, entry: Mapping[str, Any]) -> None:
+    for name in manifest.files(entry):
+        size, expected = there.get(f"{path}/{name}"), entry["files"][name]["bytes"]
         if size is None:
             raise Damaged(f"{name} is missing")
         if size != expected:
             raise Damaged(f"{name} has {size} bytes, the manifest says {expected}")
 
 
-def _lease(told: Mapping[str, Any]) -> tuple[int, int, object]:
-    """The generation of the writer of a checkpoint, the step that it went on from, and its branch."""
-    lease = told.get("lease") or {}
+def _lease(entry: Mapping[str, Any]) -> tuple[int, int, object]:
+    """Returns the generation of a checkpoint's writer, the step that it resumed from, and its branch."""
+    lease = entry.get("lease") or {}
     return lease.get("generation", 0), lease.get("base", sys.maxsize), lease.get("branch")
 
 
 def _abandoned(manifests: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The steps of branches that were left: a later writer went on from an earlier step.
+    """Returns the steps of branches that were left: a later writer resumed from an earlier step.
 
     They are there if a writer had a request under way when it lost the lease.
     """
-    leases = {_lease(told) for told in manifests.values()}
+    leases = {_lease(entry) for entry in manifests.values()}
     found = []
-    for step, told in manifests.items():
-        generation, _, branch = _lease(told)
+    for step, entry in manifests.items():
+        generation, _, branch = _lease(entry)
         if any(later > generation and step > base and other != branch for later, base, other in leases):
             found.append(step)
     return found

@@ -68,13 +68,13 @@ class BucketLease:
 
     @classmethod
     def take(cls, bucket: Objects, holder: Holder, before: Callable[[str], None]) -> BucketLease:
-        """Take the lease once it is free. Raises ConfigError, naming the holder, if another process renews it.
+        """Takes the lease once it is free. Raises ConfigError, naming the holder, if another process renews it.
 
         `before` gets the token before it is written.
         """
         version, found = _free(bucket)
-        told = _told(found or b"").get("generation")
-        lease = cls(bucket, holder, 1 + (told if isinstance(told, int) else bucket.highest_generation()))
+        last = _decoded(found or b"").get("generation")
+        lease = cls(bucket, holder, 1 + (last if isinstance(last, int) else bucket.highest_generation()))
         before(lease.token)
         bucket.replace(LEASE_FILE, lease._encoded(released=False), version)
         time.sleep(_SETTLE_SECONDS)
@@ -85,7 +85,7 @@ class BucketLease:
         return lease
 
     def check(self) -> None:
-        """Raise LeaseLost if another process holds the lease. Called before every change."""
+        """Raises LeaseLost if another process holds the lease. Called before every change."""
         if self.lost is not None:
             raise self.lost
         found = self._bucket.read(LEASE_FILE)
@@ -102,7 +102,7 @@ class BucketLease:
             raise self.lost
 
     def release(self) -> None:
-        """Release it, for a few seconds at most: if that fails, others find that it is stale."""
+        """Releases it, for a few seconds at most: if that fails, others find that it is stale."""
         self._done.set()
         releasing = threading.Thread(target=self._release, name="lockstep-bucket-lease-end", daemon=True)
         releasing.start()
@@ -132,18 +132,18 @@ class BucketLease:
         return self._holder.encode(token=self.token, generation=self.generation, beat=self._beats, released=released)
 
     def _is_ours(self, found: bytes | None) -> bool:
-        return _told(found or b"").get("token") == self.token
+        return _decoded(found or b"").get("token") == self.token
 
 
 def last_token(bucket: Objects) -> object:
-    """The token of the process that holds the lease, or held it last."""
-    return _told(bucket.read(LEASE_FILE) or b"").get("token")
+    """Returns the token of the process that holds the lease, or held it last."""
+    return _decoded(bucket.read(LEASE_FILE) or b"").get("token")
 
 
 def _free(bucket: Objects) -> tuple[str | None, bytes | None]:
-    """The version and the content of a lease that may be taken; ConfigError, naming the holder, if it may not."""
+    """Returns the version and content of a lease that may be taken; ConfigError, naming the holder, if it may not."""
     version, found = bucket.version(LEASE_FILE), bucket.read(LEASE_FILE)
-    if found is None or _told(found).get("released") is True:
+    if found is None or _decoded(found).get("released") is True:
         return version, found
     holder = Holder.decode(found)
     if holder is not None and holder.is_here:
@@ -156,17 +156,17 @@ def _free(bucket: Objects) -> tuple[str | None, bytes | None]:
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         version, now = bucket.version(LEASE_FILE), bucket.read(LEASE_FILE)
-        if now is None or _told(now).get("released") is True:
+        if now is None or _decoded(now).get("released") is True:
             return version, now
         if now != found:
             raise ConfigError(_refusal(bucket.url, now))
     return version, found
 
 
-def _told(data: bytes) -> dict[str, object]:
+def _decoded(data: bytes) -> dict[str, object]:
     with contextlib.suppress(ValueError, RecursionError):
-        told = json.loads(data)
-        return told if isinstance(told, dict) else {}
+        found = json.loads(data)
+        return found if isinstance(found, dict) else {}
     return {}
 
 

@@ -39,25 +39,25 @@ class Mark:
 
 
 def mark_of(folder: Path) -> Mark | None:
-    """What a folder stands for; nothing where it is a folder like any other."""
+    """Returns the mark of a folder; None if it stands for no bucket."""
     file = folder / MARK_FILE
     try:
-        told = json.loads(run_files.read_text(file))
-        tokens = told["tokens"]
+        found = json.loads(run_files.read_text(file))
+        tokens = found["tokens"]
         if not all(isinstance(each, str) for each in tokens):
             raise ValueError("tokens are not text")
-        return Mark(parse(told["url"], str(file)), tuple(tokens))
+        return Mark(parse(found["url"], str(file)), tuple(tokens))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to go on with "
+            f"{file}: does not say which bucket the run's folder is kept in: {error}. Delete the file to use "
             "this folder by itself"
         ) from None
 
 
 def named(folder: Path) -> str:
-    """What users are told to resume: the URL that a folder stands for, or the folder."""
+    """Returns what users resume: the URL that a folder stands for, or the folder."""
     mark = mark_of(folder)
     return str(folder if mark is None or not _is_own_place(folder, mark.url) else mark.url)
 
@@ -69,11 +69,11 @@ def _is_own_place(folder: Path, url: Url) -> bool:
 def mirrored(
     folder: Path, settings: RunSettings, tell: Callable[[str], object], url: Url | None = None
 ) -> contextlib.AbstractContextManager[Mirror | None]:
-    """Mirror a folder that this process holds, where it stands for one in a bucket; elsewhere nothing.
+    """Mirrors a folder that this process holds, if it stands for one in a bucket.
 
     A folder of a stranger could name any bucket, or any folder as file://. So its mark counts only at the URL's own
-    place on this host, or where the caller knows the `url`; ConfigError elsewhere.
-    At the end of the block everything is in the bucket, or BucketBehind is raised, unless something else is.
+    place on this host, or if the caller knows the `url`; ConfigError elsewhere.
+    At the end of the block everything is in the bucket, or BucketBehind is raised, unless another error is.
     """
     mark = mark_of(folder)
     if mark is None:

@@ -31,7 +31,7 @@ _INTERVAL = 1.0
 # How often a file that grows (a log, the metrics) is sent again: a bucket takes whole objects only.
 _FILE_SECONDS = 10.0
 _LONGEST_DELAY, _LONGEST_DELAY_AT_THE_END = 30.0, 3.0
-_ATTEMPT_SECONDS = 60.0  # the longest that a save which training goes on after waits to be there
+_ATTEMPT_SECONDS = 60.0  # the longest wait for a save that training continues after
 _REPEAT_SECONDS = 60.0  # between two warnings of the same
 _LATE_SAVES = 3  # without one of them in the bucket, so that it is reported
 _AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still has to upload
@@ -79,14 +79,14 @@ class Mirror:
 
     @classmethod
     def begin(cls, folder: Path, mark: Mark, settings: RunSettings, tell: Tell) -> Mirror:
-        """Take the folder in the bucket for this run; ConfigError where it is another's, or cannot be used."""
+        """Takes the folder in the bucket for this run; ConfigError if another run has it, or it cannot be used."""
         lease = None
         try:
             last = last_token(bucket := Bucket(mark.url))
             if mark.tokens and last is not None and last not in mark.tokens:
                 raise ConfigError(
-                    f"{folder}: {mark.url} was written by another host since this copy of it: go on with what is there "
-                    f"by `lockstep resume {mark.url}`. To go on with this copy by itself, delete {MARK_FILE} in it"
+                    f"{folder}: {mark.url} was written by another host since this copy of it: resume what is there "
+                    f"by `lockstep resume {mark.url}`. To resume this copy by itself, delete {MARK_FILE} in it"
                 )
             lease = BucketLease.take(bucket, Holder("its writer"), lambda token: _note(folder, mark, token))
             return cls(folder, Bucket(mark.url, lease), lease, settings.checkpoint.keep, tell)
@@ -97,15 +97,15 @@ class Mirror:
                 raise
             raise ConfigError(
                 f"{cannot_be_used(mark.url, 'the run is kept in', 'written', error)}. All that is known of the run "
-                f"here is in {folder}; without its {MARK_FILE} it is a folder like any other, to go on in by itself"
+                f"here is in {folder}; without its {MARK_FILE} it is a folder like any other, to resume by itself"
             ) from None
 
     def settle(self, limit: float | None = None) -> None:
-        """Wait until what was saved before this call is in the bucket, for so long; without a limit, one attempt."""
+        """Waits until what was saved before this call is in the bucket; without a limit, for one attempt."""
         self._wait(_ATTEMPT_SECONDS if limit is None else limit, urgent=limit is not None)
 
     def finish(self, limit: float) -> str | None:
-        """Upload everything, for so many seconds; what to tell where it did not all get there."""
+        """Uploads everything, for so many seconds; returns a message if something did not arrive."""
         if not self._finishing:
             self._finishing = True
             if self._thread.is_alive():
@@ -113,7 +113,7 @@ class Mirror:
         return None if self._complete else self._behind(limit)
 
     def require(self, limit: float) -> None:
-        """The same; raises BucketBehind."""
+        """Like `finish`, and raises BucketBehind."""
         behind = self.finish(limit)
         if behind is not None:
             raise BucketBehind(behind)
@@ -178,12 +178,12 @@ class Mirror:
         if now - self._told_at > _REPEAT_SECONDS:
             self._told_at = now
             self._tell(
-                f"{self.url} cannot be written: {self._failure}. Training goes on; what is not there is kept in "
+                f"{self.url} cannot be written: {self._failure}. Training continues; what is not there is kept in "
                 f"{self.folder}, and is tried again"
             )
 
     def _warn_of(self, unsendable: dict[str, str], last: bool) -> None:
-        """Files that cannot be sent as they are hold up nothing, and do not change the exit code."""
+        """Files that cannot be sent as they are do not delay others, and do not change the exit code."""
         now = time.monotonic()
         if unsendable and (last or now - self._unsendable_told_at > _REPEAT_SECONDS):
             self._unsendable_told_at = now
@@ -192,7 +192,7 @@ class Mirror:
             self._tell(f"{self.url}: {named}{more}. Rename them, or make them readable. All other files are sent")
 
     def _watch(self) -> None:
-        """Report a bucket that is slower than the run saves: an upload may take longer than many saves."""
+        """Reports a bucket that is slower than the run saves: an upload may take longer than many saves."""
         late: set[int] = set()
         before, told_at = set(self._sync.storage.steps()), float("-inf")
         while not self._over.wait(_INTERVAL):
@@ -227,11 +227,11 @@ class Mirror:
 
     def _behind(self, limit: float) -> str:
         if isinstance(self._fatal, FolderLost):
-            return f"{self._fatal}. What {self.url} has is whole: go on from it with: lockstep resume {self.url}"
+            return f"{self._fatal}. What {self.url} has is whole: resume it with: lockstep resume {self.url}"
         if self._fatal is not None:
             return (
                 f"{self._fatal}; what this run made since is in {self.folder} alone. Go on with what is there: "
-                f"lockstep resume {self.url}. To go on with this copy instead, delete {MARK_FILE} in it and resume it"
+                f"lockstep resume {self.url}. To resume this copy instead, delete {MARK_FILE} in it and resume it"
             )
         missing = [self._sync.storage.path(step).name for step in self._sync.storage.steps()
                    if step not in self._sync.there]  # fmt: skip
@@ -243,7 +243,7 @@ class Mirror:
         )
 
     def _files(self) -> list[Path]:
-        """Everything in the folder that is complete, and not a checkpoint."""
+        """Returns the files in the folder that are complete, without checkpoints."""
         found = []
         for path in sorted(self.folder.rglob("*")):
             parts = path.relative_to(self.folder).parts
@@ -254,5 +254,5 @@ class Mirror:
 
 
 def _note(folder: Path, mark: Mark, token: str) -> None:
-    """Before the lease says so: whichever of the two is written last, this folder is known to be the newest."""
+    """Runs before the lease is written: whichever is written last, this folder is known to be the newest."""
     Mark(mark.url, (*mark.tokens[-1:], token)).write(folder)

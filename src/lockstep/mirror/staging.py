@@ -30,7 +30,7 @@ _TO_PULL = (*START_FILES, run_folder.SUMMARY_FILE, run_folder.TOPOLOGY_FILE, "me
 
 
 def new(out: Url, name: str, setting: str) -> Path:
-    """A new folder, of a name that nothing in the bucket has; ConfigError where the bucket cannot be used."""
+    """Creates a folder with a name that nothing in the bucket has; ConfigError if the bucket cannot be used."""
     bucket = Bucket(out)
     bucket.probe(setting)
     parent, passed_over = _home(out), []
@@ -47,7 +47,7 @@ def new(out: Url, name: str, setting: str) -> Path:
 
 
 def existing_or_new(url: Url, setting: str, at: Path | None = None) -> Path:
-    """The folder that stands for a URL, whether or not there is a run yet; `at` is where it is to be."""
+    """Returns the folder that stands for a URL, whether or not there is a run yet; `at` is where it is to be."""
     bucket = Bucket(url)
     bucket.probe(setting)
     with _reading(url, setting):
@@ -62,7 +62,7 @@ def existing_or_new(url: Url, setting: str, at: Path | None = None) -> Path:
 
 
 def start_files(url: Url, setting: str) -> dict[str, bytes]:
-    """What says how the run in a bucket was started, by name; ConfigError where there is no run."""
+    """Returns the files that say how the run in a bucket was started; ConfigError if there is no run."""
     bucket = Bucket(url)
     with _reading(url, setting):
         read = {name: bucket.read(name) for name in START_FILES}
@@ -83,10 +83,10 @@ def _reading(url: Url, setting: str) -> Iterator[None]:
 
 
 def opened(url: Url, setting: str, step: int | None = None, best: bool = False, at: Path | None = None) -> Path:
-    """The folder here that stands for a run's in a bucket, with the checkpoint to go on from: the newest unless said.
+    """Returns the folder here that stands for one in a bucket, with the checkpoint to resume: the newest unless said.
 
-    Where this host was the last to write there, what it has is the newest there is, and nothing is fetched. Where
-    another host was, what is left here of before is set aside in a folder next to it.
+    If this host was the last to write there, its copy is the newest, and nothing is fetched. If another host was, what
+    is left here is set aside in a folder next to it.
     """
     mode = _mode(start_files(url, setting))
     bucket, folder = Bucket(url), at or _home(url.parent) / url.name
@@ -106,16 +106,16 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
 
 
 def _mode(files: Mapping[str, bytes]) -> str:
-    """What best means to a run."""
+    """Returns whether the best of a run is its min or its max."""
     with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        told = parse_yaml(next(iter(files.values())).decode())
-        found = told.get("settings", told)["checkpoint"]["keep"]["mode"]
-        return "max" if found == "max" else "min"
+        config = parse_yaml(next(iter(files.values())).decode())
+        mode = config.get("settings", config)["checkpoint"]["keep"]["mode"]
+        return "max" if mode == "max" else "min"
     return "min"
 
 
 def _is_missing(sync: FolderSync, step: int | None, best: bool) -> bool:
-    """Whether what is asked for may be in the bucket alone: what was fetched before was one checkpoint of several."""
+    """Whether the checkpoint may be in the bucket alone: one of several was fetched before."""
     if best:
         return True
     return step is not None and step not in sync.storage.steps()
@@ -127,7 +127,7 @@ def _tokens(bucket: Bucket) -> tuple[str, ...]:
 
 
 def _home(out: Url) -> Path:
-    """Where the folders of runs below a URL are: for the user alone, as a bucket may be."""
+    """Returns the folder of the runs below a URL, which only the user can read, as with a bucket."""
     home = own_place(out / "any").parent
     runs = home.parent
     try:
@@ -143,7 +143,7 @@ def _home(out: Url) -> Path:
 
 
 def _set_contents_aside(folder: Path) -> None:
-    """What is here of a run that another host has gone on with; the folder itself is held, and stays."""
+    """Moves away what is here of a run that another host has resumed; the folder itself is held, and stays."""
     there = [each for each in folder.iterdir() if not each.name.startswith(".lock")]
     if not there:
         return
@@ -153,6 +153,6 @@ def _set_contents_aside(folder: Path) -> None:
     aside.mkdir()
     for each in there:
         each.rename(aside / each.name)
-    logger.warning("%s: another host has gone on with this run: what was here of it is in %s", folder, aside)
+    logger.warning("%s: another host has resumed this run: what was here of it is in %s", folder, aside)
     with contextlib.suppress(OSError):
         (aside / MARK_FILE).unlink()  # it stands for nothing any more

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable
@@ -23,7 +23,6 @@ from lockstep.checkpoint.retention import to_delete
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.config.schema import Keep
 from lockstep.errors import LockstepError
-from lockstep.mirror.remote import Remote
 from lockstep.record.run_folder import START_FILES, Anchor
 
 logger = logging.getLogger(__name__)
@@ -36,12 +35,10 @@ _FAILURES_IN_A_ROW = 3  # of files, after which the service is taken to be what 
 
 
 class NotSent(Exception):
-    """A file or checkpoint that did not get there; the cause says why."""
+    """A file or checkpoint was not sent; the cause says why."""
 
 
 class Transfer(NamedTuple):
-    """A checkpoint that is being sent, or was."""
-
     step: int
     bytes: int
     began: float
@@ -56,17 +53,16 @@ class Transfer(NamedTuple):
 
 
 def step_of(path: str) -> int:
-    """Of the path of a checkpoint."""
     return int(path.rpartition(STEP_PREFIX)[2])
 
 
 class FolderSync:
-    """Between a folder here and the one that a Remote stands for. One push at a time, from whichever thread."""
+    """Syncs a folder here with the one of a Remote. One push at a time, from any thread."""
 
     def __init__(
         self, remote: Remote, folder: Path, files: Callable[[], Iterable[Path]], keep: Keep | None = None
     ) -> None:
-        """`files` are those to push beside checkpoints now; `keep` is for whoever pushes checkpoints as well."""
+        """`files` returns those to push beside checkpoints; `keep` is given if checkpoints are pushed as well."""
         self.remote, self.folder = remote, folder
         self._files, self._keep = files, keep
         self.storage = CheckpointStorage(folder / CHECKPOINTS)
@@ -80,9 +76,9 @@ class FolderSync:
         self._lock = threading.Lock()
 
     def pull_checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> int | None:
-        """The checkpoint to restore, the newest whole one unless said; its step, or None where there is none.
+        """Fetches the checkpoint to restore, the newest whole one unless said; returns its step, or None.
 
-        It has its own name here once all of it has arrived and matches its digests. One that does not is passed over.
+        It gets its name here once all of it has arrived and matches its digests. One that does not is passed over.
         """
         damaged = {}
         for path in self.remote.to_try(step, best, mode):
@@ -96,7 +92,7 @@ class FolderSync:
         return None
 
     def _pull_folder(self, path: str) -> str | None:
-        """What is wrong with it, if anything; then it is not kept."""
+        """Returns what is wrong with it, if anything; then it is not kept."""
         final = self.folder / path
         arriving = final.with_name(f".partial-{final.name}-sync")
         shutil.rmtree(arriving, ignore_errors=True)
@@ -121,7 +117,7 @@ class FolderSync:
                 self.remote.fetch(name, size, place)
 
     def push(self, at_most_every: float = 0.0) -> dict[str, str]:
-        """Bring there what is new. A file that was sent so many seconds ago or less is left for the next time.
+        """Sends what is new. A file that was sent less than `at_most_every` seconds ago is left for the next time.
 
         Returns the files that cannot be sent as they are, with the reason. Raises FolderLost if the folder is not the
         one of the first push any more, and NotSent if something else failed: all else was sent.
@@ -152,7 +148,7 @@ class FolderSync:
     # Checkpoints
 
     def _missing(self) -> list[tuple[int, str]]:
-        """The checkpoints to send with their digests, newest first."""
+        """Returns the checkpoints to send with their digests, newest first."""
         if self._keep is None:
             return []
         saved = self.storage.saved()
@@ -172,7 +168,7 @@ class FolderSync:
             branch = self.storage.branch()
             self._anchor.check()
             if branch is not None and branch.id != self._branch and not self.storage.path(step).exists():
-                return  # the run went on from an earlier step: it may be of the branch that was left
+                return  # the run resumed from an earlier step: it may be of the branch that was left
             try:
                 if branch is not None and branch.id != self._branch:
                     self.remote.set_aside_after(*branch)
@@ -196,7 +192,7 @@ class FolderSync:
 
     @contextlib.contextmanager
     def _pinned(self, step: int) -> Iterator[Path]:
-        """A copy of a checkpoint by hard links, which retention does not delete; itself, on a disk without links."""
+        """Yields a copy by hard links, which retention does not delete; the original, on a disk without links."""
         original = self.storage.path(step)
         pinned = self.folder / _PINNED / original.name
         try:
@@ -215,7 +211,7 @@ class FolderSync:
     # Files
 
     def _push_files(self, files: Iterable[Path], at_most_every: float) -> tuple[dict[str, str], list[NotSent]]:
-        """Those that cannot be sent as they are, and those that failed. Each by itself, unless the service fails."""
+        """Returns those that cannot be sent as they are, and those that failed. Stops if the service fails."""
         unsendable: dict[str, str] = {}
         failed: list[NotSent] = []
         in_a_row = 0
@@ -257,7 +253,7 @@ class FolderSync:
 
     @staticmethod
     def _digest(folder: Path) -> str | None:
-        """What tells one checkpoint of a step from another; none for what is no whole manifest."""
+        """Returns what distinguishes two checkpoints of a step; None without a whole manifest."""
         try:
             return str(manifest.read(folder)["digest"])
         except (Damaged, Unreadable):
@@ -266,3 +262,32 @@ class FolderSync:
 
 class _Unsendable(Exception):
     """Why a file cannot be sent as it is."""
+
+
+class Remote(Protocol):
+    """Where a run's folder is kept as well. Paths are relative to it, with slashes. All failures raise."""
+
+    def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
+        """Returns the paths of checkpoints that look whole, in the order to try: of a step, the best, else the newest.
+        Raises CheckpointError if the step has none, or if there are some and none looks whole."""
+
+    def files(self, path: str) -> list[tuple[str, int]]:
+        """Returns a file, or all files below a folder, with their sizes."""
+
+    def fetch(self, path: str, size: int, place: Path) -> None:
+        """Writes a file of so many bytes to a place on this host's disk."""
+
+    def send(self, file: Path, path: str) -> None:
+        """Replaces a file there."""
+
+    def publish(self, folder: Path, path: str) -> None:
+        """Sends a checkpoint, so that it counts only once all of it is there."""
+
+    def retain(self, keep: Keep) -> None:
+        """Deletes the checkpoints there that need not be kept, by what is there: never the newest whole one."""
+
+    def set_aside_after(self, step: int | None, branch: str) -> None:
+        """Renames checkpoints newer than a step (all, without one), so that nothing counts or deletes them.
+
+        Those published since the run resumed from that step, which have this `branch`, stay.
+        """

@@ -25,7 +25,7 @@ class Url:
 
     @property
     def bucket(self) -> str:
-        """What has to exist before anything is written."""
+        """Returns what has to exist before anything is written."""
         return f"{self.scheme}://{self.path.split('/')[0]}" if self.scheme != "file" else str(self)
 
     @property
@@ -45,7 +45,7 @@ def is_url(text: str) -> bool:
 
 
 def place(given: str | Path, setting: str) -> Path | Url:
-    """A folder, or what a URL leads to; `setting` is what named it."""
+    """Returns a folder or a URL; `setting` is what named it."""
     text = str(given)
     if is_url(text):
         return parse(text, setting)
@@ -56,7 +56,7 @@ def place(given: str | Path, setting: str) -> Path | Url:
 
 
 def parse(text: str, setting: str) -> Url:
-    """A URL that a run's folder can be at; ConfigError, which never repeats credentials, where it cannot."""
+    """Returns the URL of a run's folder; raises ConfigError, which never repeats credentials."""
     try:
         parts = urlsplit(text)
     except ValueError as error:

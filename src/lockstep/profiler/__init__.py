@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from lockstep.config.load import check_profile_ranks
-from lockstep.profiler.base import Profiler
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Profile
     from lockstep.distributed.activity import Activity
     from lockstep.distributed.topology import Topology
-    from lockstep.profiler.base import Backend
 
 FOLDER = "profile"
+_NOTHING = contextlib.nullcontext()
+
+
+class Profiler:
+    """Takes no profile. A run makes these calls several times in every step, at no cost."""
+
+    def next_step(self, step: int) -> None:
+        """The step with this number is about to begin."""
+
+    def enter(self, region: str | None) -> None:
+        """The step is in this region, or in none, from here on."""
+
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        """Returns a region inside the one that the step is in."""
+        return _NOTHING
+
+    def close(self) -> None:
+        """The run is over: writes what is unwritten."""
+
+    def give_up(self) -> None:
+        """The run failed: writes nothing."""
+
+
+class Backend(Protocol):
+    """Takes traces, one at a time, with the runtime's own profiler."""
+
+    def start(self, folder: Path) -> None: ...
+
+    def stop(self) -> Path:
+        """Writes the trace into the folder; returns the file, or the folder of files."""
+
+    def abandon(self) -> None:
+        """Stops recording, and keeps nothing."""
+
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        """Returns what a viewer takes for one step."""
+
+    def mark(self, name: str) -> AbstractContextManager[Any]: ...
 
 
 def create(settings: Profile | None, runtime: str, topology: Topology, folder: Path, activity: Activity) -> Profiler:
-    """What a rank profiles itself with: something that does nothing, where no profile of it is wanted."""
+    """Returns the profiler of a rank: one that does nothing if no profile of this rank is wanted."""
     check_profile_ranks(settings, topology.world_size)
     place = topology.place
     if settings is None or not settings.enabled or (settings.ranks is not None and place.rank not in settings.ranks):
@@ -38,3 +78,27 @@ def _backend(runtime: str) -> Backend:
     from lockstep.profiler.torch import TorchBackend
 
     return TorchBackend(runtime)
+
+
+class _Profiled(Protocol):
+    profiler: Profiler
+
+
+Self = TypeVar("Self", bound=_Profiled)
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+Method = Callable[Concatenate[Self, Arguments], Returned]
+
+
+def in_region(name: str) -> Callable[[Method[Self, Arguments, Returned]], Method[Self, Arguments, Returned]]:
+    """Makes a whole method one region of its object's profiler."""
+
+    def decorate(method: Method[Self, Arguments, Returned]) -> Method[Self, Arguments, Returned]:
+        @functools.wraps(method)
+        def within(self: Self, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Returned:
+            with self.profiler.region(name):
+                return method(self, *arguments, **named)
+
+        return within
+
+    return decorate

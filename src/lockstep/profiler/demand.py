@@ -1,11 +1,11 @@
-"""Traces on demand: the service that TensorBoard's "Capture profile" asks, at an address of our choice.
+"""Traces on demand: the service that TensorBoard's "Capture profile" asks.
 
 The servers that come with XLA (torch_xla, jax) listen at all addresses of the machine, let a second process share the
-port without a word, and write wherever the request says. This one listens at loopback unless told otherwise, refuses a
-port that is taken, and writes into the run's own folder. A trace is taken by the training thread, between two steps.
+port silently, and write wherever the request says. This one listens on loopback by default, refuses a port that is
+taken, and writes into the run's folder. The training thread takes a trace, between two steps.
 
-Who may ask: processes of the run's own user on this host, whatever they are. From another host, whoever knows the
-user's secret (LOCKSTEP_SECRET); TensorBoard does not, and has to come through a tunnel.
+Processes of the run's user on this host may ask. From another host, whoever knows the user's secret (LOCKSTEP_SECRET)
+may; TensorBoard does not, and has to come through a tunnel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SERVICE = "tensorflow.ProfilerService"
 _LONGEST_SECONDS = 30.0  # a trace is kept in memory until it is written
 _ANSWER_SECONDS = 60.0  # beyond the trace's own: for the step under way to end, and to write
-# Others may connect, if to no avail; they are not to use up the open files of a rank.
+# Limits connections, so that others cannot use up the open files of a rank.
 _OPTIONS = [
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", 16),
@@ -63,19 +63,19 @@ class Request:
 
 
 class Demand:
-    """Where requests are left by the server's thread and taken by the training thread."""
+    """Passes requests from the server's thread to the training thread."""
 
     def __init__(self) -> None:
         self._pending: Request | None = None
         self._lock = threading.Lock()
         self._server: Any = None
         self._closed = False
-        self._heard = threading.Event()  # nobody is still to hear an answer
+        self._heard = threading.Event()  # every answer was sent
         self._heard.set()
 
     @classmethod
     def listening(cls, address: str, port: int | None, local_rank: int) -> Demand:
-        """With a server where there can be one; what is in its way is told, and is no reason not to train."""
+        """Starts a server if it can; a problem is logged and does not stop the training."""
         demand = cls()
         if port is not None:
             at = f"[{address}]:{port + local_rank}" if ":" in address else f"{address}:{port + local_rank}"
@@ -87,18 +87,18 @@ class Demand:
         return request
 
     def ask(self, seconds: float) -> str | None:
-        """Wait for a trace of so many seconds; why there is none, where there is none."""
+        """Waits for a trace of so many seconds; returns why there is none, if so."""
         request = Request(min(seconds, _LONGEST_SECONDS))
         with self._lock:  # one at a time
             self._pending = request
-            if self._closed:  # nobody is going to take it
+            if self._closed:
                 return "the run is over"
             request.wait()
             if self._pending is request:
                 self._pending = None
         if request.written is not None and request.written.is_file():
             try:
-                make_readable(request.written)  # here and not in the training thread: who asked wants to see it
+                make_readable(request.written)  # not in the training thread
             except OSError as error:
                 return f"{request.written} was written, but not as TensorBoard reads it: {error}"
         return request.failure
@@ -127,10 +127,10 @@ class Demand:
             failure = self.ask(_seconds(message))
             if failure is not None:
                 context.abort(grpc.StatusCode.UNAVAILABLE, failure)
-            return b""  # a ProfileResponse in which nothing needs to be said: the trace is not empty
+            return b""  # an empty ProfileResponse: the trace is not empty
 
         handlers = {"Profile": grpc.unary_unary_rpc_method_handler(profile)}
-        # Two at work: one takes a trace, and one more can be told to wait.
+        # Two threads: one request waits for a trace, another for its turn.
         server = grpc.server(ThreadPoolExecutor(2, "lockstep-profile"), options=_OPTIONS)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
@@ -149,7 +149,7 @@ class Demand:
 
 
 def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
-    """Ask the ranks that listen at these addresses for a trace, all at once; why there is none, where there is none."""
+    """Asks the ranks that listen at these addresses for a trace, all at once; returns the failures by address."""
     try:
         import grpc
     except ImportError:
@@ -169,7 +169,7 @@ def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
 
 
 def permitted(peer: str, metadata: Mapping[str, Any], port: int) -> bool:
-    """Whether whoever is at the other end may have a trace taken: `peer` is as gRPC says it, `ipv4:127.0.0.1:41234`."""
+    """Whether a client may have a trace taken; gRPC writes `peer` as `ipv4:127.0.0.1:41234`."""
     try:
         _, _, place = unquote(peer).partition(":")
         host, _, number = place.rpartition(":")
@@ -178,10 +178,10 @@ def permitted(peer: str, metadata: Mapping[str, Any], port: int) -> bool:
         return False
     if uid is not None:
         return uid in (os.geteuid(), 0)
-    secret, said = _secret(), str(metadata.get(_TIME, ""))
-    if secret is None or not said.isdigit() or abs(time.time() - int(said)) > _PROOF_SECONDS:
+    secret, sent = _secret(), str(metadata.get(_TIME, ""))
+    if secret is None or not sent.isdigit() or abs(time.time() - int(sent)) > _PROOF_SECONDS:
         return False
-    return hmac.compare_digest(_proven(secret, said), str(metadata.get(_PROOF, "")))
+    return hmac.compare_digest(_proven(secret, sent), str(metadata.get(_PROOF, "")))
 
 
 def _proof() -> tuple[tuple[str, str], ...]:
@@ -198,7 +198,7 @@ def _secret() -> str | None:
 
 
 def _import_grpc() -> Any:
-    """Without what it does about forks, with a message for each: a loader's workers never use it."""
+    """Imports grpc without its fork support, which prints a message per fork: a loader's workers never use it."""
     with with_variables({"GRPC_ENABLE_FORK_SUPPORT": "false"}):
         import grpc
 
@@ -207,7 +207,7 @@ def _import_grpc() -> Any:
 
 
 def _seconds(message: bytes) -> float:
-    """How long a trace a ProfileRequest asks for: its first field, in milliseconds, where it is there at all."""
+    """Returns the duration that a ProfileRequest asks for: its first field, in milliseconds."""
     milliseconds = 0
     if message[:1] == _DURATION_MS:
         for position, byte in enumerate(message[1:10]):

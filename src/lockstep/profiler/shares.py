@@ -1,6 +1,6 @@
-"""Where the time of the steps of a trace went, by region: a table for a terminal, beside the trace itself.
+"""The time of the steps of a trace by region, on the host's clock: a file beside the trace, and a table of it.
 
-By the clock of the host. On a GPU, work is queued in one region and done in a later one, which the trace shows.
+On a GPU, work is queued in one region and done in a later one, which the trace shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANKS = 16  # shown, of more
 
 
 class Shares:
-    """Seconds by region, of one rank, from when this is made. A region within another counts for itself alone."""
+    """Counts the seconds of one rank by region. A region inside another counts for itself alone."""
 
     def __init__(self) -> None:
         self._within: list[str | None] = [None]
@@ -30,7 +30,6 @@ class Shares:
         self._seconds: dict[str, float] = {}
 
     def enter(self, region: str | None) -> None:
-        """From here on the step is in this region, or in none."""
         self._account()
         self._within[0] = region
 
@@ -45,13 +44,12 @@ class Shares:
             self._within.pop()
 
     def end(self) -> None:
-        """Nothing counts from here on: what follows is the writing of the trace."""
+        """Stops counting, before the trace is written."""
         self._account()
 
     def write(self, folder: Path, first: int, last: int) -> None:
-        """Into the folder of a rank's traces, in one move."""
-        told = {"first_step": first, "last_step": last, "seconds": self._seconds}
-        run_files.write(folder / FILE, json.dumps(told) + "\n", depth=3)
+        record = {"first_step": first, "last_step": last, "seconds": self._seconds}
+        run_files.write(folder / FILE, json.dumps(record) + "\n", depth=3)
 
     def _account(self) -> None:
         now = time.perf_counter()
@@ -61,33 +59,33 @@ class Shares:
 
 
 def table(profiles: Path) -> list[str]:
-    """A line per rank of the folder with a run's profiles: the share of every region, and how long a step took."""
-    found = sorted((rank, told) for each in profiles.glob("proc_*") if (told := _read(each)) is not None
+    """Returns a line per rank: the percentage of every region, and the time of a step."""
+    found = sorted((rank, record) for each in profiles.glob("proc_*") if (record := _read(each)) is not None
                    for rank in [int(each.name.removeprefix("proc_"))])  # fmt: skip
     if not found:
         return []
-    names = {name for _, told in found for name in told["seconds"]}
+    names = {name for _, record in found for name in record["seconds"]}
     known = [name for name in REGIONS if name in names]
     regions = [*known, *sorted(names - {*known, OTHER}), *([OTHER] if OTHER in names else [])]
     rows: list[Sequence[str]] = [("rank", *regions, "a step")]
-    rows += [_row(rank, told, regions) for rank, told in found[:_RANKS]]
+    rows += [_row(rank, record, regions) for rank, record in found[:_RANKS]]
     more = [f"and {len(found) - _RANKS} more ranks"] if len(found) > _RANKS else []
     first, last = found[0][1]["first_step"], found[0][1]["last_step"]
     return [f"time of steps {first} to {last}, by the clock of the host:", *columns(rows), *more]
 
 
-def _row(rank: int, told: dict[str, Any], regions: Sequence[str]) -> tuple[str, ...]:
-    total = sum(told["seconds"].values()) or 1.0
-    shares = [f"{100 * told['seconds'].get(name, 0.0) / total:.0f} %" for name in regions]
-    steps = max(told["last_step"] - told["first_step"] + 1, 1)
+def _row(rank: int, record: dict[str, Any], regions: Sequence[str]) -> tuple[str, ...]:
+    total = sum(record["seconds"].values()) or 1.0
+    shares = [f"{100 * record['seconds'].get(name, 0.0) / total:.0f} %" for name in regions]
+    steps = max(record["last_step"] - record["first_step"] + 1, 1)
     return (str(rank), *shares, f"{1000 * total / steps:.3g} ms")
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
         int(folder.name.removeprefix("proc_"))
-        told = json.loads(run_files.read_text(folder / FILE, depth=3))
-        seconds = {str(name): float(value) for name, value in told["seconds"].items()}
-        return {"seconds": seconds, "first_step": int(told["first_step"]), "last_step": int(told["last_step"])}
+        record = json.loads(run_files.read_text(folder / FILE, depth=3))
+        seconds = {str(name): float(value) for name, value in record["seconds"].items()}
+        return {"seconds": seconds, "first_step": int(record["first_step"]), "last_step": int(record["last_step"])}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -38,7 +38,7 @@ class TorchBackend:
         self._stopped()
 
     def step(self, number: int) -> AbstractContextManager[Any]:
-        return record_function(f"ProfilerStep#{number}")  # by this name tools know a step
+        return record_function(f"ProfilerStep#{number}")  # the name that tools look for
 
     def mark(self, name: str) -> AbstractContextManager[Any]:
         return record_function(name)

@@ -1,4 +1,7 @@
-"""When a trace begins and ends: with the steps of the config, or because somebody asked for one."""
+"""When a trace begins and ends: at the steps of the config, or on request.
+
+`torch.profiler.schedule` knows steps alone, and torch_xla has none: this serves both, and requests too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 from lockstep import run_files
 from lockstep.config.schema import REGIONS, Profile
 from lockstep.distributed.activity import Activity
-from lockstep.profiler.base import Backend, Profiler
+from lockstep.profiler import Backend, Profiler
 from lockstep.profiler.demand import Demand, Request
 from lockstep.profiler.shares import Shares
 
@@ -26,7 +29,7 @@ WARM_UP_STEPS = 9
 
 @dataclass
 class Trace:
-    """One that is being taken: until a step of the window, or until a time that somebody asked for."""
+    """A trace that is being taken, until a step of the window or until a requested time."""
 
     first_step: int
     end_step: int | None = None
@@ -41,19 +44,18 @@ class Trace:
 
 
 class Window(Profiler):
-    """Takes the traces of one rank. It never ends a run: what fails is told as a warning, and there is no trace."""
+    """Takes the traces of one rank. It never ends a run: a failure is a warning, and there is no trace."""
 
     def __init__(self, backend: Backend, settings: Profile, folder: Path, activity: Activity, demand: Demand) -> None:
         self._backend, self._folder, self._activity, self._demand = backend, folder, activity, demand
         self._first, self._steps = settings.start_step, settings.steps
-        self._left_out = {*REGIONS} - {*settings.regions}  # a region by any other name is the user's own
+        self._left_out = {*REGIONS} - {*settings.regions}  # other regions are the user's
         self._wanted = settings.steps > 0  # a window that is still to come
         self._began: int | None = None  # the first step of this process
         self._next = 0
         self._trace: Trace | None = None
         self._shares = Shares()
-        self._step: AbstractContextManager[Any] | None = None
-        self._region: AbstractContextManager[Any] | None = None
+        self._step, self._region = contextlib.ExitStack(), contextlib.ExitStack()
 
     def next_step(self, step: int) -> None:
         if self._began is None:
@@ -66,36 +68,31 @@ class Window(Profiler):
         if self._trace is None:
             self._start_what_is_due(step)
         if self._trace is not None:
-            self._step = self._backend.step(step)
-            self._step.__enter__()
+            self._step.enter_context(self._backend.step(step))
         self._next = step
 
     def enter(self, region: str | None) -> None:
         if self._trace is None:
             return
-        self._leave_region()
+        self._region.close()
         self._shares.enter(region)
         if region == "forward":  # there was a batch, so there is a step
             self._trace.last_step = self._next
-        if region is not None and region not in self._left_out:
-            self._region = self._backend.mark(region)
-            self._region.__enter__()
+        if region is not None:
+            self._region.enter_context(self._mark(region))
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
         if self._trace is None:
             yield
             return
-        with (
-            self._shares.region(name),
-            contextlib.nullcontext() if name in self._left_out else self._backend.mark(name),
-        ):
+        with self._shares.region(name), self._mark(name):
             yield
 
     def close(self) -> None:
         self._leave_step()
         if self._trace is not None and not self._trace.last_step:
-            self._let_go("the run ended")
+            self._abandon("the run ended")
         if self._trace is not None:
             self._stop()
         elif self._wanted:
@@ -105,7 +102,7 @@ class Window(Profiler):
 
     def give_up(self) -> None:
         self._leave_step()
-        self._let_go("the run failed")
+        self._abandon("the run failed")
         self._demand.close()
 
     def _start_what_is_due(self, step: int) -> None:
@@ -118,7 +115,7 @@ class Window(Profiler):
     def _start(self, trace: Trace) -> None:
         try:
             with self._activity.within("starting a profile", limit=self._activity.patience):
-                with run_files.folder(self._folder, depth=2, make=True):  # the run's own folder is not made anew
+                with run_files.folder(self._folder, depth=2, make=True):  # without creating the run's folder again
                     pass
                 self._backend.start(self._folder)
         except Exception as error:
@@ -131,22 +128,21 @@ class Window(Profiler):
     def _stop(self) -> None:
         trace, self._trace = self._trace, None
         assert trace is not None
-        began = time.monotonic()
+        first, last, began = trace.first_step, trace.last_step, time.monotonic()
         try:
             with self._activity.within("writing a profile", limit=self._activity.patience):
                 self._shares.end()
                 written = self._backend.stop()
-                self._shares.write(self._folder, trace.first_step, trace.last_step)
+                self._shares.write(self._folder, first, last)
         except Exception as error:
             self._failed(trace, f"could not be written to {self._folder}: {error}")
             return
-        first, last = trace.first_step, trace.last_step
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
         logger.info("profile of %s in %s, written in %.2f s", steps, written, time.monotonic() - began)
         self._settle(trace, written=written)
 
     def _failed(self, trace: Trace, reason: str) -> None:
-        logger.warning("profile: a trace from step %d on %s. Training goes on without it", trace.first_step, reason)
+        logger.warning("profile: a trace from step %d on %s. Training continues without it", trace.first_step, reason)
         self._settle(trace, reason)
 
     def _settle(self, trace: Trace, failure: str | None = None, written: Path | None = None) -> None:
@@ -155,25 +151,21 @@ class Window(Profiler):
         else:
             self._wanted = False
 
-    def _let_go(self, reason: str) -> None:
+    def _abandon(self, reason: str) -> None:
         trace, self._trace = self._trace, None
         if trace is None:
             return
-        with contextlib.suppress(Exception):  # whatever becomes of it, the run has ended
+        with contextlib.suppress(Exception):  # the run has ended anyway
             self._backend.abandon()
         if trace.request is not None:
             trace.request.answer(reason)
 
-    def _leave_region(self) -> None:
-        region, self._region = self._region, None
-        if region is not None:
-            region.__exit__(None, None, None)
+    def _mark(self, region: str) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if region in self._left_out else self._backend.mark(region)
 
     def _leave_step(self) -> None:
-        self._leave_region()
-        step, self._step = self._step, None
-        if step is not None:
-            step.__exit__(None, None, None)
+        self._region.close()
+        self._step.close()
 
     def _why_nothing(self) -> str:
         if self._began is None or self._first is None:

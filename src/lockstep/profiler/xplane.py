@@ -1,22 +1,26 @@
-"""Chrome traces as XSpace messages: what torch.profiler writes, for the plugin that reads what XLA writes.
+"""Shows the traces of a run in TensorBoard: converts those of torch.profiler to the format that XLA writes.
 
-TensorBoard's plugin for torch.profiler is no longer maintained, and shows nothing without a connection to the internet;
-the one for XLA is maintained, and its trace viewer needs none. Decision 011 has what was tried.
-
-The messages are those of XLA's xplane.proto, of which a trace viewer needs few fields; they are named below.
+TensorBoard's plugin for torch.profiler is no longer maintained, and needs a connection to the internet; the one for XLA
+is maintained, and needs none (decision 011). The messages are those of XLA's xplane.proto.
 """
 
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
+import socket
+import sys
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lockstep import run_files
+from lockstep.errors import ConfigError
+from lockstep.profiler import FOLDER
 
 _PICOSECONDS = 1_000_000  # in a microsecond, the unit of a Chrome trace
 
@@ -28,13 +32,13 @@ _LINE_ID, _LINE_NAME, _LINE_TIMESTAMP, _LINE_EVENTS, _LINE_DISPLAY_ID = 1, 2, 3,
 _EVENT_METADATA, _EVENT_OFFSET, _EVENT_DURATION = 1, 2, 3
 
 SESSIONS = Path("plugins") / "profile"  # where the plugin looks, below any folder
-_FIRST_LINE = 1000  # the plugin adds lines of its own, with small numbers
+_FIRST_LINE = 1000  # the plugin adds lines with small numbers
 Event = dict[str, Any]
 _LONGEST_TRACE = 2_000_000_000
 
 
 def make_readable(trace: Path) -> None:
-    """A trace of torch.profiler once more, beside itself, as the plugin reads it."""
+    """Writes a trace of torch.profiler once more, beside itself, as the plugin reads it."""
     worker, nanoseconds, *_ = trace.name.split(".")
     stamp = time.strftime("%Y_%m_%d_%H_%M_%S", time.localtime(int(nanoseconds) / 1e9))
     file = trace.parent / SESSIONS / stamp / f"{worker}.xplane.pb"
@@ -45,7 +49,7 @@ def make_readable(trace: Path) -> None:
 
 
 def convert(trace: Path) -> bytes:
-    """The slices of a trace, by process (or device) and thread (or stream), as an XSpace."""
+    """Returns the slices of a trace, by process (or device) and thread (or stream), as an XSpace."""
     packed = run_files.read_bytes(trace, _LONGEST_TRACE, depth=3)
     events: list[Event] = json.loads(gzip.decompress(packed))["traceEvents"]
     processes, threads = _names(events, "process_name"), _names(events, "thread_name")
@@ -57,7 +61,7 @@ def convert(trace: Path) -> bytes:
     start = min((event["ts"] for each in lines.values() for line in each.values() for event in line), default=0.0)
     space = b""
     for number, (pid, in_process) in enumerate(lines.items()):
-        # Planes are told apart by their names: one for the host, one per device.
+        # One plane for the host, one per device.
         device = labels.get((pid, 0), "CPU").split(" ")
         plane = f"/device:{':'.join(device)}" if device[0] == "GPU" else "/host:CPU"
         named = {tid: threads.get((pid, tid), f"{processes.get((pid, 0), pid)} {tid}") for tid in in_process}
@@ -66,7 +70,7 @@ def convert(trace: Path) -> bytes:
 
 
 def _names(events: Iterable[Event], kind: str, argument: str = "name") -> dict[tuple[Any, Any], str]:
-    """What the trace calls its processes (their thread is 0) or threads."""
+    """Returns the trace's names of processes (whose thread is 0) or threads."""
     return {
         (event["pid"], event["tid"] if kind == "thread_name" else 0): str(event["args"][argument])
         for event in events
@@ -78,15 +82,13 @@ def _plane(number: int, name: str, names: dict[Any, str], lines: dict[Any, list[
     known: dict[str, int] = {}
     body = [_field(_PLANE_ID, number), _field(_PLANE_NAME, name)]
     for position, (tid, events) in enumerate(lines.items(), start=_FIRST_LINE):
-        line = [
-            _field(_LINE_ID, position),
-            _field(_LINE_DISPLAY_ID, position),
-            _field(_LINE_NAME, names[tid]),
-            _field(_LINE_TIMESTAMP, 0),
-        ]
+        line = [_field(_LINE_ID, position), _field(_LINE_DISPLAY_ID, position)]
+        line += [_field(_LINE_NAME, names[tid]), _field(_LINE_TIMESTAMP, 0)]
         for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
             metadata = known.setdefault(str(event["name"]), len(known) + 1)
-            line.append(_field(_LINE_EVENTS, _event(metadata, event["ts"] - start, event["dur"])))
+            offset, duration = (round(each * _PICOSECONDS) for each in (event["ts"] - start, event["dur"]))
+            fields = ((_EVENT_METADATA, metadata), (_EVENT_OFFSET, offset), (_EVENT_DURATION, duration))
+            line.append(_field(_LINE_EVENTS, b"".join(_field(*each) for each in fields)))
         body.append(_field(_PLANE_LINES, b"".join(line)))
     for called, metadata in known.items():
         described = _field(_METADATA_ID, metadata) + _field(_METADATA_NAME, called)
@@ -94,16 +96,7 @@ def _plane(number: int, name: str, names: dict[Any, str], lines: dict[Any, list[
     return b"".join(body)
 
 
-def _event(metadata: int, offset: float, duration: float) -> bytes:
-    return (
-        _field(_EVENT_METADATA, metadata)
-        + _field(_EVENT_OFFSET, round(offset * _PICOSECONDS))
-        + _field(_EVENT_DURATION, round(duration * _PICOSECONDS))
-    )
-
-
 def _field(number: int, value: int | str | bytes) -> bytes:
-    """One field of a protobuf message."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     data = value.encode() if isinstance(value, str) else value
@@ -117,3 +110,45 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+_TORCH = "*.pt.trace.json.gz"
+
+
+def prepare(run: Path, host: str, port: int) -> tuple[list[Path], list[str]]:
+    """Makes the traces of a run readable; returns them, and the command that shows them."""
+    if not run.is_dir():
+        raise ConfigError(f"{run}: there is no such folder")
+    if not any((run / FOLDER).glob(f"proc_*/{_TORCH}")) and not any((run / FOLDER).glob(f"proc_*/{SESSIONS}/*")):
+        raise ConfigError(f"{run} has no profile: train with `lockstep train --profile`, or with a profile section")
+    missing = [name for name in ("tensorboard", "xprof") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"looking at a profile needs {' and '.join(missing)}: pip install 'lockstep-train[profile]'. "
+            "Without it, a *.pt.trace.json.gz opens in Perfetto and in chrome://tracing"
+        )
+    _refuse_taken_port(host, port)
+    for trace in sorted((run / FOLDER).glob(f"proc_*/{_TORCH}")):
+        try:
+            make_readable(trace)
+        except (EOFError, ValueError, KeyError, TypeError, zlib.error, gzip.BadGzipFile) as error:
+            raise ConfigError(
+                f"{trace}: not a trace of torch.profiler, or not whole ({error!r}); move it away"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{trace}: {error}. Copy the run's folder to where it can be written") from None
+    sessions = sorted(path for path in (run / FOLDER).glob(f"proc_*/{SESSIONS}/*") if path.is_dir())
+    options = ["--logdir", str(run), "--host", host, "--port", str(port)]
+    return sessions, [sys.executable, "-P", "-m", "tensorboard.main", *options]
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"TensorBoard cannot listen at {host}:{port}: {error.strerror}; choose another with --port or --host"
+            ) from None

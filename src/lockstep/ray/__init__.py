@@ -9,15 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.ray.backend import TorchConfig
     from lockstep.ray.data import DataConfig, batches, evaluate
     from lockstep.ray.session import fit, run
-    from lockstep.ray.torch_config import TorchConfig
 
 __all__ = ["DataConfig", "TorchConfig", "batches", "evaluate", "fit", "run"]
 
 _HOMES = {
     "DataConfig": "lockstep.ray.data",
-    "TorchConfig": "lockstep.ray.torch_config",
+    "TorchConfig": "lockstep.ray.backend",
     "batches": "lockstep.ray.data",
     "evaluate": "lockstep.ray.data",
     "fit": "lockstep.ray.session",

@@ -1,6 +1,6 @@
-"""How Ray sets the workers up: its Backend, by its public worker group calls alone.
+"""`lockstep.ray.TorchConfig` and its Backend, which sets the workers up through Ray's public worker group calls alone.
 
-Runs in the process that controls the workers, and keeps no state: Ray makes one Backend per process.
+The Backend runs in the process that controls the workers. It keeps no state: Ray makes one per process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lockstep.distributed.rollcall.report import SHOWN, table
 from lockstep.distributed.store.wire import fresh
 from lockstep.distributed.topology import ranks_text
 from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
-from lockstep.ray import joining
-from lockstep.ray.joining import Joined
+from lockstep.ray import session
 from lockstep.ray.placement import WorkerInfo, rendezvous_address, topologies, worker_info
-from lockstep.ray.worker_settings import XLA_BACKENDS, WorkerSettings
+from lockstep.ray.session import Joined
+from lockstep.ray.settings import XLA_BACKENDS, WorkerSettings
 from lockstep.ray.xla import mesh_shape, require_torch_xla
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 120.0
 # How much longer than the workers themselves the controller waits for them to have joined.
 _GRACE_SECONDS = 15.0
 _LEAVE_SECONDS = 15.0
-# Once a worker has failed, how long the others get to say whether it was them.
+# Once a worker has failed, how long the others get to report the cause.
 _COMPLETE_SECONDS = 1.0
 
 
@@ -43,7 +43,7 @@ class TorchBackend(Backend):  # type: ignore[misc]
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: WorkerSettings) -> None:
-        """Every worker gets the address, then all join at once; returns when the roll call has proven the world."""
+        """Sends the address to all workers, then has them join at once; the roll call proves the world."""
         try:
             self._join(worker_group, backend_config)
         except BaseException:
@@ -56,33 +56,31 @@ class TorchBackend(Backend):  # type: ignore[misc]
             raise ConfigError(f"TorchConfig: xla_spmd_config is given, but backend='auto' is {backend!r} here")
         if backend in XLA_BACKENDS:
             answer(worker_group.execute_async(_check_torch_xla), "looking for torch_xla", _ANSWER_SECONDS)
-        workers: list[WorkerInfo] = answer(
-            worker_group.execute_async(worker_info), "saying where they are", _ANSWER_SECONDS
-        )
+        asked = worker_group.execute_async(worker_info)
+        workers: list[WorkerInfo] = answer(asked, "saying where they are", _ANSWER_SECONDS)
         address, port = rendezvous_address(workers)
-        secret = fresh()  # known to the workers alone, by Ray's own way to them
+        secret = fresh()  # known to the workers alone
         everyone = [replace(each, secret=secret) for each in topologies(workers, address, port)]
-        setting = worker_group.execute_async(joining.set_master_address, address, port)
+        setting = worker_group.execute_async(session.set_master_address, address, port)
         answer(setting, "setting MASTER_ADDR and MASTER_PORT", _ANSWER_SECONDS)
         futures = [
             worker_group.execute_single_async(
-                rank, joining.join, everyone[rank], each, backend, backend_config, workers[0].xla_port
+                rank, session.join, everyone[rank], each, backend, backend_config, workers[0].xla_port
             )
             for rank, each in enumerate(workers)
         ]
-        limit = joining.join_limit(backend_config) + _GRACE_SECONDS
+        limit = session.join_limit(backend_config) + _GRACE_SECONDS
         joined: list[Joined] = answer(futures, "joining the group", limit)
         if backend in XLA_BACKENDS and backend_config.xla_spmd_config is not None:
             mesh_shape(backend_config.xla_spmd_config, sum(each.devices for each in joined))
         _show(joined)
 
     def on_training_start(self, worker_group: Any, backend_config: WorkerSettings) -> None:
-        """Variables only, for code that looks for them."""
-        answer(worker_group.execute_async(joining.set_rank_variables), "setting RANK and the like", _ANSWER_SECONDS)
+        answer(worker_group.execute_async(session.set_rank_variables), "setting RANK and the like", _ANSWER_SECONDS)
 
     def on_shutdown(self, worker_group: Any, backend_config: WorkerSettings) -> None:
-        """Leave the group. A worker that is gone, or stuck, does not hold up the end."""
-        leaving = worker_group.execute_async(joining.leave)
+        """Has all workers leave the group, without waiting for those that are gone or stuck."""
+        leaving = worker_group.execute_async(session.leave)
         left, late = ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
         if late:
             ranks = [rank for rank, future in enumerate(leaving) if future in late]
@@ -101,7 +99,7 @@ class XlaBackend(TorchBackend):
 
 
 def answer(futures: Sequence[Any], name: str, limit: float) -> list[Any]:
-    """What every worker returned, by rank. The first failure that is no consequence of another is raised as it was."""
+    """Returns what every worker returned, by rank; raises the first failure that is no consequence of another."""
     deadline, waiting = time.monotonic() + limit, list(futures)
     failures: dict[int, Exception] = {}
     while waiting and (remaining := deadline - time.monotonic()) > 0:
@@ -128,8 +126,8 @@ def answer(futures: Sequence[Any], name: str, limit: float) -> list[Any]:
 
 
 def _give_back(worker_group: Any) -> None:
-    """Ray forgets workers whose backend did not start: their placement group would keep its resources for ever."""
-    asked = worker_group.execute_async(_placement_group)
+    """Removes the placement group of workers whose backend did not start: Ray would keep it for ever."""
+    asked = worker_group.execute_async(ray.util.get_current_placement_group)
     ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_SECONDS)
     for future in ready:
         with contextlib.suppress(RayError):  # a worker that is gone; another one knows as well
@@ -140,12 +138,7 @@ def _give_back(worker_group: Any) -> None:
             return
 
 
-def _placement_group() -> Any:
-    return ray.util.get_current_placement_group()
-
-
 def _resolved(backend: str, resources: dict[str, float]) -> str:
-    """The backend that `auto` stands for, by what every worker gets."""
     gpus, tpus = resources.get("GPU", 0), resources.get("TPU", 0)
     if backend == "auto":
         return "nccl" if gpus else "xla" if tpus else "gloo"
@@ -163,10 +156,23 @@ def _check_torch_xla() -> None:
 
 
 def _show(joined: Sequence[Joined]) -> None:
-    """The assignment of all workers; what this process prints, Ray brings to the driver's terminal."""
+    """Prints the device of every worker; Ray brings what this process prints to the driver's terminal."""
     reports = joined[0].reports
-    lines = [f"Lockstep: all {len(joined)} workers are here, in {joined[0].seconds:.2f} s"]
-    lines += table(reports[:SHOWN])
-    if len(reports) > SHOWN:
-        lines.append(f"  and {len(reports) - SHOWN} more")
-    print("\n".join(lines), flush=True)
+    more = [f"  and {len(reports) - SHOWN} more"] if len(reports) > SHOWN else []
+    head = f"Lockstep: all {len(joined)} workers are here, in {joined[0].seconds:.2f} s"
+    print("\n".join([head, *table(reports[:SHOWN]), *more]), flush=True)
+
+
+class TorchConfig(WorkerSettings):
+    """A drop-in for `ray.train.torch.TorchConfig`.
+
+    `backend="auto"` is nccl where workers have GPUs, xla where they have TPUs, else gloo.
+    """
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return XlaBackend if self.backend in XLA_BACKENDS else TorchBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        return session.Training

@@ -31,19 +31,19 @@ class DataConfig(ray.train.DataConfig):  # type: ignore[misc]
 
 
 def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[Any]:
-    """This worker's rows of every global batch of the next epoch of a dataset, as a mapping of tensors on the device.
+    """Yields this worker's rows of every global batch of the next epoch of a dataset, as a mapping of tensors.
 
     `options` are those of Ray's `iter_torch_batches`, e.g. local_shuffle_buffer_size.
     """
     if batch_size < run.world_size:
         raise ConfigError(
-            f"batch_size: {batch_size} rows cannot be shared by {run.world_size} workers, each of which takes its rows "
-            f"from a shard of its own: set it to {run.world_size} or more"
+            f"batch_size: {batch_size} rows cannot be divided among {run.world_size} workers, each of which reads "
+            f"another shard: set it to {run.world_size} or more"
         )
     if run.dp_size != run.world_size:
         raise ConfigError(
-            f"strategy.mesh: {run.world_size} ranks work on {run.dp_size} shares of a batch, but of {name!r} Ray gives "
-            "every worker a shard of its own: Ray Data needs a mesh of the axis data alone"
+            f"strategy.mesh: {run.world_size} ranks work on {run.dp_size} parts of a batch, but Ray gives every worker "
+            f"another shard of {name!r}: Ray Data needs a mesh of the axis data alone"
         )
     return run.stream(_shard(run, name, batch_size, options), row_count, name, ahead=True)
 
@@ -51,7 +51,7 @@ def batches(run: Run, name: str, batch_size: int, **options: Any) -> Iterator[An
 def evaluate(
     run: Run, measure: Measure, name: str, batch_size: int, rows: int | None = None, **options: Any
 ) -> dict[str, float]:
-    """Exact means over all rows of a dataset; with `rows`, after checking that the workers saw so many together."""
+    """Returns exact means over all rows of a dataset; `rows` is how many the workers must see together."""
     return run._engine.evaluate_stream(measure, _shard(run, name, batch_size, options), row_count, rows, name)
 
 

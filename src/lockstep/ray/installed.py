@@ -1,23 +1,26 @@
-"""Whether there is a Ray that this package works with."""
+"""Checks before Ray is imported, which takes seconds: its version, and whether a cluster answers at the address."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import re
+import socket
 
-from lockstep.errors import ConfigError
+from lockstep.config.schema import RayCluster
+from lockstep.errors import ConfigError, LaunchError
 
 OLDEST, NEWEST = (2, 50), (2, 60)
 _TRAIN_V2 = "RAY_TRAIN_V2_ENABLED"
+_CONNECT_SECONDS = 15.0
 
 
 class RayMissing(ConfigError, ImportError):
-    """Ray is not installed, or not one that this package works with."""
+    """Ray is not installed, or its version is not supported."""
 
 
 def require_ray() -> None:
-    """Refuse to go on without Ray 2.50 to 2.60."""
+    """Raises RayMissing without Ray 2.50 to 2.60."""
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -28,10 +31,7 @@ def require_ray() -> None:
 
 
 def require_train_v2() -> None:
-    """Ray as well, and the Ray Train that `launch: ray` is written for, before anything imports it.
-
-    It is what Ray has been importing since 2.51; 2.50 has it too, and imports the older one unless it is asked.
-    """
+    """Selects version 2 of Ray Train before anything imports it: the default since 2.51, to be asked for in 2.50."""
     require_ray()
     asked = os.environ.setdefault(_TRAIN_V2, "1")
     if asked.lower() not in ("1", "true"):
@@ -39,7 +39,6 @@ def require_train_v2() -> None:
 
 
 def version_problem(version: str) -> str | None:
-    """What is wrong with a version of Ray; nothing where it is supported."""
     release = re.match(r"(\d+)\.(\d+)", version)
     if release and OLDEST <= (int(release[1]), int(release[2])) <= NEWEST:
         return None
@@ -48,3 +47,23 @@ def version_problem(version: str) -> str | None:
         f"Ray {version} is installed; lockstep.ray works with Ray {oldest} to {newest}: "
         "pip install 'lockstep-train[ray]' brings one of these"
     )
+
+
+def address_of(settings: RayCluster) -> str | None:
+    """Returns the cluster's address, or None if one is to be started. Ray sets RAY_ADDRESS for a job that it runs."""
+    return settings.address or os.environ.get("RAY_ADDRESS") or None
+
+
+def require_answer(settings: RayCluster) -> None:
+    """Raises LaunchError if nothing listens at the address: Ray itself takes minutes to find out."""
+    address = address_of(settings) or ""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`: Ray knows at once
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise LaunchError(
+            f"launch.ray.address: nobody answers at {address} within {_CONNECT_SECONDS:g} s ({error}). Check that the "
+            "head node is up, the address, the port and the firewall; leave it out to train on this machine"
+        ) from None

@@ -1,18 +1,121 @@
-"""Where Ray put the workers, and what that makes of each: pure functions from what they say to their topologies."""
+"""Where workers run: whether a cluster has room for them, and the topology that follows from where Ray put them."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import click
 import ray
+from ray.train import ScalingConfig
+from ray.util.placement_group import placement_group, remove_placement_group
 
+from lockstep.config.schema import RayCluster, RunConfig
 from lockstep.distributed.topology import Place, Topology
-from lockstep.errors import LaunchError
+from lockstep.errors import ConfigError, LaunchError
 
 LOOPBACK = "127.0.0.1"
+_AT_ONCE_SECONDS = 5.0  # after which a message says that it takes time
+
+
+# Room for the workers
+
+
+def per_worker(config: RunConfig) -> dict[str, float]:
+    """Returns what each worker asks for: a CPU, and a GPU for runtime cuda, unless the config says otherwise."""
+    usual = {"CPU": 1.0, **({"GPU": 1.0} if config.runtime == "cuda" else {})}
+    return {name: amount for name, amount in {**usual, **config.launch.ray.resources}.items() if amount > 0}
+
+
+def scaling(
+    workers: int,
+    resources: Mapping[str, float],
+    placement: str = "PACK",
+    topology: str | None = None,
+    accelerator: str | None = None,
+) -> ScalingConfig:
+    """Returns Ray's ScalingConfig, which repeats GPUs and TPUs and names the slice that TPU workers form."""
+    kinds: dict[str, Any] = {"use_gpu": True} if "GPU" in resources else {}
+    if "TPU" in resources:
+        if workers > 1 and not (topology and accelerator):
+            raise ConfigError(
+                f"{workers} workers with TPU chips form a slice, which Ray has to find: name its topology (such as "
+                "2x2x2) and its accelerator (such as TPU-V4), in launch.ray or by --topology and --accelerator"
+            )
+        kinds = {"use_tpu": True, "topology": topology, "accelerator_type": accelerator}
+    elif topology or accelerator:
+        raise ConfigError(
+            f"topology {topology} and accelerator {accelerator} are of a TPU slice, but the workers get no TPU: add "
+            "TPU to launch.ray.resources (--tpus), or leave them out"
+        )
+    try:
+        return ScalingConfig(
+            num_workers=workers, resources_per_worker=dict(resources), placement_strategy=placement, **kinds
+        )
+    except ValueError as error:
+        raise ConfigError(f"{workers} workers with {amounts(resources)} each: Ray says: {error}") from None
+
+
+def sizes(workers: int, fewest: int | None) -> list[int]:
+    """Returns the numbers of workers that a run may have, the wanted one first."""
+    return list(range(workers, max(fewest or workers, 1) - 1, -1))
+
+
+def capacity(nodes: Iterable[Mapping[str, Any]], resources: Mapping[str, float]) -> int:
+    """Returns how many workers the living nodes of a cluster hold if nothing else runs there."""
+    return sum(
+        min(int(node["Resources"].get(name, 0.0) // amount) for name, amount in resources.items())
+        for node in nodes
+        if node["Alive"]
+    )
+
+
+def find(settings: RayCluster, wanted: Sequence[int], resources: Mapping[str, float], limit: float) -> int:
+    """Returns the first of these numbers of workers that the cluster places; LaunchError says what is free if none."""
+    first = f"{wanted[0]} worker{'s' if wanted[0] > 1 else ''}"
+    each = f"with {amounts(resources)} each ({settings.placement})"
+    if _placed(wanted[0], resources, settings.placement, min(limit, _AT_ONCE_SECONDS)):
+        return wanted[0]
+    if limit > _AT_ONCE_SECONDS:
+        click.echo(f"lockstep: waiting for room for {first} {each}; {_free(resources)}", err=True)
+        if _placed(wanted[0], resources, settings.placement, limit - _AT_ONCE_SECONDS):
+            return wanted[0]
+    for size in wanted[1:]:
+        if _placed(size, resources, settings.placement, _AT_ONCE_SECONDS):
+            click.echo(f"lockstep: there is room for {size} of {wanted[0]} workers: continuing with {size}", err=True)
+            return size
+    last = f"{wanted[-1]} worker{'s' if wanted[-1] > 1 else ''}"
+    raise LaunchError(
+        f"launch.ray: the cluster has no room for {last} {each} in {limit:g} s (launch.ray.placement_timeout): "
+        f"{_free(resources)}. Lower processes or launch.ray.resources, choose another launch.ray.placement, or wait "
+        "until others are done"
+    )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+
+
+def _placed(workers: int, resources: Mapping[str, float], strategy: str, limit: float) -> bool:
+    """Asks the cluster itself, which knows what is free where and may grow when asked."""
+    group = placement_group([dict(resources)] * workers, strategy=strategy)
+    try:
+        return bool(group.wait(timeout_seconds=max(limit, 0.1)))
+    finally:
+        remove_placement_group(group)
+
+
+def _free(resources: Mapping[str, float]) -> str:
+    free, total = ray.available_resources(), ray.cluster_resources()
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    shown = ", ".join(f"{name} {free.get(name, 0):g} of {total.get(name, 0):g}" for name in resources)
+    return f"free are {shown}, on {nodes} node{'s' if nodes > 1 else ''}"
+
+
+# Where Ray put them
 
 
 @dataclass(frozen=True)
@@ -47,36 +150,33 @@ def worker_info() -> WorkerInfo:
 
 
 def rendezvous_address(workers: Sequence[WorkerInfo]) -> tuple[str, int]:
-    """The address and port of rank 0's store: on loopback, where nobody else needs to reach it."""
+    """Returns the address and port of rank 0's store: on loopback if all workers are on one host."""
     alone = len({worker.address for worker in workers}) == 1
     return LOOPBACK if alone else workers[0].address, workers[0].free_port
 
 
 def topologies(workers: Sequence[WorkerInfo], address: str, port: int) -> list[Topology]:
-    """The topology of every worker, by rank. Nodes are numbered in the order of their first rank."""
+    """Returns the topology of every worker, by rank. Nodes are numbered in the order of their first rank."""
     nodes = list(dict.fromkeys(worker.node for worker in workers))
     members = {node: [rank for rank, worker in enumerate(workers) if worker.node == node] for node in nodes}
-    names = _node_names(workers)
-    return [
-        Topology(
-            place=Place(
-                rank=rank,
-                local_rank=members[worker.node].index(rank),
-                host_index=nodes.index(worker.node),
-                host=names[worker.node],
-            ),
-            world_size=len(workers),
-            local_world_size=len(members[worker.node]),
-            address=address,
-            port=port,
-            hosts=len(nodes),
+    hosts = {worker.node: worker.host for worker in workers}
+    found = []
+    for rank, worker in enumerate(workers):
+        # Nodes that share a host are distinguished by their ids.
+        unique = list(hosts.values()).count(worker.host) == 1
+        place = Place(
+            rank=rank,
+            local_rank=members[worker.node].index(rank),
+            host_index=nodes.index(worker.node),
+            host=worker.host if unique else f"{worker.host}/{worker.node[:8]}",
         )
-        for rank, worker in enumerate(workers)
-    ]
+        local = len(members[worker.node])
+        found.append(Topology(place, len(workers), local, address=address, port=port, hosts=len(nodes)))
+    return found
 
 
 def device_index(worker: WorkerInfo, local_rank: int) -> int:
-    """The GPU that Ray gave to a worker, as torch counts those it sees; its local rank where Ray does not say."""
+    """Returns torch's index of the GPU that Ray gave to a worker; its local rank if Ray does not say."""
     if not worker.gpus:
         return local_rank
     if worker.gpus[0] in worker.visible_gpus:
@@ -85,17 +185,6 @@ def device_index(worker: WorkerInfo, local_rank: int) -> int:
         f"Ray gave GPU {worker.gpus[0]} on {worker.host} to a worker whose CUDA_VISIBLE_DEVICES is "
         f"{','.join(worker.visible_gpus) or 'empty'}: leave that variable to Ray"
     )
-
-
-def _node_names(workers: Sequence[WorkerInfo]) -> Mapping[str, str]:
-    """Hosts by name; nodes that share one are told apart by their ids."""
-    nodes: dict[str, set[str]] = {}
-    for worker in workers:
-        nodes.setdefault(worker.host, set()).add(worker.node)
-    return {
-        worker.node: worker.host if len(nodes[worker.host]) == 1 else f"{worker.host}/{worker.node[:8]}"
-        for worker in workers
-    }
 
 
 def _free_port() -> int:

@@ -1,10 +1,10 @@
-"""What Ray Train hears of a run: metrics, and the newest checkpoint."""
+"""Reports a run's metrics and newest checkpoint to Ray Train."""
 
 from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
@@ -17,43 +17,50 @@ from lockstep.errors import LaunchError
 _FINISH_SECONDS = 120.0
 
 
-class Reporter(Protocol):
-    """Every rank makes the same calls in the same order."""
+class Reporter:
+    """Collects the newest values of all metrics. Every rank makes the same calls in the same order."""
 
-    ending: bool  # set before the last rows: these wait for the last report
-
-    def on_row(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics was written."""
-
-    def finish(self, more: Mapping[str, Any]) -> None:
-        """The last report, with the last checkpoint."""
-
-
-class BlockingReporter:
-    """For a training function of the user's: a report waits for all workers, and Ray copies the newest checkpoint.
-
-    Ray fetches a report every two seconds at most, so it is made at rows of metrics, which all ranks write at the same
-    steps, and not at each of them: at most every so many seconds of the clock that all ranks share, and at the end.
-    """
-
-    def __init__(self, run: Run, every: float) -> None:
-        self._run, self._every = run, every
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._metrics: dict[str, Any] = {}
-        self._last = -every
-        self._reported_step: int | None = None
-        self.ending = False
+        self._reported: int | None = None  # the step of the newest checkpoint that Ray knows
+        self.ending = False  # set before the last rows: these wait for the last report
 
     def on_row(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics was written; called on every rank."""
+        """Takes a row of metrics that was written."""
         self._metrics.update({name: value for name, value in row.items() if value is not None})
-        if not self.ending and self._run._engine.seconds_since_start - self._last >= self._every:
+        if not self.ending and self._due(row):
             self._report()
 
     def finish(self, more: Mapping[str, Any]) -> None:
-        """The end of the run; called on every rank. Ray's Result has the metrics that came with a checkpoint."""
+        """Sends the last report, with the last checkpoint."""
         self._metrics.update(more)
-        self._reported_step = None
         self._report()
+
+    def _due(self, row: Mapping[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def _report(self) -> None:
+        raise NotImplementedError
+
+
+class BlockingReporter(Reporter):
+    """For the user's training function: a report waits for all workers, and Ray copies the newest checkpoint.
+
+    Ray fetches a report every two seconds at most. So one is made at rows of metrics, which all ranks write at the same
+    steps, but at most every so many seconds of the clock that all ranks share, and at the end.
+    """
+
+    def __init__(self, run: Run, every: float) -> None:
+        super().__init__(run)
+        self._every, self._last = every, -every
+
+    def finish(self, more: Mapping[str, Any]) -> None:
+        self._reported = None  # Ray's Result has the metrics that came with a checkpoint
+        super().finish(more)
+
+    def _due(self, row: Mapping[str, Any]) -> bool:
+        return self._run._engine.seconds_since_start - self._last >= self._every
 
     def _report(self) -> None:
         self._last = self._run._engine.seconds_since_start
@@ -61,45 +68,35 @@ class BlockingReporter:
         with self._run.working("the report to Ray", limit=self._run._engine.settings.timeouts.checkpoint):
             ray.train.report(dict(self._metrics), checkpoint=self._checkpoint())
 
-    def _checkpoint(self) -> ray.train.Checkpoint | None:
+    def _checkpoint(self) -> Checkpoint | None:
         """Rank 0's newest that Ray does not have yet. Ray copies it while nothing else is being saved."""
         if not self._run.is_main:
             return None
         step, folder = self._run._engine.checkpointer.newest() or (None, None)
-        if step is None or step == self._reported_step:
+        if step is None or step == self._reported:
             return None
-        self._reported_step = step
-        return ray.train.Checkpoint.from_directory(str(folder))
+        self._reported = step
+        return Checkpoint.from_directory(str(folder))
 
 
-class BackgroundReporter:
-    """For `lockstep train`: metrics of every validation and the newest checkpoint, from a thread of its own.
+class BackgroundReporter(Reporter):
+    """For `lockstep train`: sends metrics of every validation and the newest checkpoint from a thread.
 
-    Ray Train takes a report only when its controller has seen the one before, and training does not wait for that. The
-    checkpoint is rank 0's to name. It stays where it is: the run's folder is Ray Train's storage as well.
+    Ray Train takes a report only once its controller has seen the one before, and training does not wait for that. The
+    checkpoint stays where it is: the run's folder is Ray Train's storage as well.
     """
 
     def __init__(self, run: Run, before_checkpoint: Callable[[], None] | None = None) -> None:
-        """`before_checkpoint` brings it to where Ray Train looks for it."""
-        self._before_checkpoint, self._run = before_checkpoint, run
+        """`before_checkpoint` brings a checkpoint to where Ray Train looks for it."""
+        super().__init__(run)
+        self._before_checkpoint = before_checkpoint
         self._storage = CheckpointStorage(run.folder / "checkpoints")
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lockstep-reports")
         self._pending: list[concurrent.futures.Future[None]] = []
-        self._metrics: dict[str, Any] = {}
-        self._reported: int | None = None
-        self.ending = False
-
-    def on_row(self, row: Mapping[str, Any]) -> None:
-        self._metrics.update({name: value for name, value in row.items() if value is not None})
-        # The rows of log.every, in between, count examples.
-        measured = "examples" not in row and any("/" in name for name in row)
-        if measured and not self.ending:
-            self._report()
 
     def finish(self, more: Mapping[str, Any]) -> None:
-        """The last report, with the last checkpoint; all of them have arrived when this returns."""
-        self._metrics.update(more)
-        self._report()
+        """All reports have arrived when this returns."""
+        super().finish(more)
         done, late = concurrent.futures.wait(self._pending, timeout=_FINISH_SECONDS)
         if late:
             raise LaunchError(
@@ -109,6 +106,9 @@ class BackgroundReporter:
         for each in done:
             each.result()
         self._thread.shutdown()
+
+    def _due(self, row: Mapping[str, Any]) -> bool:
+        return "examples" not in row and any("/" in name for name in row)  # rows of log.every count examples
 
     def _report(self) -> None:
         self._pending = [each for each in self._pending if not each.done() or each.exception()]

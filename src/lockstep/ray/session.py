@@ -1,15 +1,17 @@
-"""A worker's part in a run: the Run inside the training function, and how it ends.
+"""A worker's part in a run: it joins the group, has a Run inside the training function, and leaves.
 
-Ray calls the training function in a thread of its own; joining and leaving happen in the worker's main thread.
+Ray calls the training function in its own thread; joining and leaving happen in the worker's main thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,14 +19,22 @@ from typing import Any
 import ray.train
 
 from lockstep import worker
+from lockstep.config.objects import import_object
 from lockstep.config.schema import RunConfig, RunSettings
-from lockstep.distributed.topology import ranks_text
+from lockstep.distributed.rollcall.report import Report
+from lockstep.distributed.topology import Topology, ranks_text
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted
 from lockstep.engine.summary import conclude
 from lockstep.errors import ConfigError, LaunchError
+from lockstep.ray import xla
+from lockstep.ray.placement import WorkerInfo, device_index
 from lockstep.ray.reporting import BlockingReporter, Reporter
-from lockstep.ray.worker_settings import WorkerSettings
+from lockstep.ray.settings import XLA_BACKENDS, WorkerSettings
+from lockstep.runtime.base import Runtime
+
+# Ray brings what its own logger writes to the driver; ours has no handler until the run's folder is known.
+_logger = logging.getLogger("ray.train.lockstep")
 
 # How long a folder that rank 0 made may take to be seen on other nodes.
 _SEEN_SECONDS = 10.0
@@ -35,24 +45,21 @@ class Session:
 
     def __init__(self, config: WorkerSettings, settings: RunSettings, present: worker.Rank) -> None:
         self.config, self.settings, self.present = config, settings, present
-        self.requests = (
-            present.requests
-        )  # to save and leave, to stop, to save: set by whoever hears of it on this worker
-        self.outlet: worker.Outlet | None = None  # where rank 0's words go, where a driver of ours shows them
+        self.requests = present.requests
+        # What `lockstep train` sets, whose driver shows rank 0's output and holds the run's folder.
+        self.outlet: worker.Outlet | None = None
         self.make_reporter: Callable[[Run], Reporter] = lambda run: BlockingReporter(run, config.report_every_s)
-        self.ended: Callable[[BaseException | None], None] = lambda error: None  # told last, how it ended here
-        self.shares_folder = True  # all workers see one folder; else somebody takes care of it
-        self.folder_is_held = False  # by a driver of ours
+        self.ended: Callable[[BaseException | None], None] = lambda error: None  # called last
+        self.shares_folder = True  # all workers see one folder
+        self.folder_is_held = False
         self.outcome: dict[str, Any] = {}
-        self.training = False
+        self._training = False
         self._run: Run | None = None
         self._reporter: Reporter | None = None
 
     def run(self) -> Run:
         if self._run is None:
-            make_folder = _folder_maker(self.config.folder)
-            redirect = self.outlet is not None
-            run = self.present.open(make_folder, redirect, self.outlet, held=self.folder_is_held)
+            run = self.present.open(self._make_folder, self.outlet is not None, self.outlet, held=self.folder_is_held)
             if self.shares_folder:
                 _check_shared(run)
             self._reporter = self.make_reporter(run)
@@ -61,22 +68,22 @@ class Session:
         return self._run
 
     def begin(self) -> None:
-        """The training function starts, in a thread of its own."""
-        self.training = True
+        """The training function starts, in its own thread."""
+        self._training = True
         self.present.heartbeat.follow_this_thread()
         self.present.runtime.prepare()  # again, since torch's current GPU is the thread's
-        # A function of one's own need not use anything of the run: until it does, nothing says whether it gets on.
+        # A user's function need not use anything of the run: until it does, nothing shows whether it makes progress.
         self.present.group.activity.enter("main", limit=math.inf)
 
     def end(self, error: BaseException | None) -> bool:
-        """The training function is over. Whether its error has been dealt with: leaving on request is no failure."""
+        """The training function has ended. Whether its error is handled: leaving on request is no failure."""
         try:
-            dealt_with = self._end(error)
+            handled = self._end(error)
         except BaseException as later:
             self.ended(later)
             raise
         self.ended(error)
-        return dealt_with
+        return handled
 
     def _end(self, error: BaseException | None) -> bool:
         try:
@@ -85,19 +92,19 @@ class Session:
             assert self._reporter is not None
             self._reporter.ending = True
             if error is None:
-                self._run._engine.finish(
-                    str(self.outcome.get("status", "stopped early" if self._run.stopped else "completed"))
-                )
-                self._conclude(self._run, self.outcome or _outcome(self._run))
+                stopped = self._run.stopped
+                status = "stopped early" if stopped else "completed"
+                self._run._engine.finish(str(self.outcome.get("status", status)))
+                self._conclude(self._run, self.outcome or {"status": status, "reason": stopped})
             elif isinstance(error, Preempted):
                 self._conclude(self._run, {"status": "preempted", "reason": error.reason})
                 return True
             return False
         finally:
-            with contextlib.suppress(BaseException):  # it goes on its way by itself
+            with contextlib.suppress(BaseException):  # the error is raised anyway
                 self.present.close(error)
             if error is None or isinstance(error, Preempted):
-                self.training = False
+                self._training = False
                 self.present.group.activity.enter("the end of the other workers", waits=True)
 
     def _conclude(self, run: Run, outcome: dict[str, Any]) -> None:
@@ -106,10 +113,18 @@ class Session:
         self._reporter.finish({"status": outcome["status"]})
 
     def leave(self) -> None:
-        """Take the group apart where all is done; a training function that is still at work loses it by itself."""
-        if not self.training:
+        """Destroys the group if all is done; a training function that is still running loses it by itself."""
+        if not self._training:
             self.present.leave()
         self.present.stop()
+
+    def _make_folder(self) -> Path:
+        folder = Path(self.config.folder) if self.config.folder is not None else _default_folder()
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"TorchConfig: folder={str(folder)!r} cannot be made: {error.strerror}") from None
+        return folder
 
 
 _session: Session | None = None  # of this process
@@ -129,7 +144,6 @@ class Training:
 
 
 def current() -> Session:
-    """The session of this worker."""
     if _session is None:
         raise LaunchError(
             "lockstep.ray.run() works inside the training function of a TorchTrainer that has "
@@ -138,42 +152,16 @@ def current() -> Session:
     return _session
 
 
-def begin(session: Session) -> None:
-    """This worker has joined."""
-    global _session
-    _session = session
-
-
-def end() -> None:
-    """This worker leaves, if it has joined."""
-    global _session
-    if _session is not None:
-        _session.leave()
-        _session = None
-
-
 def run() -> Run:
-    """The Run of this worker: group joined, roll called, device and folder known. All workers call it."""
+    """Returns the Run of this worker: group joined, roll called, device and folder known. All workers call it."""
     return current().run()
 
 
 def fit(config: RunConfig) -> dict[str, Any]:
-    """Train a config's task in the run of this worker, as `lockstep train` does; the metrics it ended with."""
+    """Trains a config's task in the run of this worker, as `lockstep train` does; returns the final metrics."""
     session = current()
     session.outcome = worker.carry_out(session.run(), config)
     return dict(session.outcome["metrics"])
-
-
-def _folder_maker(folder: str | None) -> Callable[[], Path]:
-    def make() -> Path:
-        chosen = Path(folder) if folder is not None else _default_folder()
-        try:
-            (chosen / "logs").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"TorchConfig: folder={str(chosen)!r} cannot be made: {error.strerror}") from None
-        return chosen
-
-    return make
 
 
 def _default_folder() -> Path:
@@ -188,7 +176,7 @@ def _default_folder() -> Path:
 
 
 def _check_shared(run: Run) -> None:
-    """Make sure that workers on other nodes see the folder: they read checkpoints from it."""
+    """Raises ConfigError unless workers on other nodes see the folder: they read checkpoints from it."""
     if run._engine.topology.host_count == 1:
         return
     name = run.agree(lambda: f".seen-{os.getpid()}-{time.time_ns()}", "the name of a file to look for")
@@ -210,5 +198,98 @@ def _check_shared(run: Run) -> None:
         )
 
 
-def _outcome(run: Run) -> dict[str, Any]:
-    return {"status": "stopped early" if run.stopped else "completed", "reason": run.stopped}
+# What the backend calls on every worker, in its main thread
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a worker returns to the controller once it has joined."""
+
+    reports: list[Report]  # of all ranks from rank 0, else its own
+    seconds: float
+    devices: int = 1
+
+
+def set_master_address(address: str, port: int) -> None:
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+
+
+def join(topology: Topology, info: WorkerInfo, backend: str, config: WorkerSettings, xla_port: int) -> Joined:
+    """Joins the group as the rank that the topology says, and holds the roll call. XLA meets at `xla_port`."""
+    global _session
+    place = topology.place
+    settings = _run_settings(config, backend, info, topology.world_size)
+    index = device_index(info, place.local_rank) if settings.runtime == "cuda" else None
+
+    def adapt(device: Runtime) -> None:
+        if backend in XLA_BACKENDS and not settings.strategy.has_mesh and topology.world_size > 1:
+            meeting.enter_context(xla.store_of_torch(topology.address, xla_port, place.rank == 0))
+            xla.join(place.rank, topology.world_size, xla_port, config.join_timeout_s)
+        elif backend == "gloo":
+            device.backend = "gloo"  # also between GPUs
+
+    def load_source() -> Any:
+        return _import_task(config, settings, place.rank, place.host)
+
+    present = worker.Rank(settings, topology)
+    with contextlib.ExitStack() as meeting:  # until the roll call has found everybody
+        try:
+            present.join(load_source, index, adapt)
+        except BaseException:
+            present.stop()
+            raise
+    mine = next(each for each in present.reports if each.rank == place.rank)
+    _logger.info(
+        "Worker %d: %s device initialized: %s for worker rank %d (physical device %s)",
+        place.rank, present.runtime.name.upper(), mine.device, place.rank, mine.physical_device,
+    )  # fmt: skip
+    _session = Session(config, settings, present)
+    return Joined(present.reports, present.roll_call_seconds, present.runtime.addressable_device_count())
+
+
+def join_limit(config: WorkerSettings) -> float:
+    """Returns the longest time that joining takes: ways to join XLA, the store, the roll call, its proof."""
+    return (4 + len(xla.WAYS_TO_JOIN)) * config.join_timeout_s
+
+
+def set_rank_variables() -> None:
+    """Sets the variables that Ray's own backend sets."""
+    present = current().present
+    more = {"NODE_RANK": str(present.topology.place.host_index), "ACCELERATE_TORCH_DEVICE": str(present.runtime.device)}
+    os.environ.update({**present.topology.to_env(), **more})
+
+
+def leave() -> None:
+    global _session
+    if _session is not None:
+        _session.leave()
+        _session = None
+
+
+def _run_settings(config: WorkerSettings, backend: str, info: WorkerInfo, world_size: int) -> RunSettings:
+    settings = config.checked_settings()
+    limits = {"rendezvous": config.join_timeout_s, "collective": float(config.timeout_s)}
+    sections = {
+        "timeouts": settings.timeouts.model_copy(update=limits),
+        "launch": settings.launch.model_copy(update={"share_devices": config.share_devices}),
+    }
+    settings = settings.model_copy(update={"runtime": "cuda" if info.gpus else "cpu", **sections})
+    if backend not in XLA_BACKENDS:
+        return settings
+    memory = (config.xla_memory_fraction, config.xla_memory_preallocate)
+    return xla.run_settings(settings, config.xla_spmd_config, memory, info, world_size)
+
+
+def _import_task(config: WorkerSettings, settings: RunSettings, rank: int, host: str) -> Any:
+    task = config.task or (settings.task.type if isinstance(settings, RunConfig) else None)
+    if task is None:
+        return None
+    try:
+        return import_object(task, "task")
+    except (ConfigError, ImportError, SyntaxError) as error:
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"rank {rank} on {host}: the task's code cannot be imported on this worker: {kind}{error}. What a task "
+            "imports must be installed on every node, or travel there: runtime_env={'working_dir': ...}, "
+            "{'py_modules': [...]} or {'pip': [...]}"
+        ) from None

@@ -18,31 +18,29 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Axis, Sweep
 from lockstep.distributed.signals import Signals
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, WorkerFailed
-from lockstep.ray import capacity
-from lockstep.ray.background_fit import BackgroundFit
+from lockstep.ray import placement
 from lockstep.ray.cluster import Cluster, connected, environment
-from lockstep.ray.controller import resolved, train_on
-from lockstep.ray.screen import say
+from lockstep.ray.controller import BackgroundFit, resolved, say, train_on
 from lockstep.record import run_folder
 from lockstep.record.trials import Trial, best_of, conclude, table, text_of, trial_folder
 
 __all__ = ["Trial", "best_of", "sweep_over", "table"]
 
-# A trial's own process only waits for its workers, which have what they need.
+# A trial's process only waits for its workers, which have what they need.
 _TRIAL_RESOURCES = {"memory": 1024 * 1024}
 
 
 def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
-    """Run all trials, show what came of them, keep the best config; the exit code."""
+    """Runs all trials, shows their results and keeps the best config; returns the exit code."""
     signals = Signals(save_on_request=False)
     config, env, task = resolved(config)
     if config.processes == "auto":
         raise ConfigError("processes: auto cannot be swept over; say how many workers each trial has")
-    resources, workers = capacity.per_worker(config), int(config.processes)
-    at_once = config.model_copy(update={"processes": workers * sweep.concurrency})
-    with signals.listening(), connected(at_once, resources, env) as cluster, signals.listening():
-        capacity.find(config, [workers * sweep.concurrency], resources)
-        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # our words go to stderr
+    resources, workers = placement.per_worker(config), int(config.processes) * sweep.concurrency
+    settings = config.launch.ray
+    with signals.listening(), connected(settings, workers, resources, env) as cluster, signals.listening():
+        placement.find(settings, [workers], resources, settings.placement_timeout)
+        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # ours go to stderr
             fit = BackgroundFit(_tuner(config, sweep, folder, task, cluster))
             while not fit.done and not signals.count:
                 time.sleep(0.2)
@@ -90,7 +88,7 @@ def _domain(axis: Axis) -> Any:
 
 
 def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task: str, cluster: Cluster) -> None:
-    """In a process of its own: one run, whose validations are what Tune hears of."""
+    """Runs in a trial's process: one run, which reports its validations to Tune."""
     number = int(tune.get_context().get_trial_id().rpartition("_")[2])
     run = folder / trial_folder(number)
 
@@ -100,7 +98,7 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
         return run
 
     config = with_values(config, values)
-    with environment(config):
+    with environment(config.launch.ray):
         signals = Signals(save_on_request=False)
         ended = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
     failure = ended.result.failure
@@ -110,7 +108,7 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
 
 
 class _Shown(tune.Callback):  # type: ignore[misc]
-    """A line for every trial that begins, and one for how it ended."""
+    """Prints a line for every trial that begins, and one for every epoch."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
@@ -123,7 +121,7 @@ class _Shown(tune.Callback):  # type: ignore[misc]
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         value, number, epoch = result.get(self._sweep.metric), _number(trial.trial_id), result.get("epoch")
-        if value is not None and self._shown.get(number) != epoch:  # the end of a run is a report of its own
+        if value is not None and self._shown.get(number) != epoch:  # the end of a run is another report
             self._shown[number] = epoch
             say(f"trial {number}: epoch {epoch}  {self._sweep.metric} {value:.4g}")
 

@@ -1,25 +1,39 @@
-"""What runs on every Ray worker of `lockstep train`: a rank, from the driver's order to its last message."""
+"""What runs on every Ray worker of `lockstep train`: a rank, connected with the driver through the mailbox.
+
+Ray forwards log lines to the driver, but no progress, no requests to stop or save, and not why a rank ends itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from dataclasses import dataclass
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import ray
 import torch
 
 from lockstep import worker
 from lockstep.config.schema import RunConfig
-from lockstep.distributed.failure import report
+from lockstep.distributed.failure import Report, report
 from lockstep.distributed.topology import Place, ranks_text
-from lockstep.engine.stop_requests import Preempted
+from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError, RankStalled
 from lockstep.ray import session
-from lockstep.ray.folder_sync import NodeSync, ask_mailbox
-from lockstep.ray.relay import Relay, RelayedDisplay, RelayedLog, printing_through
+from lockstep.ray.mailbox import ANSWER_SECONDS, Event, NodeSync, ask_mailbox, repeated
 from lockstep.ray.reporting import BackgroundReporter
+from lockstep.record import display
+from lockstep.record.logs import screen_handler
+from lockstep.record.writers import Row
+
+# Within this time a request is heard and a line shown: exchanging more often would slow the training down.
+_EXCHANGE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,11 +45,11 @@ class Order:
     mailbox: Any
     threads: int
     storage: str | None  # where the user said that all nodes share it
-    here: str | None  # the driver's working directory, where workers share its machine
+    here: str | None  # the driver's working directory, if workers are on its machine
 
 
 def main(orders: dict[str, Order]) -> None:
-    """Train as one rank; what follows the last step, and the last message to the driver, are the session's to do."""
+    """Trains as one rank. The session does what follows the last step, and sends the last message to the driver."""
     order, current = orders["order"], session.current()
     place, config = current.present.topology.place, current.settings
     relay = Relay(order.mailbox, place.rank, current.requests)
@@ -45,9 +59,10 @@ def main(orders: dict[str, Order]) -> None:
     folder_sync: NodeSync | None = None
     relaying.enter_context(relay.running())
     if place.rank == 0:
-        relaying.enter_context(printing_through(relay))
+        relaying.enter_context(contextlib.redirect_stdout(_RelayedStream(sys.stdout, relay)))
+        relaying.enter_context(contextlib.redirect_stderr(_RelayedStream(sys.stderr, relay)))
     current.ended = lambda error: _ended(error, place, relay, relaying, syncing)
-    current.outlet = worker.Outlet(RelayedDisplay(relay), RelayedLog(relay))
+    current.outlet = worker.Outlet(_RelayedDisplay(relay), _RelayedLog(relay))
     current.make_reporter = lambda run: BackgroundReporter(run, folder_sync.push if folder_sync else None)
     current.present.heartbeat.tell = lambda message: relay.failed(report(RankStalled(message), place.rank, place.host))
     current.folder_is_held = True
@@ -64,7 +79,7 @@ def main(orders: dict[str, Order]) -> None:
 
 
 def _folder_sync(order: Order, current: session.Session) -> NodeSync | None:
-    """What makes up for a disk of this node's own; all ranks go on together once every node has what it needs."""
+    """Starts to sync the run's folder if this node does not see it; returns once every node has what it needs."""
     group, place = current.present.group, current.present.topology.place
     sees = (Path(order.folder) / order.mark).exists()
     blind = [rank for rank, each in enumerate(group.gather(sees, "who sees the run's folder")) if not each]
@@ -76,9 +91,10 @@ def _folder_sync(order: Order, current: session.Session) -> NodeSync | None:
             f"the run's folder {order.folder} there (this is rank {place.rank} on {place.host})"
         )
     current.shares_folder = False
-    keep = current.settings.checkpoint.keep
-    folder_sync = None if sees else NodeSync(ask_mailbox(order.mailbox), Path(order.folder), place, keep)
-    if folder_sync is not None:
+    folder_sync = None
+    if not sees:
+        keep = current.settings.checkpoint.keep
+        folder_sync = NodeSync(ask_mailbox(order.mailbox), Path(order.folder), place, keep)
         folder_sync.pull()
     group.barrier("the run's folder on all nodes")
     return folder_sync
@@ -95,8 +111,105 @@ def _ended(
         syncing.close()
     except Exception as failed:  # what was not pushed is lost with this node
         error = error or failed
-    with relaying, contextlib.suppress(Exception):  # the driver may be what is gone
+    with relaying, contextlib.suppress(Exception):  # the driver may be gone
         if error is None or isinstance(error, Preempted):
             relay.send("ended", exit_code=error.code if error else 0)
         else:
             relay.failed(report(error, place.rank, place.host))
+
+
+class Relay:
+    """A thread that carries events to the mailbox and requests back, until the rank is done."""
+
+    def __init__(self, mailbox: Any, rank: int, requests: StopRequests) -> None:
+        self._mailbox, self._rank, self._requests = mailbox, rank, requests
+        self._worker = uuid.uuid4().hex  # distinguishes late messages from those of the worker that came after
+        self._saves: int | None = None  # how often a save had been requested before this rank began
+        self._pending: list[Event] = []
+        self._lock = threading.Lock()
+
+    def may_begin(self) -> bool:
+        return not self._tell([])["closed"]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        # A mailbox that does not answer went away with the driver, and Ray ends this rank as well.
+        try:
+            with repeated(self._exchange, _EXCHANGE_SECONDS, "lockstep-relay"):
+                yield
+        finally:
+            with contextlib.suppress(Exception):
+                self._exchange()
+
+    def send(self, kind: str, **content: Any) -> None:
+        with self._lock:
+            self._pending.append({"kind": kind, "rank": self._rank, "worker": self._worker, **content})
+
+    def failed(self, report: Report) -> None:
+        """Sends at once why this rank ends: its process may be gone in a moment."""
+        self.send("failed", report=asdict(report))
+        self._exchange()
+
+    def _exchange(self) -> None:
+        with self._lock:
+            events, self._pending = self._pending, []
+        if not events and self._rank != 0:
+            return
+        asked = self._tell(events)
+        if self._rank != 0:  # the others hear of it by the control sync, at the same step
+            return
+        if asked["leave"] is not None and self._requests.leave is None:
+            self._requests.leave = asked["leave"]
+        if self._saves is not None and asked["saves"] > self._saves:
+            self._requests.save = True
+        self._saves = asked["saves"]
+
+    def _tell(self, events: list[Event]) -> dict[str, Any]:
+        answer: dict[str, Any] = ray.get(self._mailbox.tell.remote(events), timeout=ANSWER_SECONDS)
+        return answer
+
+
+class _RelayedDisplay(display.Display):
+    """Writes lines to rank 0's log, and sends the numbers to the display of the driver."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self._relay = relay
+
+    def begin(self, step: int, epoch: int, total_steps: int | None) -> None:
+        super().begin(step, epoch, total_steps)
+        self._relay.send("begin", step=step, epoch=epoch, total_steps=total_steps)
+
+    def row(self, row: Row, lags: list[float]) -> None:
+        super().row(row, lags)
+        self._relay.send("row", row=dict(row), lags=list(lags))
+
+
+class _RelayedLog(logging.Handler):
+    """Sends rank 0's log to the driver, without the lines of its display."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self._relay = relay
+        self.setFormatter(screen_handler(None).formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != display.__name__:
+            self._relay.send("line", text=self.format(record))
+
+
+class _RelayedStream:
+    """Standard output of rank 0: whole lines go to the driver as well."""
+
+    def __init__(self, stream: TextIO, relay: Relay) -> None:
+        self._stream, self._relay, self._rest = stream, relay, ""
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._relay.send("line", text=line)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

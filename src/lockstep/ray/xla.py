@@ -29,7 +29,7 @@ THROUGH_THE_HOST = "host"
 
 
 def require_torch_xla(who: str) -> None:
-    """Refuse an XLA backend where torch_xla is not installed."""
+    """Raises ImportError if torch_xla is not installed."""
     if importlib.util.find_spec("torch_xla") is None:
         raise ImportError(
             f"{who}: an XLA backend needs torch_xla, which is not installed there. Install it on every node: "
@@ -38,7 +38,7 @@ def require_torch_xla(who: str) -> None:
 
 
 def check_spmd_config(spmd: Mapping[str, Any]) -> None:
-    """Refuse what cannot be a mesh, whatever the devices are."""
+    """Raises ConfigError for what cannot be a mesh, whatever the devices are."""
     unknown = [key for key in spmd if key not in SPMD_KEYS]
     if unknown:
         raise ConfigError(f"xla_spmd_config: {unknown[0]!r} is not known; the keys are {', '.join(SPMD_KEYS)}")
@@ -57,7 +57,7 @@ def check_spmd_config(spmd: Mapping[str, Any]) -> None:
 
 
 def mesh_shape(spmd: Mapping[str, Any], devices: int) -> tuple[int, int]:
-    """Sizes of the data and the model axis over so many devices; a size that is not given takes what is left."""
+    """Returns the sizes of the data and the model axis; one that is not given takes the rest of the devices."""
     check_spmd_config(spmd)
     data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
     if data is None and model is None:
@@ -81,7 +81,7 @@ def run_settings(
     worker: WorkerInfo,
     world: int,
 ) -> RunSettings:
-    """The settings of a run on XLA devices: the family that Ray gave the workers, memory limits, and the mesh."""
+    """Returns the settings of a run on XLA devices: the family that Ray gave the workers, memory limits, mesh."""
     fraction, preallocate = memory
     family = (
         settings.xla.device
@@ -98,7 +98,7 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
     check_spmd_config(spmd)
     data, model = spmd.get("mesh_shape", (spmd.get("data_parallel_size"), spmd.get("model_parallel_size")))
     if family == "CPU" and world > 1:
-        # Every process there is a world of its own: nothing but copies of the model can span them.
+        # Every process there is a separate world: nothing but copies of the model can span them.
         shape = dict(zip(MESH_AXES, mesh_shape(spmd, world), strict=True))
         if shape["model"] != 1:
             raise ConfigError(
@@ -116,12 +116,11 @@ def _with_mesh(settings: RunSettings, spmd: Mapping[str, Any], family: str, worl
 
 
 def join(rank: int, world_size: int, port: int, limit: float) -> str:
-    """Try the device group as `xla://`, then as `env://`: which of them gives a world of the right size.
+    """Tries the device group as `xla://`, then as `env://`; returns which of them gives a world of the right size.
 
-    MASTER_ADDR is set, and rank 0 serves a store of torch's there, at this port. Where neither does (PJRT CPU), the
-    answer is that collectives go through the host, and the log says so. Each way is checked by what the device runtime
-    believes, not by what it was told. The group of torch is left again: collectives are part of the compiled programs,
-    and the run's group is of the hosts.
+    MASTER_ADDR is set, and rank 0 serves a torch store there, at this port. If neither does (PJRT CPU), collectives go
+    through the host, and the log says so. Each way is checked by what the device runtime believes. The group of torch
+    is left again: collectives are part of the compiled programs, and the run's group is of the hosts.
     """
     if not 0 <= rank < world_size:
         raise RollCallError(f"rank {rank} does not exist in a world of {world_size} (ranks start at 0)")
@@ -151,7 +150,7 @@ def join(rank: int, world_size: int, port: int, limit: float) -> str:
 
 @contextlib.contextmanager
 def store_of_torch(address: str, port: int, serves: bool) -> Iterator[None]:
-    """Where torch and torch_xla meet, served by rank 0 while they do: unlike the run's store, it asks for no secret."""
+    """Serves the store where torch and torch_xla meet, on rank 0: unlike the run's store, it asks for no secret."""
     from torch._C._distributed_c10d import TCPStore
 
     from lockstep.distributed.store.server import listen_on_tcp
@@ -165,7 +164,7 @@ def store_of_torch(address: str, port: int, serves: bool) -> Iterator[None]:
 
 
 def _with_the_store_that_is_there(attempt: int, port: int) -> contextlib.AbstractContextManager[None]:
-    """Have torch and torch_xla connect to the store as torchrun's workers do, without serving one of their own."""
+    """Has torch and torch_xla connect to the store as torchrun's workers do, without serving another."""
     as_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     return with_variables({**as_torchrun, "MASTER_PORT": str(port)})
 
@@ -187,7 +186,7 @@ def _leave() -> None:
 
 
 def _within(limit: float, work: Callable[[], int], name: str) -> int:
-    """Native code may not keep its own limits: give up on it from outside."""
+    """Gives up on native code, which may not keep its own limits."""
     outcome: list[Any] = []
 
     def attempt() -> None:

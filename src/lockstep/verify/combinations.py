@@ -1,4 +1,4 @@
-"""The ways of running a task that are compared, as data: what each needs, what it changes, how it is started."""
+"""The ways of running a task that are compared: what each needs, what it changes, how it is started."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Combination:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else is to run meanwhile: what it runs on is shared, or not this machine's alone."""
+        """Whether nothing else may run meanwhile."""
         return bool(self.gpus or self.hosts or "ray" in self.packages)
 
     @property
     def plain(self) -> bool:
-        """Whether a process that has run others may run it: on the CPU, by our own launcher."""
+        """Whether a process that has run others may run it: on the CPU, by Lockstep's launcher."""
         return not (self.alone or self.packages or self.env or self.command != ("-m", "lockstep"))
 
 
@@ -40,7 +40,7 @@ def _torchrun(processes: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "lockstep")
 
 
-# What a config may say that belongs to one way of running alone.
+# Resets what a config may say for one way of running alone.
 _HERE = ("launch.type=local", "launch.hosts=[]", "launch.hosts_file=null", "launch.nodes=null", "launch.network=null")
 _UNSHARDED = (
     "strategy.mesh=null",
@@ -113,27 +113,22 @@ COMBINATIONS = (
 REFERENCE = COMBINATIONS[0]
 
 
-# Before the user's own: what makes a comparison sharp and quick, and may be set back.
-USUAL = (
-    "train.precision=float32",
-    "train.compile=false",
-    "data.workers=0",
-    "data.prefetch=null",
-)
+# Before the user's overrides, which may change it: what makes a comparison exact and quick.
+USUAL = ("train.precision=float32", "train.compile=false", "data.workers=0", "data.prefetch=null")
 
 
 def halfway(steps: int) -> int:
-    """The step after which every run is saved: late enough that the next multiple is the end."""
+    """Returns the step after which every run is saved: late enough that the next multiple is the end."""
     return (steps + 1) // 2
 
 
 def needed(steps: int) -> tuple[str, ...]:
-    """After the user's own: what the comparison itself rests on."""
+    """Returns what the comparison itself rests on, after the user's overrides."""
     return (
         "train.epochs=null",
         f"train.steps={steps}",
         "early_stop=null",
-        "log={every: 1 step, jsonl: true}",  # and no loggers: these runs are nobody's to look at
+        "log={every: 1 step, jsonl: true}",  # and no loggers
         f"checkpoint.every={halfway(steps)} steps",
         "checkpoint.keep.last=2",
         "checkpoint.keep.best=0",
@@ -144,7 +139,7 @@ def needed(steps: int) -> tuple[str, ...]:
 
 
 def named(patterns: Iterable[str], option: str) -> set[str]:
-    """The names that patterns like `cpu-*` stand for; one that stands for none is a mistake."""
+    """Returns the names that match patterns like `cpu-*`; ConfigError if one matches none."""
     names = [each.name for each in COMBINATIONS]
     found: set[str] = set()
     for pattern in patterns:
@@ -158,7 +153,7 @@ def named(patterns: Iterable[str], option: str) -> set[str]:
 
 
 def missing(combination: Combination, hosts: Sequence[str] = ()) -> str | None:
-    """What a combination lacks here, or with a config that names these hosts; None where it can run."""
+    """Says what a combination lacks here, or with a config that names these hosts; None if it can run."""
     if combination.hosts and not hosts:
         return "the config names no hosts (launch: ssh)"
     for package in combination.packages:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lockstep.checkpoint import manifest, merge
 from lockstep.config.load import load
@@ -34,40 +33,41 @@ from lockstep.verify.findings import (
     metrics_apart,
     tolerance,
 )
+from lockstep.verify.pool import RunPool
 from lockstep.verify.trial import Trial
-from lockstep.verify.workers import Lanes
 
 
 def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
-    """Run what can run here, side by side where there are cores for it, in folders below `work`; `say` is told what is
-    under way, and what came of it."""
+    """Runs what can run here, side by side if there are cores for it, in folders below `work`; `say` shows progress."""
     required = named(asked.require, "--require")
     wanted = named(asked.only or ("*",), "--only") | required | {REFERENCE.name}
-    config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps), *REFERENCE.overrides))
+    overrides = (*USUAL, *asked.overrides, *needed(asked.steps))
+    config = load(asked.config, (*overrides, *REFERENCE.overrides))
     allowed = tolerance(config.train.precision, asked.steps) if asked.tolerance is None else asked.tolerance
-    lanes = Lanes(work, sum(each.name in wanted and not each.alone for each in COMBINATIONS[1:]))
-    with lanes.open():
-        runs = _Runs(asked, config, _hosts(asked), allowed, work, say, lanes)
-        return _compared(runs, wanted, required)
+    chosen = [each for each in COMBINATIONS[1:] if each.name in wanted]
+    pool = RunPool(work, sum(not each.alone for each in chosen))
+    with pool.open():
+        runs = _Runs(asked, config, allowed, work, say, pool)
+        report = Report(asked, config.train.precision, allowed, [Row(REFERENCE, runs.reference())], required=required)
+        if report.rows[0].fresh.verdict != "reference":
+            return report  # there is nothing to compare the others with
+        as_written = load(asked.config, overrides)
+        on = hosts.named(as_written)[: as_written.launch.nodes] if as_written.launch.type == "ssh" else []
+        not_here = {each.name: lacking for each in chosen if (lacking := missing(each, on)) is not None}
+        chosen = [each for each in chosen if each.name not in not_here]
+        return _compared(runs, chosen, replace(report, not_here=not_here))
 
 
-def _compared(runs: _Runs, wanted: set[str], required: set[str]) -> Report:
-    asked, config = runs.asked, runs.config
-    rows = [Row(REFERENCE, runs.reference(), required=REFERENCE.name in required)]
-    report = Report(asked, config.train.precision, runs.allowed, rows)
-    reference = rows[0].fresh.trial
-    if rows[0].fresh.verdict != "reference" or reference is None or reference.folder is None:
-        return report  # there is nothing to compare the others with
-    others = [each for each in COMBINATIONS[1:] if each.name in wanted]
+def _compared(runs: _Runs, others: Sequence[Combination], report: Report) -> Report:
+    reference = report.rows[0].fresh.trial
     fresh = runs.each(others, lambda each: runs.from_the_start(each, reference), "from the start")
-    rows += [Row(each, fresh[each.name], required=each.name in required) for each in others]
-
-    report = replace(report, batch_norm=batch_statistics(reference.folder))
-    if draws_random_numbers(reference.folder):
-        return _unjudged(report, config)
+    rows = [*report.rows, *(Row(each, fresh[each.name]) for each in others)]
+    report = replace(report, rows=rows, batch_norm=batch_statistics(_folder(reference)))
+    if draws_random_numbers(_folder(reference)):
+        return _unjudged(report, runs.config)
     if any(row.fresh.comparison is not None and row.fresh.comparison.first_step for row in rows):
         report = replace(report, control=runs.control(reference))
-    return replace(report, rows=runs.ring(rows, reference)) if asked.resume else report
+    return replace(report, rows=runs.ring(rows, reference)) if report.asked.resume else report
 
 
 @dataclass(frozen=True)
@@ -76,28 +76,26 @@ class _Runs:
 
     asked: Asked
     config: RunConfig
-    hosts: list[str]
     allowed: float
     work: Path
     say: Callable[[str], None]
-    lanes: Lanes
+    pool: RunPool
 
     def each(
         self, combinations: Sequence[Combination], judge: Callable[[Combination], Judged], what: str
     ) -> dict[str, Judged]:
-        """What comes of all of them, by name: those that may be side by side first, then the rest one by one."""
+        """Returns all verdicts by name; judges those that may run side by side first, then the rest one by one."""
         ended: list[str] = []
 
         def judged(combination: Combination) -> Judged:
             found = judge(combination)
             ended.append(combination.name)
-            if found.trial is not None:
-                took = f"{found.verdict} in {found.trial.seconds:.1f} s"
-                self.say(f"{combination.name}: {took}; {len(ended)} of {len(combinations)} {what}")
+            took = f"{found.verdict} in {found.trial.seconds:.1f} s"
+            self.say(f"{combination.name}: {took}; {len(ended)} of {len(combinations)} {what}")
             return found
 
         together = [each for each in combinations if not each.alone]
-        results = self.lanes.side_by_side([partial(judged, each) for each in together])
+        results = self.pool.side_by_side([partial(judged, each) for each in together])
         found = dict(zip((each.name for each in together), results, strict=True))
         return found | {each.name: judged(each) for each in combinations if each.alone}
 
@@ -110,14 +108,11 @@ class _Runs:
         return Judged("failed", run, reason=run.failure) if run.failure else Judged("reference", run)
 
     def from_the_start(self, combination: Combination, reference: Trial) -> Judged:
-        lacking = missing(combination, self.hosts)
-        if lacking is not None:
-            return Judged("not here", reason=lacking)
         return self._judge(self._train(combination), reference.losses, reference.metrics)
 
     def control(self, reference: Trial) -> Comparison | None:
-        """One process with its batches in halves: how far rounding alone takes this training, to tell an unstable one
-        from a wrong one; and at step 1, whether the loss is the mean over the examples."""
+        """Runs one process with its batches in halves. It shows how far rounding alone takes this training, and at step
+        1 whether the loss is the mean over the examples."""
         parts = 2 * self.config.train.accumulate
         if self.config.train.batch_size % parts:
             return None
@@ -126,15 +121,15 @@ class _Runs:
         return None if run.failure else compare(reference.losses, run.losses, self.allowed)
 
     def ring(self, rows: list[Row], reference: Trial) -> list[Row]:
-        """Hand every good run's half-way checkpoint to the next good combination, and the last one's to the first.
+        """Resumes every good run from the half-way checkpoint of the good one before it, and the first from the last.
 
-        Hosts give theirs, and take none: a run is brought from there, and none is brought there.
+        Runs on hosts give a checkpoint and take none: a run is brought from there, and none is brought there.
         """
         half = halfway(self.asked.steps)
         rest = {step: loss for step, loss in reference.losses.items() if step > half}
         good = [row for row in rows if row.good]
         if len(good) == 1:
-            return rows  # nobody to hand anything to
+            return rows
         givers = {
             taker.combination.name: (giver, taker) for giver, taker in zip([good[-1], *good[:-1]], good, strict=True)
         }
@@ -144,8 +139,8 @@ class _Runs:
             before = giver.combination.name
             self.say(f"{name}: from the checkpoint of {before} at step {half}")
             run = _handed_over(giver.fresh.trial, taker.fresh.trial, half, self.work / f"{name}-resumed")
-            gone_on = trial.resume(combination, run, self.asked.limit, self.lanes)
-            return replace(self._judge(gone_on, rest, reference.metrics), resumed_from=before)
+            resumed = trial.resume(combination, run, self.asked.limit, self.pool)
+            return replace(self._judge(resumed, rest, reference.metrics), resumed_from=before)
 
         resumed = self.each([row.combination for row in good if not row.combination.hosts], resume, "resumed")
         return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
@@ -154,7 +149,7 @@ class _Runs:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
         given = (combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
-        return trial.train_on_hosts(*given) if combination.hosts else trial.train(*given, self.lanes)
+        return trial.train_on_hosts(*given) if combination.hosts else trial.train(*given, self.pool)
 
     def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:
@@ -166,14 +161,8 @@ class _Runs:
         return Judged(verdict, run, comparison, metrics_apart=apart)
 
 
-def _hosts(asked: Asked) -> list[str]:
-    """Those that train, by the config as it stands."""
-    config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps)))
-    return hosts.named(config)[: config.launch.nodes] if config.launch.type == "ssh" else []
-
-
 def _unjudged(report: Report, config: RunConfig) -> Report:
-    """Of a task that draws random numbers: neither agreement nor difference of its losses means anything."""
+    """For a task that draws random numbers: neither agreement nor difference of its losses means anything."""
     likely = [name for name in config.task.arguments if any(part in name.lower() for part in ("drop", "augment"))]
     rows = [
         replace(row, fresh=replace(row.fresh, verdict="random")) if row.fresh.comparison is not None else row
@@ -182,46 +171,41 @@ def _unjudged(report: Report, config: RunConfig) -> Report:
     return replace(report, rows=rows, random=True, random_arguments=likely)
 
 
-def _handed_over(giver: Trial | None, taker: Trial | None, step: int, out: Path) -> Path:
-    """A run's folder with one's checkpoint and the other's config. Moved, not copied: nobody else needs it."""
-    if giver is None or giver.folder is None or taker is None or taker.folder is None:
-        raise AssertionError("only runs that ended well are in the ring")
+def _handed_over(giver: Trial, taker: Trial, step: int, out: Path) -> Path:
+    """Returns a run's folder with the giver's checkpoint, which is moved there, and the taker's config."""
     name = f"step-{step:08d}"
-    checkpoint = giver.folder / "checkpoints" / name
+    checkpoint = _folder(giver) / "checkpoints" / name
     if not checkpoint.is_dir():
         raise CheckpointError(f"{giver.folder}: the run saved no {name}; its log is {giver.log}")
-    run = out / "runs" / taker.folder.name
+    run = out / "runs" / _folder(taker).name
     (run / "checkpoints").mkdir(parents=True)
     (run / "logs").mkdir()
     checkpoint.rename(run / "checkpoints" / name)
-    shutil.copy(taker.folder / CONFIG_FILE, run / CONFIG_FILE)
+    shutil.copy(_folder(taker) / CONFIG_FILE, run / CONFIG_FILE)
     return run
+
+
+def _folder(run: Trial) -> Path:
+    assert run.folder is not None, "a run that ended well has a folder"
+    return run.folder
 
 
 def draws_random_numbers(run: Path) -> bool:
     """Whether any generator moved between the run's checkpoints: dropout, or another draw of the training step.
 
-    Every rank draws numbers of its own, so that the losses of such a task differ with the number of ranks by design.
-    What a dataset draws is the same on any number of ranks, and moves none of these generators.
+    Every rank draws other numbers, so that the losses of such a task differ with the number of ranks by design. What a
+    dataset draws is the same on any number of ranks, and moves none of these generators.
     """
-    states = [_generators(folder) for folder in sorted((run / "checkpoints").glob("step-*"))]
+    files = sorted((run / "checkpoints").glob(f"step-*/{manifest.TREE_FILE}"))
+    states = [json.loads(file.read_text(encoding="utf-8"))["state"]["generators"] for file in files]
     return any(state != states[0] for state in states)
 
 
 def batch_statistics(run: Path) -> list[str]:
-    """The layers that normalise by statistics of a rank's share of the batch."""
+    """Returns the layers that normalise by statistics of a rank's part of the batch."""
     newest = max((run / "checkpoints").glob("step-*"), default=None)
-    if newest is None:
-        return []
-    return [name.removesuffix(".running_mean") for name in _tensors(newest) if name.endswith(".running_mean")]
-
-
-def _generators(checkpoint: Path) -> Any:
-    return json.loads((checkpoint / manifest.TREE_FILE).read_text(encoding="utf-8"))["state"]["generators"]
-
-
-def _tensors(checkpoint: Path) -> list[str]:
-    return [each.entry.name for each in merge.weights(checkpoint, manifest.read(checkpoint))[0]]
+    names = [] if newest is None else [each.entry.name for each in merge.weights(newest, manifest.read(newest))[0]]
+    return [name.removesuffix(".running_mean") for name in names if name.endswith(".running_mean")]
 
 
 @dataclass
@@ -232,7 +216,7 @@ class Place:
 
 @contextlib.contextmanager
 def work_folder(out: Path | None) -> Iterator[Place]:
-    """A new folder: the one that was asked for, or a temporary one that goes unless it is to be kept."""
+    """Creates the folder that was asked for, or a temporary one that is removed unless it is to be kept."""
     if out is None:
         place = Place(Path(tempfile.mkdtemp(prefix="lockstep-verify-")), keep=False)
     else:
@@ -251,7 +235,7 @@ def work_folder(out: Path | None) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def _ending_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does: the run under way is ended, nothing stays behind."""
+    """Has SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does: nothing stays behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

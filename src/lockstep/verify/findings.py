@@ -1,9 +1,9 @@
-"""How losses are compared, what was asked of a comparison, and what it found."""
+"""Compares losses and metrics; the records of what was asked of a comparison, and of what it found."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ from lockstep.verify.combinations import Combination
 from lockstep.verify.trial import Trial
 
 Losses = Mapping[int, float]
-Verdict = Literal["reference", "agrees", "differs", "failed", "random", "not here"]
+Verdict = Literal["reference", "agrees", "differs", "failed", "random"]
 
 # Per step, relative; docs/verify.md says where it comes from. That of fp8 is a guess: ten times that of bf16.
 TOLERANCE_PER_STEP = {"float32": 2e-6, "tf32": 1e-3, "bf16": 2e-3, "fp16": 2e-3, "fp8": 2e-2}
@@ -22,7 +22,7 @@ METRIC_TOLERANCE = 0.01
 
 
 def tolerance(precision: str, steps: int) -> float:
-    """What two orders of summation may differ by after so many steps, with room to spare."""
+    """Returns the difference that another order of summation may make after so many steps, with room to spare."""
     return TOLERANCE_PER_STEP[precision] * steps
 
 
@@ -40,14 +40,14 @@ class Comparison:
 
 
 def compare(reference: Losses, losses: Losses, allowed: float) -> Comparison:
-    """Step by step. A step that only one of them has is as different as can be."""
+    """Compares step by step. A step that only one of them has is infinitely different."""
     apart = {step: _difference(reference.get(step), losses.get(step)) for step in sorted({*reference, *losses})}
     first = next((step for step, difference in apart.items() if not difference <= allowed), None)
     return Comparison(max(apart.values(), default=math.inf), first if apart else 0, apart.get(first or 0, 0.0))
 
 
 def metrics_apart(reference: Mapping[str, float], metrics: Mapping[str, float], allowed: float) -> dict[str, float]:
-    """The metrics at the end that differ by more than is allowed, and by how much.
+    """Returns the final metrics that differ by more than is allowed, and by how much.
 
     A loss moves with the weights. Other metrics may jump: one example on the other side of a threshold is no fault.
     """
@@ -69,8 +69,6 @@ def _difference(reference: float | None, other: float | None) -> float:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to compare, and how strictly."""
-
     config: Path
     steps: int
     overrides: tuple[str, ...] = ()
@@ -83,12 +81,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Judged:
-    """A run and what it came to."""
+    """A run and its verdict."""
 
     verdict: Verdict
-    trial: Trial | None = None
+    trial: Trial
     comparison: Comparison | None = None
-    reason: str = ""  # why it is not here, or failed
+    reason: str = ""  # why it failed
     metrics_apart: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)  # here, reference
     resumed_from: str = ""
 
@@ -100,11 +98,6 @@ class Row:
     combination: Combination
     fresh: Judged
     resumed: Judged | None = None
-    required: bool = False
-
-    @property
-    def ran(self) -> bool:
-        return self.fresh.verdict != "not here"
 
     @property
     def good(self) -> bool:
@@ -120,14 +113,19 @@ class Report:
     precision: str
     tolerance: float
     rows: Sequence[Row]
+    not_here: Mapping[str, str] = field(default_factory=dict)  # combinations that cannot run -> why
+    required: Collection[str] = ()
     random: bool = False  # the task draws random numbers while it trains
-    random_arguments: Sequence[str] = ()  # of the task, that look as if they were the reason
-    batch_norm: Sequence[str] = ()  # layers that normalise by a rank's share of the batch
+    random_arguments: Sequence[str] = ()  # of the task, that are probably the reason
+    batch_norm: Sequence[str] = ()  # layers that normalise by a rank's part of the batch
     # The reference with its batches taken in halves: another order of summation, and nothing else.
     control: Comparison | None = None
 
     @property
     def agrees(self) -> bool:
-        """At least one was compared, all that were are right, and none that is required is missing."""
-        compared = [row for row in self.rows[1:] if row.ran]
-        return bool(compared) and all(row.good for row in self.rows if row.ran or row.required)
+        """At least one was compared, all that were agree, and none that is required is missing."""
+        return len(self.rows) > 1 and all(row.good for row in self.rows) and not self.required_missing
+
+    @property
+    def required_missing(self) -> dict[str, str]:
+        return {name: reason for name, reason in self.not_here.items() if name in self.required}

@@ -1,4 +1,4 @@
-"""What is shown of a comparison: a table for people, the same in Markdown, an object for programs."""
+"""Shows a comparison: a table for people, the same in Markdown, an object for programs."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ def markdown(report: Report) -> str:
 
 
 def conclusion(report: Report) -> str:
-    """What it comes to, and what to do about what is not right."""
-    bad = [row for row in report.rows if not row.good and (row.ran or row.required)]
-    lines = [*_not_here(report), *(_what_is_wrong(row) for row in bad if row.fresh.verdict != "random")]
+    """Says what the comparison found, and what to do about what differs."""
+    required = report.required_missing
+    bad = [row for row in report.rows if not row.good]
+    lines = _not_here(report) + [f"{name} is required and not here: {reason}" for name, reason in required.items()]
+    lines += [_what_is_wrong(row) for row in bad if row.fresh.verdict != "random"]
     lines += [*_by_halves(report), *_by_design(report)]
-    ran = [row for row in report.rows if row.ran]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
+    count = len(report.rows)
     if report.agrees:
-        largest = max(each.largest for row in ran for each in _comparisons(row))
-        lines.append(f"all {len(ran)} agree: the largest difference is {largest:.1e} ({allowed})")
+        runs = [each for row in report.rows for each in (row.fresh, row.resumed) if each is not None]
+        largest = max(each.comparison.largest for each in runs if each.comparison is not None)
+        lines.append(f"all {count} agree: the largest difference is {largest:.1e} ({allowed})")
     elif report.rows[0].fresh.verdict != "reference":
         lines.append(f"nothing was compared: {report.rows[0].combination.name}, the reference, did not run")
-    elif len(ran) == 1:
+    elif count == 1:
         lines.append("nothing was compared: no combination but the reference can run here with this config")
     elif report.random:
-        failed = sum(row.fresh.verdict == "failed" for row in ran)
-        lines.append("not comparable: random" + (f"; {failed} of {len(ran)} failed" if failed else ""))
+        failed = sum(row.fresh.verdict == "failed" for row in report.rows)
+        lines.append("not comparable: random" + (f"; {failed} of {count} failed" if failed else ""))
     else:
-        wanted = [row for row in report.rows if row.ran or row.required]
-        lines.append(f"{sum(not row.good for row in wanted)} of {len(wanted)} do not agree ({allowed})")
+        lines.append(f"{len(bad) + len(required)} of {count + len(required)} do not agree ({allowed})")
     return "\n".join(lines)
 
 
 def as_json(report: Report) -> str:
-    """Without NaN, which JSON does not have; a difference that is infinite is null."""
+    """JSON has no NaN: an infinite difference is null."""
     asked = report.asked
     everything = {
         "agrees": report.agrees,
@@ -64,27 +66,28 @@ def as_json(report: Report) -> str:
         "combinations": [
             {
                 "name": row.combination.name,
-                "required": row.required,
+                "required": row.combination.name in report.required,
                 **_plain(row.fresh),
                 "resumed": None if row.resumed is None else _plain(row.resumed),
             }
             for row in report.rows
         ],
+        "not_here": dict(report.not_here),
         "conclusion": conclusion(report).splitlines(),
     }
     return json.dumps(finite(everything), indent=2)
 
 
 def _table(report: Report) -> list[list[str]]:
-    """A head, and a row for every combination that ran."""
-    first, *others = steps = _shown_steps(report.asked.steps)
-    head = ["combination", "verdict", f"loss at step {first}", *map(str, others), "largest difference"]
+    """Returns a head, and a row for every combination that ran."""
+    steps = list(range(1, report.asked.steps + 1))
+    if len(steps) > _ALL_SHOWN:
+        steps = [1, 2, 3, report.asked.steps]
+    head = ["combination", "verdict", f"loss at step {steps[0]}", *map(str, steps[1:]), "largest difference"]
     if report.asked.resume:
         head += [f"resumed at {halfway(report.asked.steps)} from", "largest difference", "verdict"]
     rows = [head]
     for row in report.rows:
-        if row.fresh.trial is None:
-            continue
         fresh, resumed = row.fresh, row.resumed
         losses = [_loss(row.fresh.trial.losses, step) for step in steps]
         cells = [row.combination.name, fresh.verdict, *losses, _difference(fresh)]
@@ -95,17 +98,13 @@ def _table(report: Report) -> list[list[str]]:
 
 
 def _not_here(report: Report) -> list[str]:
-    """One line for all combinations that cannot run, by reason."""
+    """Returns one line for all combinations that cannot run, by reason."""
     absent: dict[str, list[str]] = {}
-    for row in report.rows:
-        if not row.ran and not row.required:
-            absent.setdefault(row.fresh.reason, []).append(row.combination.name)
-    told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in absent.items())
-    return [f"not here: {told}"] if told else []
-
-
-def _shown_steps(steps: int) -> list[int]:
-    return list(range(1, steps + 1)) if steps <= _ALL_SHOWN else [1, 2, 3, steps]
+    for name, reason in report.not_here.items():
+        if name not in report.required:
+            absent.setdefault(reason, []).append(name)
+    listed = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in absent.items())
+    return [f"not here: {listed}"] if listed else []
 
 
 def _loss(losses: Mapping[int, float], step: int) -> str:
@@ -122,23 +121,15 @@ def _number(value: float | None) -> str:
     return "not there" if value is None else f"{value:.6g}"
 
 
-def _comparisons(row: Row) -> list[Any]:
-    runs = (row.fresh, row.resumed)
-    return [each.comparison for each in runs if each is not None and each.comparison is not None]
-
-
 def _what_is_wrong(row: Row) -> str:
     name, fresh, resumed = row.combination.name, row.fresh, row.resumed
-    if fresh.verdict == "not here":
-        return f"{name} is required and not here: {fresh.reason}"
     if resumed is not None and fresh.verdict in ("reference", "agrees"):
-        what = _failed_or_differs(resumed)
-        return f"{name}, resumed from the checkpoint of {resumed.resumed_from}, {what}"
+        return f"{name}, resumed from the checkpoint of {resumed.resumed_from}, {_failed_or_differs(resumed)}"
     return f"{name} {_failed_or_differs(fresh)}"
 
 
 def _failed_or_differs(judged: Judged) -> str:
-    log = f"; log: {judged.trial.log}" if judged.trial is not None else ""
+    log = f"; log: {judged.trial.log}"
     if judged.comparison is None:
         return f"failed: {judged.reason}{log}"
     first = judged.comparison.first_step
@@ -163,13 +154,13 @@ def _failed_or_differs(judged: Judged) -> str:
 
 
 def _by_halves(report: Report) -> Sequence[str]:
-    """What one process that takes its batches in halves says of the reason."""
+    """Says what one process that takes its batches in halves shows about the reason."""
     control = report.control
     if control is None:
         return []
     if control.first_step == 1 or control.at_first > _JUMP * report.tolerance:
         return _by_counts(report, control)
-    if not any(_differs_after_step_1(row) for row in report.rows):
+    if not any(row.fresh.comparison is not None and (row.fresh.comparison.first_step or 0) > 1 for row in report.rows):
         return []
     alone = "one process that takes its batches in halves, which is the same sum in another order,"
     if control.first_step is None:
@@ -182,25 +173,20 @@ def _by_halves(report: Report) -> Sequence[str]:
 
 
 def _by_counts(report: Report, control: Comparison) -> Sequence[str]:
-    """The mean of two halves is the mean of the whole where both count as much, and with other counts it is not."""
+    """The mean of two halves is the mean of the whole only if both have the same count."""
     if report.batch_norm or control.at_first >= _SUM_DIFFERENCE:  # other reasons, which are named elsewhere
         return []
     return [
         "the loss is a mean over unequal counts: one process that takes its batches in halves differs as well, at step "
-        f"{control.first_step} by {control.at_first:.1e}, without any other rank. It is a mean over "
-        "tokens, or over labels that are not -100, as `model(**batch).loss` of Hugging Face is. Divide by the count of "
-        'the whole batch: `n = (batch["labels"][:, 1:] != -100).sum()`, then `return lockstep.Mean(model(**batch).loss '
-        "* n, n)` "
+        f"{control.first_step} by {control.at_first:.1e}, without any other rank. It is a mean over tokens, or over "
+        "labels that are not -100, as `model(**batch).loss` of Hugging Face is. Divide by the count of the whole "
+        'batch: `n = (batch["labels"][:, 1:] != -100).sum()`, then `return lockstep.Mean(model(**batch).loss * n, n)` '
         "(docs/coming-from.md)"
     ]
 
 
-def _differs_after_step_1(row: Row) -> bool:
-    return row.fresh.comparison is not None and (row.fresh.comparison.first_step or 0) > 1
-
-
 def _by_design(report: Report) -> Sequence[str]:
-    """What makes losses depend on the number of ranks although nothing is broken."""
+    """Names what makes losses depend on the number of ranks although nothing is broken."""
     notes = []
     if report.random:
         likely = " ".join(f"--set task.{name}=0" for name in report.random_arguments)
@@ -212,7 +198,7 @@ def _by_design(report: Report) -> Sequence[str]:
     if report.batch_norm and any(row.fresh.verdict == "differs" for row in report.rows):
         notes.append(
             f"{', '.join(report.batch_norm[:3])}{' ...' if len(report.batch_norm) > 3 else ''} normalise by the "
-            "statistics of a rank's share of the batch, so that the loss depends on the number of ranks; a norm over "
+            "statistics of a rank's part of the batch, so that the loss depends on the number of ranks; a norm over "
             "the features of an example (LayerNorm, GroupNorm) does not"
         )
     return notes
@@ -224,12 +210,12 @@ def _plain(judged: Judged) -> dict[str, Any]:
         "verdict": judged.verdict,
         "reason": judged.reason or None,
         "resumed_from": judged.resumed_from or None,
-        "losses": {} if run is None else {str(step): loss for step, loss in run.losses.items()},
+        "losses": {str(step): loss for step, loss in run.losses.items()},
         "largest_difference": comparison.largest if comparison else None,
         "differs_from_step": comparison.first_step if comparison else None,
-        "metrics": {} if run is None else dict(run.metrics),
+        "metrics": dict(run.metrics),
         "metrics_that_differ": sorted(judged.metrics_apart),
-        "seconds": round(run.seconds, 3) if run else None,
-        "command": run.command if run else None,
-        "log": str(run.log) if run else None,
+        "seconds": round(run.seconds, 3),
+        "command": run.command,
+        "log": str(run.log),
     }

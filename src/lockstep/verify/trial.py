@@ -1,4 +1,4 @@
-"""One run as a user would start it: the command, its log, its limit, and the losses it wrote or why it did not."""
+"""One run as a user would start it: the command, its log, its limit, and the losses it wrote or why it failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.distributed.failure import describe_exit
 from lockstep.doctor.ask import environment
 from lockstep.record.run_folder import read_summary
 from lockstep.verify.combinations import Combination
-from lockstep.verify.workers import Lanes, end
+from lockstep.verify.pool import RunPool, end
 
 LOSS = "train/loss"  # what training rows call it
 _LOOK_SECONDS = 0.5
@@ -29,8 +29,6 @@ _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
 @dataclass(frozen=True)
 class Trial:
-    """How a run went."""
-
     command: str
     log: Path
     folder: Path | None  # the run's own; None where it did not get as far as making one
@@ -41,36 +39,35 @@ class Trial:
 
 
 def train(
-    combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float, lanes: Lanes
+    combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float, pool: RunPool
 ) -> Trial:
-    """A new run of the config, in a folder below `out`."""
+    """Starts a new run of the config, in a folder below `out`."""
     out.mkdir(parents=True)
-    settings = settings_of(combination, overrides)
-    return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit, lanes)
+    settings = _settings(combination, overrides)
+    return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit, pool)
 
 
-def settings_of(combination: Combination, overrides: Sequence[str]) -> list[str]:
+def _settings(combination: Combination, overrides: Sequence[str]) -> list[str]:
     return [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
 
 
-def resume(combination: Combination, run: Path, limit: float, lanes: Lanes) -> Trial:
-    """Go on with the run in a folder."""
-    return _run(combination, ["resume", str(run)], run.parents[1], limit, lanes)
+def resume(combination: Combination, run: Path, limit: float, pool: RunPool) -> Trial:
+    return _run(combination, ["resume", str(run)], run.parents[1], limit, pool)
 
 
 def train_on_hosts(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
-    """A new run of the config on its hosts; its folder is below `out` afterwards."""
+    """Starts a new run of the config on its hosts; its folder is below `out` afterwards."""
     out.mkdir(parents=True)
-    pod, settings = f"verify-{secrets.token_hex(4)}", settings_of(combination, overrides)
+    pod, settings = f"verify-{secrets.token_hex(4)}", _settings(combination, overrides)
 
     def run(log: str, *arguments: str, seconds: float = _COMMAND_SECONDS) -> int | None:
-        return execute(command_of(combination, arguments), environment(), out / log, seconds)
+        return execute(_command(combination, arguments), environment(), out / log, seconds)
 
     made = ["pod", "create", pod, "--config", str(config), *settings]
     began = time.monotonic()
     code = run("output.log", *made)
     if code != 0:  # not all hosts can take part; nothing is remembered, and nothing is on them yet
-        return concluded(command_of(combination, made), out, code, time.monotonic() - began, _COMMAND_SECONDS)
+        return _concluded(_command(combination, made), out, code, time.monotonic() - began, _COMMAND_SECONDS)
     command = ["train", str(config), *settings, "--pod", pod]
     try:
         code = run("output.log", *command, seconds=limit)
@@ -78,14 +75,14 @@ def train_on_hosts(combination: Combination, config: Path, overrides: Sequence[s
         pulled = run("pull.log", "pod", "pull", pod, "--out", str(out / "runs"))
     finally:
         _remove(pod, run)
-    found = concluded(command_of(combination, command), out, code, seconds, limit)
+    found = _concluded(_command(combination, command), out, code, seconds, limit)
     if pulled != 0 and not found.failure:
         return replace(found, failure=f"the run's folder could not be brought here; see {out / 'pull.log'}")
     return found
 
 
 def _remove(pod: str, run: Callable[..., int | None]) -> None:
-    """A job that is still at work is ended first: asked twice, as by Ctrl-C."""
+    """Ends a job that is still running first, as Ctrl-C does."""
     for _ in range(_TRIES):
         if run("delete.log", "pod", "delete", pod, "--yes") == 0:
             return
@@ -93,38 +90,41 @@ def _remove(pod: str, run: Callable[..., int | None]) -> None:
         time.sleep(1.0)
 
 
-def _run(combination: Combination, arguments: list[str], out: Path, limit: float, lanes: Lanes) -> Trial:
-    command, log = command_of(combination, arguments), out / "output.log"
+def _run(combination: Combination, arguments: list[str], out: Path, limit: float, pool: RunPool) -> Trial:
+    command, log = _command(combination, arguments), out / "output.log"
     began = time.monotonic()
     if combination.plain:
-        code = lanes.command(arguments, log, limit)
+        code = pool.command(arguments, log, limit)
     else:
-        code = execute(command, {**environment(), **combination.env}, log, limit, lanes.stopping)
-    return concluded(command, out, code, time.monotonic() - began, limit)
+        code = execute(command, {**environment(), **combination.env}, log, limit, pool.stopping)
+    return _concluded(command, out, code, time.monotonic() - began, limit)
 
 
-def command_of(combination: Combination, arguments: Sequence[str]) -> list[str]:
+def _command(combination: Combination, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", *combination.command, *arguments]
 
 
-def concluded(command: Sequence[str], out: Path, code: int | None, seconds: float, limit: float) -> Trial:
-    """What a run came to whose folder is below `out`, where its log is too."""
+def _concluded(command: Sequence[str], out: Path, code: int | None, seconds: float, limit: float) -> Trial:
+    """Returns the results of a run whose folder and log are below `out`."""
     log, folder = out / "output.log", next(iter((out / "runs").glob("*/")), None)
     summary = {} if folder is None else read_summary(folder)
     if code == 0:
-        metrics = {
-            name: each for name, each in (summary.get("metrics") or {}).items() if isinstance(each, (int, float))
-        }
+        found = (summary.get("metrics") or {}).items()
+        metrics = {name: each for name, each in found if isinstance(each, (int, float))}
         return Trial(shlex.join(command), log, folder, seconds, _losses(folder), metrics=metrics)
     text = log.read_text(encoding="utf-8", errors="replace")
-    failure = _late(text, limit) if code is None else headline(text, summary.get("reason") or None, code)
+    if code is None:
+        said = [line.strip() for line in text.splitlines() if line.strip()]
+        failure = f"did not end within {limit:g} s" + (f"; it last said: {said[-1]}" if said else "")
+    else:
+        failure = headline(text, summary.get("reason") or None, code)
     return Trial(shlex.join(command), log, folder, seconds, failure=failure)
 
 
 def execute(
     command: Sequence[str], env: Mapping[str, str], log: Path, limit: float, stopping: threading.Event | None = None
 ) -> int | None:
-    """The exit code; None where it did not end in time, and was ended. `stopping` ends it as Ctrl-C does."""
+    """Returns the exit code; None if it did not end in time, and was ended. `stopping` ends it as Ctrl-C does."""
     deadline = time.monotonic() + limit
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -153,26 +153,18 @@ def _losses(folder: Path | None) -> dict[int, float]:
     if folder is None or not (folder / METRICS_FILE).is_file():
         return {}
     rows = [row for row in read_rows(folder / METRICS_FILE) if SPEED in row]
-    # A task with a training step of its own calls its losses what it likes: the first of them.
+    # A task with a custom training step may log other losses: the first of them.
     named = dict.fromkeys(name for row in rows for name in row if name.startswith("train/"))
     loss = LOSS if LOSS in named or not named else next(iter(named))
     return {row["step"]: row[loss] for row in rows if row.get(loss) is not None}
 
 
 def headline(log: str, reason: str | None, code: int) -> str:
-    """One line for what a command printed before it failed.
-
-    Our launcher's line with that reason, which has the rank; else the last thing that Lockstep said; else, under
-    another launcher, the first exception.
-    """
+    """Returns one line of what a command printed before it failed: our launcher's line with that reason, which has the
+    rank; else the last line of Lockstep; else, under another launcher, the first exception."""
     ours = [line.removeprefix("lockstep: ") for line in log.splitlines() if line.startswith("lockstep: ")]
     if reason is not None:
         first = reason.splitlines()[0]
         return next((line for line in ours if first in line), first)
     exceptions = (match[0] for line in log.splitlines() if (match := _EXCEPTION.match(line)))
     return ours[-1] if ours else next(exceptions, describe_exit(code))
-
-
-def _late(log: str, limit: float) -> str:
-    said = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"did not end within {limit:g} s" + (f"; it last said: {said[-1]}" if said else "")

@@ -1,4 +1,4 @@
-"""`lockstep.ray.TorchConfig`: what Ray's own says, and what Lockstep needs to know beyond it."""
+"""The settings of the workers: the fields of `lockstep.ray.TorchConfig`, checked where it is made."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray.train.torch
-from ray.train.backend import Backend
 
+from lockstep.config.load import validate
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.ray.backend import TorchBackend, XlaBackend
-from lockstep.ray.session import Training
-from lockstep.ray.worker_settings import BACKENDS, XLA_BACKENDS, checked_settings
 from lockstep.ray.xla import SPMD_KEYS, check_spmd_config
+
+XLA_BACKENDS = ("xla", "xla_tpu")
+BACKENDS = ("auto", "gloo", "nccl", *XLA_BACKENDS)
+_SET_BY_RAY = ("processes", "runtime", "launch")
 
 
 @dataclass
-class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
-    """A drop-in for `ray.train.torch.TorchConfig`.
-
-    `backend="auto"` is nccl where workers have GPUs, xla where they have TPUs, else gloo.
-    """
-
+class WorkerSettings(ray.train.torch.TorchConfig):  # type: ignore[misc]
     backend: str = "auto"
     # mesh_shape, or data_parallel_size and model_parallel_size: the mesh of an XLA backend.
     xla_spmd_config: Mapping[str, Any] | None = None
     # How long workers may take to find each other; each way of joining an XLA group has as long.
     join_timeout_s: float = 30.0
-    # The share of a device's memory that the XLA allocator takes, and whether it takes it at once.
+    # The fraction of a device's memory that the XLA allocator takes, and whether it takes it at once.
     xla_memory_fraction: float | None = None
     xla_memory_preallocate: bool | None = None
     share_devices: bool = False
@@ -40,7 +36,7 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
     folder: str | None = None
     # `package.module:Name` or `file.py:Name`: compared on all workers before training starts.
     task: str | None = None
-    # At most so often are metrics and the newest checkpoint reported to Ray: every report waits for all workers.
+    # The shortest time between two reports to Ray: every report waits for all workers.
     report_every_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -59,27 +55,25 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
             )
         if self.xla_spmd_config is not None:
             check_spmd_config(self.xla_spmd_config)
-        self.settings = checked_settings(self.settings)
+        self.settings = self.checked_settings()
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return XlaBackend if self.backend in XLA_BACKENDS else TorchBackend
-
-    @property
-    def train_func_context(self) -> Any:
-        return Training
+    def checked_settings(self) -> RunSettings:
+        if isinstance(self.settings, RunSettings):
+            return self.settings
+        twice = [name for name in _SET_BY_RAY if name in self.settings]
+        if twice:
+            raise ConfigError(
+                f"TorchConfig: settings[{twice[0]!r}]: Ray's ScalingConfig says how many workers there are and what "
+                "they get, and backend, timeout_s, join_timeout_s and share_devices of TorchConfig the rest; leave it "
+                "out"
+            )
+        return validate(RunSettings, dict(self.settings), {}, "lockstep.ray.TorchConfig(settings=...)")
 
     def to_dict(self) -> dict[str, Any]:
-        """What Ray's dashboard shows."""
-        spmd = {key: self.xla_spmd_config[key] for key in SPMD_KEYS if key in (self.xla_spmd_config or {})}  # type: ignore[index]
-        return {
-            "backend": self.backend,
-            "init_method": self.init_method,
-            "timeout_s": self.timeout_s,
-            "join_timeout_s": self.join_timeout_s,
-            "xla_spmd_config": spmd,
-            "folder": self.folder,
-        }
+        """Returns what Ray's dashboard shows."""
+        shown = {name: getattr(self, name) for name in ("backend", "init_method", "timeout_s", "join_timeout_s")}
+        spmd = self.xla_spmd_config or {}
+        return {**shown, "xla_spmd_config": {key: spmd[key] for key in SPMD_KEYS if key in spmd}, "folder": self.folder}
 
 
 def _check_number(name: str, value: Any, above: float, most: float = math.inf) -> None:

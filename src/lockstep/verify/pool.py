@@ -1,4 +1,4 @@
-"""Runs side by side, as many as there are cores for; one process per lane runs all that need none of their own."""
+"""Runs commands side by side, as many as there are cores for, in processes that have loaded torch already."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 20.0
 
 
-class Lanes:
-    """Where runs are executed. Whatever is under way ends when the block does, also by Ctrl-C."""
+class RunPool:
+    """Where runs are executed. Those under way end when the block does, also by Ctrl-C."""
 
     def __init__(self, work: Path, runs: int) -> None:
-        """For so many runs at most."""
+        """`runs` is the most that there will be."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.count = max(min(cores, _MOST, runs), 1)
         self.stopping = threading.Event()
         # Libraries read it when they are loaded, which is once for runs of one and of four processes.
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(cores // 4, 1)))}
-        self._all = [_Starter(work / f".lane-{number}.log", threads, self.stopping) for number in range(self.count)]
+        self._all = [_Starter(work / f".starter-{number}.log", threads, self.stopping) for number in range(self.count)]
         self._free = queue.SimpleQueue[_Starter]()
         for each in self._all:
             self._free.put(each)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Lanes]:
+    def open(self) -> Iterator[RunPool]:
         try:
             for each in self._all:
                 each.begin()  # all of them load torch meanwhile
@@ -54,7 +54,7 @@ class Lanes:
                 each.end()
 
     def side_by_side(self, tasks: Sequence[Callable[[], Found]]) -> list[Found]:
-        """What all of them return, in their order; the first failure is raised, once all that were begun have ended."""
+        """Returns all results in order; raises the first failure once all that were begun have ended."""
         failed = threading.Event()
 
         def guarded(task: Callable[[], Found]) -> Found:
@@ -76,7 +76,7 @@ class Lanes:
         return [future.result() for future in futures]
 
     def command(self, arguments: Sequence[str], log: Path, limit: float) -> int | None:
-        """Run a command of ours by a process that may have run others; None where it did not end in time."""
+        """Runs a lockstep command and returns its exit code; None if it did not end in time."""
         starter = self._free.get()
         try:
             return starter.run(arguments, log, limit)
@@ -85,30 +85,29 @@ class Lanes:
 
 
 class _Starter:
-    """A process that runs one command after the other; a new one after a failure."""
+    """A process that runs one command after the other; it is replaced after a failure."""
 
     def __init__(self, log: Path, variables: Mapping[str, str], stopping: threading.Event) -> None:
         self._log, self._variables, self._stopping = log, variables, stopping
         self._process: subprocess.Popen[bytes] | None = None
 
-    def begin(self) -> None:
+    def begin(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "lockstep.cli.starter"], env={**environment(), **self._variables},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, process_group=0,
             )  # fmt: skip
+        return self._process
 
     def run(self, arguments: Sequence[str], log: Path, limit: float) -> int | None:
-        if self._process is None:
-            self.begin()
+        process = self._process or self.begin()
         before = self._log.stat().st_size
+        code: int | None = None
         try:
-            code = self._answer(arguments, limit)
-        except BaseException:
-            self.end()
-            raise
-        if code != 0:
-            self.end()
+            code = self._answer(process, arguments, limit)
+        finally:
+            if code != 0:
+                self.end()
         with self._log.open("rb") as written:
             written.seek(before)
             log.write_bytes(written.read())
@@ -122,9 +121,8 @@ class _Starter:
                 if stream is not None:
                     stream.close()
 
-    def _answer(self, arguments: Sequence[str], limit: float) -> int | None:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+    def _answer(self, process: subprocess.Popen[bytes], arguments: Sequence[str], limit: float) -> int | None:
+        assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + limit
         try:
             process.stdin.write(json.dumps(list(arguments)).encode() + b"\n")
@@ -141,7 +139,7 @@ class _Starter:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asked first: a launcher ends its ranks, wherever they are. Nothing is done where it has ended by itself."""
+    """Asks first, so that a launcher ends its ranks, wherever they are. Does nothing if the process has ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
