@@ -65,7 +65,7 @@ def evaluate(
     A line of RUN/evaluations.jsonl notes what came of it; nothing else of RUN changes.
     """
     from lockstep.launchers import after
-    from lockstep.launchers.restore_point import Wanted
+    from lockstep.launchers.resume import Wanted
 
     folder = after.run_folder_of(run_dir)
     say_whose_code(folder)
@@ -114,7 +114,7 @@ def predict(
     Finished parts are in OUT.parts until all are there; the same command goes on after them where it was killed.
     """
     from lockstep.launchers import after
-    from lockstep.launchers.restore_point import Wanted
+    from lockstep.launchers.resume import Wanted
 
     if data is not None and input_ is not None:
         raise ConfigError(f"--data {data} and --input {input_}: name one of them")
@@ -174,8 +174,8 @@ def _finished(done: Done, what: str, go_on: str = "") -> dict[str, Any] | None:
         say(f"the {what} was asked to stop before it was done{go_on}")
     if done.exit_code:
         sys.exit(done.exit_code)
-    if done.queued is not None:
-        say(done.queued)
+    if done.message is not None:
+        say(done.message)
         return None
     return done.found
 

@@ -13,7 +13,7 @@ import click
 
 from lockstep.cli.messages import say
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
-from lockstep.launchers import fitting
+from lockstep.launchers import checks
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -79,7 +79,7 @@ def _tell(folder: Path, result: Result, config: RunConfig, where: Path | Url) ->
         log = folder / "logs" / f"rank-{failure.rank}.log"
         if log.exists():  # a rank has one from the roll call on
             say(f"log: {log}")
-        fitting.explain(failure, config, folder, say)
+        checks.explain_out_of_memory(failure, config, folder, say)
         if saved:
             say(f"go on from the last checkpoint with: lockstep resume {where}")
         return result.exit_code

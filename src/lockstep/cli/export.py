@@ -47,7 +47,7 @@ def export(
     """
     from lockstep.distributed.topology import launched
     from lockstep.launchers import after
-    from lockstep.launchers.restore_point import Wanted
+    from lockstep.launchers.resume import Wanted
 
     if launched(os.environ):
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")

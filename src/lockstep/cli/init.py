@@ -34,6 +34,6 @@ def init(folder: Path) -> None:
 def _name_line(folder: Path) -> str:
     """What names the runs after the folder, as wide as what it replaces where it can be."""
     from lockstep.config.load import to_yaml
-    from lockstep.launchers.folder import named
+    from lockstep.launchers.base import run_name
 
-    return to_yaml({"name": named(folder.resolve().name)}).strip().ljust(len("name: NAME"))
+    return to_yaml({"name": run_name(folder.resolve().name)}).strip().ljust(len("name: NAME"))

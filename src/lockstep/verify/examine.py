@@ -18,7 +18,7 @@ from lockstep.checkpoint import manifest, merge
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launchers.ssh import hosts
+from lockstep.launchers.ssh.commands import host_names
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
@@ -169,7 +169,7 @@ class _Runs:
 def _hosts(asked: Asked) -> list[str]:
     """Those that train, by the config as it stands."""
     config = load(asked.config, (*USUAL, *asked.overrides, *needed(asked.steps)))
-    return hosts.named(config)[: config.launch.nodes] if config.launch.type == "ssh" else []
+    return host_names(config)[: config.launch.nodes] if config.launch.type == "ssh" else []
 
 
 def _unjudged(report: Report, config: RunConfig) -> Report:
