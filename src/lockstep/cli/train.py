@@ -65,7 +65,7 @@ def train(
         return
     launcher, place = launcher_of(loaded, os.environ, pod_name), Out(out, pod=pod_name)
     if dry_run:
-        _dry_run(loaded, launcher, place, "RUN_DIR")
+        _dry_run(loaded, launcher, place)
         return
     here = trains_here(loaded, os.environ)
     with nullcontext() if here else saying_what_is_logged(), launcher.train(loaded, place, say) as ended:
@@ -174,7 +174,7 @@ def _start_script_again(run_dir: Path, wanted: Wanted, options: dict[str, Any], 
     return True
 
 
-def _dry_run(config: RunConfig, launcher: Launcher, out: Out, folder: str) -> None:
+def _dry_run(config: RunConfig, launcher: Launcher, out: Out, folder: str | None = None) -> None:
     """Prints what would be started, once for all ranks."""
     from lockstep.distributed.topology import Topology, launched
 

@@ -60,8 +60,8 @@ class Ended:
 class Launcher(Protocol):
     """One way to start ranks. `train` and `resume` hold the run's folder until their context is left."""
 
-    def plan(self, config: RunConfig, out: Out, folder: str) -> tuple[RunConfig, Plan]:
-        """Returns the config as it would be run, checked, and what would be started; starts nothing."""
+    def plan(self, config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, Plan]:
+        """Returns the config as it would be run, checked, and what would be started; `folder`: of a run to resume."""
         ...
 
     def train(self, config: RunConfig, out: Out, say: Say) -> AbstractContextManager[Ended]:

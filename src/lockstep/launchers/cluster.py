@@ -25,7 +25,7 @@ class RayPlan:
         return self.text
 
 
-def plan(config: RunConfig, out: Out, folder: str) -> tuple[RunConfig, RayPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, RayPlan]:
     from lockstep.ray.installed import require_train_v2
 
     require_train_v2()

@@ -30,7 +30,7 @@ class RankPlan:
         return f"under the launcher that started this process: {self.ranks} ranks"
 
 
-def plan(config: RunConfig, out: Out, folder: str) -> tuple[RunConfig, RankPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, RankPlan]:
     check_processes(config, os.environ)
     topology = Topology.from_env(os.environ)
     config = config.model_copy(update={"processes": topology.local_world_size})

@@ -37,10 +37,10 @@ MOST_TRIALS = 100_000  # SLURM's own limit (MaxArraySize) is usually 1,001
 _ANSWER_SECONDS = 120.0  # a controller that is busy takes its time
 
 
-def plan(config: RunConfig, out: Out, folder: str) -> tuple[RunConfig, Job]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, Job]:
     config = resolved(config)
     checks.check_imports(config)
-    return config, of_run(config, (out.on_disk() / folder).absolute())
+    return config, of_run(config, (out.on_disk() / (folder or "RUN_DIR")).absolute())
 
 
 @contextmanager

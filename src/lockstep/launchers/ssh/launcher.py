@@ -23,7 +23,7 @@ from lockstep.config.changes import described as described_change
 from lockstep.distributed.signals import handled, unless_ignored
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launchers import checks
-from lockstep.launchers.base import Ended, Out, Say
+from lockstep.launchers.base import Ended, Out, Plan, Say
 from lockstep.launchers.local import launcher as local
 from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.pod import Pod
@@ -60,7 +60,9 @@ class PodPlan:
         return "\n".join([self.note, *(command.render() for command in self.commands)])
 
 
-def plan(config: RunConfig, out: Out, folder: str) -> tuple[RunConfig, PodPlan]:
+def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, Plan]:
+    if folder is not None:
+        return local.plan(config, out, folder)
     return config, plan_pod(config, out.pod or str(config.name))
 
 
