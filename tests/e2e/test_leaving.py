@@ -139,8 +139,8 @@ def test_a_task_that_is_trained_and_one_that_is_preempted(project: Project) -> N
 
 HANGS = """
 import atexit, os, pathlib, sys, time
-import lockstep.launchers.local.exit
-lockstep.launchers.local.exit.LEAVE_SECONDS = 2.0
+import lockstep.launchers.local.child
+lockstep.launchers.local.child.LEAVE_SECONDS = 2.0
 
 def hangs():
     while True:

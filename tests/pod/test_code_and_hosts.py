@@ -12,10 +12,12 @@ import pytest
 
 from lockstep.config.load import load_python
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launchers.ssh import archive, hosts
-from lockstep.launchers.ssh.digests import digests
+from lockstep.launchers.ssh import code
+from lockstep.launchers.ssh.code import digests
+from lockstep.launchers.ssh.commands import host_names
 from lockstep.launchers.ssh.folder import Job, PodFolder
-from lockstep.launchers.ssh.order import Host, Order, shares
+from lockstep.launchers.ssh.record import Host, Order
+from lockstep.launchers.ssh.record import spread as spread_ranks
 
 TASK = Path(__file__).parents[1] / "tasks.py"
 
@@ -35,15 +37,15 @@ def test_only_what_changed_travels_and_what_is_gone_goes(tmp_path: Path) -> None
     (here / "runs" / "large").write_text("3")
     wanted = digests(here)
     assert set(wanted) == {"task.py", "part/a b.py"}
-    assert archive.write(packed, here, wanted, {}, "an order") == ["part/a b.py", "task.py"]
+    assert code.pack(packed, here, wanted, {}, "an order") == ["part/a b.py", "task.py"]
     assert packed.stat().st_mode & 0o077 == 0
-    assert archive.unpack(packed, there) == "an order"
+    assert code.unpack(packed, there) == "an order"
     assert digests(there, only_travelling=False) == wanted
     (here / "task.py").write_text("changed")
     (here / "part" / "a b.py").unlink()
     wanted = digests(here)
-    assert archive.write(packed, here, wanted, digests(there, only_travelling=False)) == ["task.py"]
-    archive.unpack(packed, there)
+    assert code.pack(packed, here, wanted, digests(there, only_travelling=False)) == ["task.py"]
+    code.unpack(packed, there)
     assert digests(there, only_travelling=False) == wanted
 
 
@@ -55,7 +57,7 @@ def test_nothing_of_an_archive_is_written_elsewhere(tmp_path: Path, name: str) -
         member.size = 1
         tar.addfile(member, io.BytesIO(b"x"))
     with pytest.raises(LaunchError, match="leads out of the folder"):
-        archive.unpack(packed, tmp_path / "there" / "code")
+        code.unpack(packed, tmp_path / "there" / "code")
     assert not list(tmp_path.rglob("escaped"))
 
 
@@ -63,25 +65,25 @@ def test_an_archive_that_arrived_in_part_is_not_taken_for_the_code(tmp_path: Pat
     here, packed = tmp_path / "here", tmp_path / "push.tar"
     here.mkdir()
     (here / "task.py").write_text("1")
-    archive.write(packed, here, {**digests(here), "lost.py": "0" * 64}, {"lost.py": "0" * 64})
+    code.pack(packed, here, {**digests(here), "lost.py": "0" * 64}, {"lost.py": "0" * 64})
     with pytest.raises(LaunchError, match=r"1 files are not what was pushed \(lost.py\)"):
-        archive.unpack(packed, tmp_path / "there")
+        code.unpack(packed, tmp_path / "there")
 
 
 def test_hosts_come_from_the_config_or_a_file(tmp_path: Path) -> None:
-    assert hosts.named(config(hosts=["a", "me@b"])) == ["a", "me@b"]
+    assert host_names(config(hosts=["a", "me@b"])) == ["a", "me@b"]
     file = tmp_path / "hosts"
     file.write_text("# ours\na  # the first\n\n10.0.0.2\n")
-    assert hosts.named(config(hosts_file=str(file))) == ["a", "10.0.0.2"]
+    assert host_names(config(hosts_file=str(file))) == ["a", "10.0.0.2"]
     file.write_text("a\n-oProxyCommand=x\n")
     with pytest.raises(ConfigError, match=r"hosts:2: not the name of a host.*got '-oProxyCommand=x'"):
-        hosts.named(config(hosts_file=str(file)))
+        host_names(config(hosts_file=str(file)))
     with pytest.raises(ConfigError, match="cannot be read"):
-        hosts.named(config(hosts_file=str(tmp_path / "none")))
+        host_names(config(hosts_file=str(tmp_path / "none")))
     with pytest.raises(ConfigError, match="launch: ssh needs hosts"):
-        hosts.named(config())
+        host_names(config())
     with pytest.raises(ConfigError, match="a is listed twice"):
-        hosts.named(config(hosts=["a", "b", "a"]))
+        host_names(config(hosts=["a", "b", "a"]))
     with pytest.raises(ConfigError, match=r"launch\.hosts\[0\]: not the name of a host.*got '\$\(id\)'"):
         config(hosts=["$(id)"])
 
@@ -94,7 +96,7 @@ def order(processes: int | str, *of_hosts: int) -> Order:
 
 def test_ranks_are_spread_over_the_hosts_that_train() -> None:
     def spread(*given: Any) -> list[tuple[int, int, int]]:
-        return [(each.host, each.first, each.count) for each in shares(*given)]
+        return [(each.host, each.first, each.count) for each in spread_ranks(*given)]
 
     assert spread(order(5, 1, 1, 1), [0, 1]) == [(0, 0, 3), (1, 3, 2)]
     assert spread(order(5, 1, 1, 1), [0, 2]) == [(0, 0, 3), (2, 3, 2)]

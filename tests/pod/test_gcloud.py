@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from lockstep.config.pod import Pod
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launchers.ssh import container, gcloud
+from lockstep.launchers.ssh import gcloud
+from lockstep.launchers.ssh.commands import list_containers, run_in_container, stop_container
 from lockstep.launchers.ssh.gcloud import Gcloud
 from lockstep.launchers.ssh.transport import Command, Transport
 
@@ -54,10 +55,10 @@ def seed_commands() -> list[str]:
         seeds.create(),
         seeds.run(["mkdir", "-p", "/root/example/"]),
         seeds.copy(Path("mnist_xla.py"), "/root/example/mnist_xla.py"),
-        seeds.run(container.run(seeds.pod, train, workdir="/root/example")),
-        seeds.run(container.ps(seeds.pod)),
-        seeds.run(container.ps(seeds.pod), worker=0),
-        seeds.run(container.stop(seeds.pod, grace=60)),
+        seeds.run(run_in_container(seeds.pod, train, workdir="/root/example")),
+        seeds.run(list_containers(seeds.pod)),
+        seeds.run(list_containers(seeds.pod), worker=0),
+        seeds.run(stop_container(seeds.pod, grace=60)),
         seeds.delete(asynchronous=True),
         seeds.listing(),
     )
@@ -93,7 +94,7 @@ def test_everything_that_can_be_set() -> None:
         },
     )  # fmt: skip
     made = Gcloud("pod-a", settings, Path("startup.sh"))
-    command = container.run(
+    command = run_in_container(
         settings,
         ["python", "-m", "lockstep"],
         workdir="/ignored",
@@ -206,7 +207,7 @@ def test_variables_are_passed_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@" >arguments\nprintf "%s" "$HF_TOKEN" >value\n')
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    argv = container.run(pod(), ["python", "two words"], workdir="/root", variables=["HF_TOKEN"])
+    argv = run_in_container(pod(), ["python", "two words"], workdir="/root", variables=["HF_TOKEN"])
     subprocess.run(argv, cwd=tmp_path, env={**os.environ, "HF_TOKEN": "very secret"}, check=True, timeout=60)
     arguments = (tmp_path / "arguments").read_text()
     assert "-e\nHF_TOKEN\n" in arguments and "secret" not in arguments
@@ -214,32 +215,20 @@ def test_variables_are_passed_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "value").read_text() == "very secret"
 
 
-def test_or_by_a_file() -> None:
-    argv = container.run(pod(), ["x"], workdir="/w", env_file="/root/.lockstep/env")
-    assert "--env-file=/root/.lockstep/env" in argv
-    assert container.env_lines({"A": "b c", "D": "$(id)"}) == "A=b c\nD=$(id)\n"
-    with pytest.raises(ConfigError, match=r"pod\.env: the value of KEY has several lines") as told:
-        container.env_lines({"KEY": "very\nsecret"})
-    assert "secret" not in str(told.value)
-
-
 def test_other_commands_for_a_container() -> None:
     named = pod(container={"image": IMAGE, "name": "a.b"})
-    assert container.inside(named, ["ls", "-l"]) == ["docker", "exec", "a.b", "ls", "-l"]
-    assert container.running(named) == ["docker", "ps", "--quiet", r"--filter=name=^a\.b$"]
-    assert container.remove(named) == ["docker", "rm", "-f", "a.b"]
-    assert container.stop(named, grace=0.2)[-3:] == ["-t", "1", "a.b"]
+    assert stop_container(named, grace=0.2)[-3:] == ["-t", "1", "a.b"]
     plain = Pod.model_validate({"container": {"image": IMAGE, "privileged": False, "ipc": "private", "mounts": []}})
-    assert container.run(plain, ["x"], workdir="/w") == [
+    assert run_in_container(plain, ["x"], workdir="/w") == [
         "docker", "run", "--name=lockstep", "--rm", "--net=host", "--ipc=private", "-w", "/w", IMAGE, "x"
     ]  # fmt: skip
 
 
 @pytest.mark.requirement("X03")
 def test_all_chips_are_used_unless_something_else_is_said() -> None:
-    assert not any("TPU_VISIBLE_CHIPS" in part for part in container.run(pod(), ["x"], workdir="/w"))
+    assert not any("TPU_VISIBLE_CHIPS" in part for part in run_in_container(pod(), ["x"], workdir="/w"))
     one = pod(container={"image": IMAGE, "env": {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "0"}})
-    text = shlex.join(container.run(one, ["x"], workdir="/w"))
+    text = shlex.join(run_in_container(one, ["x"], workdir="/w"))
     assert "-e PJRT_DEVICE=TPU -e TPU_PROCESS_BOUNDS=1,1,1 -e TPU_VISIBLE_CHIPS=0" in text
 
 
@@ -302,9 +291,9 @@ def test_what_gcloud_or_a_shell_would_take_for_something_else_is_refused() -> No
 
 
 def test_pods_are_spoken_of_without_torch() -> None:
-    modules = ("gcloud", "container", "startup", "hosts")
-    named = "".join(f", lockstep.launchers.ssh.{each}" for each in modules)
-    program = f"import sys{named}; sys.exit('torch' in sys.modules)"
+    modules = ("gcloud", "commands", "pod", "launcher")
+    names = "".join(f", lockstep.launchers.ssh.{each}" for each in modules)
+    program = f"import sys{names}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

@@ -15,12 +15,13 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lockstep.config.accelerators import ACCELERATORS, accelerator
+from lockstep.config.accelerators import ACCELERATORS, accelerator, ranks_per_host
 from lockstep.config.load import load
 from lockstep.config.pod import Pod
 from lockstep.config.schema import RunSettings
 from lockstep.errors import ConfigError
-from lockstep.launchers.ssh import hosts, startup
+from lockstep.launchers.ssh.commands import check_accelerator
+from lockstep.launchers.ssh.gcloud import startup_script
 from lockstep.runtime import pjrt
 
 
@@ -143,7 +144,7 @@ def test_whatever_is_taken_is_one_plain_argument(text: str) -> None:
             assert found.isascii() and not found.startswith("-") and shlex.split(found) == [found]
     with contextlib.suppress(ValidationError):
         pod = Pod.model_validate({**CLOUD, "bucket": {"name": text, "mount": f"/{text}"}, "setup": [[text, text]]})
-        assert shlex.quote(text) == text and f"gcsfuse {text} /{text}\n" in startup.script(pod)
+        assert shlex.quote(text) == text and f"gcsfuse {text} /{text}\n" in startup_script(pod)
     with contextlib.suppress(ValidationError):
         image = Pod.model_validate({"container": {"image": text}}).container
         assert image is not None and shlex.split(image.image) == [text]
@@ -192,7 +193,7 @@ PAIR = {"pair": {"data": -1, "model": 2}}
     ],
 )
 def test_a_run_that_fits_its_pod(fitting: RunSettings, ranks: int) -> None:
-    assert hosts.ranks_per_host(fitting, hosts.check(fitting)) == ranks
+    assert ranks_per_host(fitting, check_accelerator(fitting)) == ranks
 
 
 @pytest.mark.requirement("P11")
@@ -222,12 +223,12 @@ def test_a_run_that_fits_its_pod(fitting: RunSettings, ranks: int) -> None:
 )  # fmt: skip
 def test_a_run_that_does_not_fit_its_pod_is_refused_with_the_numbers(unfitting: RunSettings, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        hosts.check(unfitting)
+        check_accelerator(unfitting)
 
 
 def test_hosts_by_ssh_have_no_accelerator_type() -> None:
     with pytest.raises(ConfigError, match=r"pod\.type is ssh"):
-        hosts.check(RunSettings())
+        check_accelerator(RunSettings())
 
 
 @pytest.mark.requirement("X03")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.pod import Pod
-from lockstep.launchers.ssh import startup
+from lockstep.launchers.ssh import gcloud
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "us-central1-docker.pkg.dev/tpu-pytorch-releases/docker/xla:r2.7.0_3.10_tpuvm"
@@ -30,13 +30,13 @@ def pod(**values: Any) -> Pod:
 
 @pytest.mark.requirement("P12")
 def test_the_script_of_the_seeds_config() -> None:
-    assert startup.script(pod(setup=[SETUP])) == (GOLDEN / "startup.sh").read_text()
+    assert gcloud.startup_script(pod(setup=[SETUP])) == (GOLDEN / "startup.sh").read_text()
 
 
 @pytest.mark.requirement("P12")
 def test_it_does_what_the_seeds_does() -> None:
     """Line by line, but for the key of the packages: apt-key is gone from newer systems, a failed curl went unseen."""
-    ours = startup.script(pod()).replace(" -o DPkg::Lock::Timeout=300", "")
+    ours = gcloud.startup_script(pod()).replace(" -o DPkg::Lock::Timeout=300", "")
     ours = ours.replace("[signed-by=/usr/share/keyrings/cloud.google.asc] ", "")
     for line in (GOLDEN / "seed_startup.sh").read_text().splitlines():
         if not line.startswith("#") and "apt-key add" not in line:
@@ -44,7 +44,7 @@ def test_it_does_what_the_seeds_does() -> None:
 
 
 def test_only_what_the_config_has_is_in_it() -> None:
-    plain = startup.script(pod(container=None, bucket=None))
+    plain = gcloud.startup_script(pod(container=None, bucket=None))
     assert "docker" not in plain and "gcsfuse" not in plain and "pod.setup" not in plain
 
 
@@ -75,7 +75,9 @@ def host(tmp_path: Path) -> Run:
         (tmp_path / "startup.sh").write_text(script)
         env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
         subprocess.run(["bash", tmp_path / "startup.sh"], env=env, timeout=60)
-        waiting = [part.replace("/var/lib/lockstep", f"{tmp_path}/var/lib/lockstep") for part in startup.wait(1)]
+        waiting = [
+            part.replace("/var/lib/lockstep", f"{tmp_path}/var/lib/lockstep") for part in gcloud.wait_for_startup(1)
+        ]
         ended = subprocess.run(waiting, capture_output=True, text=True, timeout=60)
         return ended.returncode, ended.stderr
 
@@ -84,7 +86,7 @@ def host(tmp_path: Path) -> Run:
 
 @pytest.mark.requirement("P12")
 def test_a_host_pulls_the_image_and_mounts_the_bucket(host: Run, tmp_path: Path) -> None:
-    code, said = host(startup.script(pod(setup=[SETUP])), missing=("gcsfuse",), mountpoint="exit 1", apt_get=(
+    code, said = host(gcloud.startup_script(pod(setup=[SETUP])), missing=("gcsfuse",), mountpoint="exit 1", apt_get=(
         f'case "$*" in *install*) printf "#!/bin/sh\\necho gcsfuse \\"<\\$1> <\\$2>\\" >>{tmp_path}/calls\\n" '
         f">{tmp_path}/bin/gcsfuse; chmod 755 {tmp_path}/bin/gcsfuse;; esac"
     ))  # fmt: skip
@@ -111,7 +113,7 @@ def test_a_host_pulls_the_image_and_mounts_the_bucket(host: Run, tmp_path: Path)
 
 @pytest.mark.requirement("P12")
 def test_a_host_that_starts_again_leaves_alone_what_is_there(host: Run, tmp_path: Path) -> None:
-    code, said = host(startup.script(pod()))
+    code, said = host(gcloud.startup_script(pod()))
     assert (code, said) == (0, "")
     calls = (tmp_path / "calls").read_text()
     assert "apt-get" not in calls and "gcsfuse" not in calls.replace("lockstep", "").split("mountpoint", 1)[1]
@@ -120,7 +122,7 @@ def test_a_host_that_starts_again_leaves_alone_what_is_there(host: Run, tmp_path
 def test_a_bucket_that_cannot_be_written_is_told(host: Run, tmp_path: Path) -> None:
     # As root everything can be written: what hinders here is a folder by the name of the probe.
     (tmp_path / "root/logs/.lockstep-t1v-n-0").mkdir(parents=True)
-    code, said = host(startup.script(pod()))
+    code, said = host(gcloud.startup_script(pod()))
     assert code == 1 and "start-up script ended with exit status 1; its last lines:" in said
     assert ".lockstep-t1v-n-0: Is a directory" in said
 
@@ -128,12 +130,12 @@ def test_a_bucket_that_cannot_be_written_is_told(host: Run, tmp_path: Path) -> N
 @pytest.mark.parametrize("program", ["docker", "curl", "apt-get"])
 def test_what_fails_is_told_with_its_last_lines(host: Run, program: str) -> None:
     bodies = {program.replace("-", "_"): "echo 'no such thing' >&2; exit 9"}
-    code, said = host(startup.script(pod()), missing=("gcsfuse",), **bodies)
+    code, said = host(gcloud.startup_script(pod()), missing=("gcsfuse",), **bodies)
     assert code == 1 and "exit status 9" in said and "no such thing" in said
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
     (tmp_path / "startup.log").write_text("+ docker pull\n")
-    waiting = [part.replace(startup.STATE, str(tmp_path)) for part in startup.wait(1)]
+    waiting = [part.replace(gcloud.STATE, str(tmp_path)) for part in gcloud.wait_for_startup(1)]
     ended = subprocess.run(waiting, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "not through after 1 s" in ended.stderr and "+ docker pull" in ended.stderr

@@ -23,11 +23,10 @@ from lockstep.distributed.store.server import Server, listen_on_tcp
 from lockstep.distributed.store.wire import fresh
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE
-from lockstep.launchers.ssh.agent import _Leading
 from lockstep.launchers.ssh.folder import Job
-from lockstep.launchers.ssh.head import Head
+from lockstep.launchers.ssh.head import Head, HeadThread
 from lockstep.launchers.ssh.line import Line, closed_patience
-from lockstep.launchers.ssh.order import Host, Order
+from lockstep.launchers.ssh.record import Host, Order
 
 TASK = Path(__file__).parents[1] / "tasks.py"
 
@@ -101,7 +100,7 @@ port, secret = int(sys.argv[1]), sys.stdin.readline().strip()
 line = Line(lambda limit: connect_tcp("127.0.0.1", port, secret, limit), 5.0, 1)
 line.say(attempt=-1)
 line.open()
-while "shares" not in line.heard:
+while "ranks" not in line.heard:
     time.sleep(0.01)
 print("at work", flush=True)
 time.sleep(60)
@@ -177,14 +176,14 @@ def test_a_host_whose_connection_is_reset_on_the_way_comes_back(leading: Leading
         leading.come(0)
         bert = leading.come(1, lambda limit: leading.connect(limit, relay.port))
         leading.start()
-        wait_until(lambda: "shares" in bert.heard, what="the head's word")
+        wait_until(lambda: "ranks" in bert.heard, what="the head's word")
         for number in (1, 2):
             relay.reset()
             wait_until(lambda n=number: relay.connections == n + 1, what="another connection")  # type: ignore[misc]
             before = int(bert.heard["count"])
             time.sleep(2 * closed_patience(0.0))
             assert not leading.head.lost
-            assert bert.trouble is None and int(bert.heard["count"]) > before
+            assert bert.problem is None and int(bert.heard["count"]) > before
 
 
 def test_the_patience_with_a_closed_connection_grows_with_the_link() -> None:
@@ -209,8 +208,8 @@ def test_nobody_waits_for_a_head_that_fell(leading: Leading, tmp_path: Path, cap
     job = Job(tmp_path / "job")
     job.path.mkdir()
     anna, bert = leading.come(0), leading.come(1)
-    led = _Leading(leading.head, leading.order, job, None)
-    wait_until(lambda: "shares" in bert.heard, what="the head's word")
+    led = HeadThread(leading.head, leading.order, job, None)
+    wait_until(lambda: "ranks" in bert.heard, what="the head's word")
     bert.say(attempt=0, ended={"exit_codes": {"not a rank": 1}, "reports": []})
     for line in (anna, bert):
         wait_until(lambda line=line: line.heard.get("finish") == 5, what="the last word of the head")  # type: ignore[misc]
@@ -218,4 +217,4 @@ def test_nobody_waits_for_a_head_that_fell(leading: Leading, tmp_path: Path, cap
     assert led.concluded() == 5
     assert (job.ended() or {}).get("exit_code") == 5
     said = capfd.readouterr().err
-    assert "the head of the job fell: ValueError" in said and "Traceback" in said
+    assert "the head of the job failed: ValueError" in said and "Traceback" in said

@@ -9,12 +9,12 @@ import pytest
 
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.launchers.ssh import hosts
+from lockstep.launchers.ssh.commands import host_names
 
 
 def named(processes: int | str = "auto", **launch: Any) -> list[str]:
     settings = {"type": "ssh", **launch}
-    return hosts.named(RunConfig.model_validate({"task": "a:B", "processes": processes, "launch": settings}))
+    return host_names(RunConfig.model_validate({"task": "a:B", "processes": processes, "launch": settings}))
 
 
 def test_a_list_or_a_file(tmp_path: Path) -> None:

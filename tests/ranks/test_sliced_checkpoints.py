@@ -22,7 +22,7 @@ from lockstep.checkpoint import manifest
 from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.cli import main
 from lockstep.config.schema import Keep
-from lockstep.launchers import restore_point as start
+from lockstep.launchers import resume as start
 from lockstep.mirror.bucket import Bucket
 from lockstep.mirror.sync import FolderSync
 from lockstep.mirror.url import parse

@@ -17,7 +17,8 @@ from lockstep.distributed.batch import batch_task, nodes, tasks_per_node
 from lockstep.distributed.topology import Topology, launched, without_place
 from lockstep.doctor.ask import environment
 from lockstep.errors import ConfigError, LockstepError, TopologyError
-from lockstep.launchers.batch_tasks import check_processes, is_to_be_submitted, trains_here
+from lockstep.launchers.base import trains_here
+from lockstep.launchers.rank import check_processes
 from lockstep.record import run_folder
 
 SRUN = {
@@ -212,7 +213,7 @@ def test_processes_that_do_not_fit_the_tasks(env: dict[str, str], processes: int
 
 def test_launch_slurm_means_the_allocation_where_there_is_one() -> None:
     asked = config(4, "slurm")
-    assert is_to_be_submitted(asked, {}) and not trains_here(asked, {})
+    assert not trains_here(asked, {})
     assert trains_here(asked, SRUN) and trains_here(asked, {"SLURM_JOB_ID": "7"})
     assert not trains_here(config(4), {"SLURM_JOB_ID": "7"}), "a plain command in a batch script starts its processes"
 

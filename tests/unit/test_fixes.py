@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import Failure, ended_by_the_kernel, find_cause
-from lockstep.launchers import fitting
+from lockstep.launchers import checks
 from lockstep.launchers.local import limits
 from lockstep.planner.devices import Device, Target, known
 from lockstep.planner.explain import like
@@ -145,8 +145,8 @@ def test_of_a_gpu_that_nobody_knows_the_nearest_has_the_figures() -> None:
 
 def test_what_torch_lets_a_process_have_is_read_from_its_words() -> None:
     cause = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.8 GiB. 1.50 GiB allowed; Of the allocated"
-    assert fitting._allowed(cause) == 1.5 * GIB
-    assert fitting._allowed("CUDA out of memory. Tried to allocate 2.00 GiB") is None
+    assert checks.allowed_bytes(cause) == 1.5 * GIB
+    assert checks.allowed_bytes("CUDA out of memory. Tried to allocate 2.00 GiB") is None
 
 
 def test_kills_by_the_kernel_are_told_from_others(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config.load import from_plain
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.launchers import checking
+from lockstep.launchers import checks
 from lockstep.launchers.local import fork_server
 from tasks import Tiny
 
@@ -75,12 +75,12 @@ def test_a_name_that_is_not_there(sections: dict[str, Any], told: str) -> None:
 def test_before_ranks_start_on_other_machines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a process of its own; what cannot be imported here may be there."""
     with pytest.raises(ConfigError, match=r"torch\.optim has no 'Adamm', did you mean Adam"):
-        checking.check(config(optimizer={"type": "torch.optim.Adamm"}))
+        checks.check_names(config(optimizer={"type": "torch.optim.Adamm"}))
     with pytest.raises(ConfigError, match=r"there is no module 'torch\.optimm'"):
-        checking.check(config(optimizer={"type": "torch.optimm.Adam"}))
+        checks.check_names(config(optimizer={"type": "torch.optimm.Adam"}))
     assert capfd.readouterr().err == ""
     (tmp_path / "there.py").write_text("import only_on_the_hosts\nclass Mine: pass\n")
-    checking.check(config(task=f"{tmp_path}/there.py:Mine", optimizer={"type": "only_on_the_hosts.Adam", "lr": 1}))
+    checks.check_names(config(task=f"{tmp_path}/there.py:Mine", optimizer={"type": "only_on_the_hosts.Adam", "lr": 1}))
     told = capfd.readouterr().err
     assert "lockstep: names in the config are not all checked before the start: task: " in told
     assert "there.py:Mine cannot be imported: ModuleNotFoundError" in told and told.count("\n") == 1

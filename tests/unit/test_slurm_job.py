@@ -18,7 +18,7 @@ from lockstep.config.load import validate, with_values
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Sweep, drawn, trial_count
 from lockstep.errors import ConfigError
-from lockstep.launchers.slurm import job, queue
+from lockstep.launchers import slurm as jobs
 from lockstep.record import trials
 
 PYTHON = shlex.join([sys.executable, "-P", "-m", "lockstep"])
@@ -27,7 +27,7 @@ PYTHON = shlex.join([sys.executable, "-P", "-m", "lockstep"])
 def config(processes: int | str = "auto", grace: float = 60, **slurm: Any) -> RunConfig:
     launch = {"type": "slurm", "slurm": slurm}
     raw = {"name": "digits", "task": "a.b:C", "processes": processes, "launch": launch, "timeouts": {"stop": grace}}
-    return job.resolved(validate(RunConfig, raw, {}, "config.yaml"))
+    return jobs.resolved(validate(RunConfig, raw, {}, "config.yaml"))
 
 
 def test_the_command_and_the_script_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_command_and_the_script_of_a_run(monkeypatch: pytest.MonkeyPatch, tm
         time="12:00:00",
         extra={"mem": "64G", "exclusive": True, "mail-type": "END", "constraint": "$(a) 'b\"", "no-kill": False},
     )  # fmt: skip
-    found = job.of_run(asked, Path("/runs/a run"))
+    found = jobs.of_run(asked, Path("/runs/a run"))
     assert list(found.argv) == [
         "sbatch", "--parsable", "--requeue", "--job-name=digits", "--partition=gpu", "--account=me & you", "--qos=high",
         "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8", "--gpus-per-node=4", "--time=12:00:00",
@@ -66,7 +66,7 @@ exit "$code"
 
 
 def test_the_script_of_a_sweep() -> None:
-    found = job.of_sweep(config(requeue=False), Path("/runs/s"), trials=6, at_once=2)
+    found = jobs.of_sweep(config(requeue=False), Path("/runs/s"), trials=6, at_once=2)
     assert "--array=0-5%2" in found.argv and "--output=/runs/s/slurm/%A_%a.out" in found.argv
     assert (
         found.script
@@ -83,13 +83,13 @@ code=$?
 exit "$code"
 """
     )
-    assert 'requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in job.of_sweep(config(), Path("/s"), 6, 2).script
+    assert 'requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in jobs.of_sweep(config(), Path("/s"), 6, 2).script
 
 
 @pytest.mark.parametrize("name", ["two words", "$(touch x)", "it's", 'a"b', "-x", "a;b", "`id`", "*", "50%"])
 def test_folders_arrive_as_they_are(name: str, tmp_path: Path) -> None:
     """By a shell, with srun, scontrol and the interpreter replaced by what writes down its arguments."""
-    found = job.of_run(config(nodes=1), tmp_path / name)
+    found = jobs.of_run(config(nodes=1), tmp_path / name)
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in ("srun", "scontrol"):
@@ -111,7 +111,7 @@ def test_folders_arrive_as_they_are(name: str, tmp_path: Path) -> None:
 def test_a_folder_that_slurm_cannot_name_is_refused() -> None:
     for name in ("a\nb", "a\\b", "a\x1bb"):
         with pytest.raises(ConfigError, match="name another one with --out"):
-            job.of_run(config(), Path("/runs") / name)
+            jobs.of_run(config(), Path("/runs") / name)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_what_is_refused_before_anything_is_submitted(processes: int, slurm: dic
 
 
 def test_the_warning_is_long_enough_to_save() -> None:
-    assert job.warning(config(grace=300)) == 300
-    assert job.warning(config(signal_before="10 minutes")) == 600
+    assert jobs.warning(config(grace=300)) == 300
+    assert jobs.warning(config(signal_before="10 minutes")) == 600
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_the_trials_of_a_sweep_are_the_same_every_time() -> None:
 def test_pruning_needs_ray() -> None:
     asked = Sweep.model_validate({"space": {"seed": {"grid": [1]}}, "prune": {}})
     with pytest.raises(ConfigError, match=r"prune: asha compares trials while they run.*it needs Ray"):
-        queue.check(asked)
+        jobs.check_sweep(asked)
 
 
 def test_the_table_is_what_the_runs_say(tmp_path: Path) -> None:
     asked = Sweep.model_validate({"metric": "val/loss", "space": {"seed": {"grid": [1, 2, 3, 4]}}})
-    queue.make_folders(config(), asked, tmp_path)
+    jobs.make_trial_folders(config(), asked, tmp_path)
     said = [
         {"status": "completed", "epoch": 2, "metrics": {"val/loss": 0.5}},
         {"status": "preempted", "epoch": 1, "metrics": {"val/loss": 0.1}},

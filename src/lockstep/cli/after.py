@@ -135,7 +135,7 @@ def export(
     from lockstep.config.load import load
     from lockstep.distributed.topology import launched
     from lockstep.launchers import after
-    from lockstep.launchers.restore_point import Wanted
+    from lockstep.launchers.resume import Wanted
 
     if launched(os.environ):
         raise ConfigError("lockstep export is done by one process: run it by itself, not under a launcher")
@@ -161,7 +161,7 @@ def _carry_out(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Returns the result on the process that has it; exits where the work failed or was stopped."""
     from lockstep.launchers import after
-    from lockstep.launchers.restore_point import Wanted
+    from lockstep.launchers.resume import Wanted
 
     folder = after.run_folder_of(run_dir)
     say_whose_code(folder)
@@ -177,8 +177,8 @@ def _carry_out(
         say(f"the {what} was asked to stop before it was done{again}")
     if done.exit_code:
         sys.exit(done.exit_code)
-    if done.queued is not None:
-        say(done.queued)
+    if done.message is not None:
+        say(done.message)
         return None
     return done.found
 

@@ -48,9 +48,9 @@ def init(folder: Path) -> None:
 def _name_line(folder: Path) -> str:
     """Returns the line that names runs after the folder, as wide as the line it replaces."""
     from lockstep.config.load import to_yaml
-    from lockstep.launchers.folder import named
+    from lockstep.launchers.base import run_name
 
-    return to_yaml({"name": named(folder.resolve().name)}).strip().ljust(len("name: NAME"))
+    return to_yaml({"name": run_name(folder.resolve().name)}).strip().ljust(len("name: NAME"))
 
 
 # The module of each command, which is imported when the command is used.

@@ -17,8 +17,8 @@ from lockstep.shown import visible
 
 if TYPE_CHECKING:
     from lockstep.doctor.check import Check
+    from lockstep.launchers.ssh.pod import Pod
     from lockstep.launchers.ssh.preflight import Inspection
-    from lockstep.launchers.ssh.verbs import Pod
 
 _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
 
@@ -86,13 +86,13 @@ def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...],
 def _pod_of(asked: str, overrides: tuple[str, ...]) -> Pod:
     """Returns the hosts of a config file, or of a list of names with commas between them."""
     from lockstep.config.load import load, load_python, with_overrides
-    from lockstep.launchers import folder as folders
-    from lockstep.launchers.ssh.verbs import Pod
+    from lockstep.launchers.base import run_name
+    from lockstep.launchers.ssh.pod import Pod
 
     file = Path(asked)
     if file.suffix in (".yaml", ".yml") or file.is_file():
         config = load(file, overrides)
-        return Pod(config.name or folders.named(file.stem), config)
+        return Pod(config.name or run_name(file.stem), config)
     names = [each.strip() for each in asked.split(",") if each.strip()]
     # A config needs a task; this one is not imported.
     where = {"task": "lockstep:Task", "launch": {"type": "ssh", "hosts": names}}

@@ -13,7 +13,7 @@ import click
 
 from lockstep.cli.common import say
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
-from lockstep.launchers import fitting
+from lockstep.launchers import checks
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -74,7 +74,7 @@ def _say_end(folder: Path, result: Result, config: RunConfig, where: Path | Url)
         log = folder / "logs" / f"rank-{result.failure.rank}.log"
         if log.exists():  # from the roll call on
             say(f"log: {log}")
-        fitting.explain(result.failure, config, folder, say)
+        checks.explain_out_of_memory(result.failure, config, folder, say)
         if saved:
             say(f"go on from the last checkpoint with: lockstep resume {where}")
         return result.exit_code

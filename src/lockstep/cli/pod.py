@@ -16,9 +16,9 @@ from lockstep.cli.common import DRY_RUN, JSON, OUT, SET, Group, examples, say
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
+    from lockstep.launchers.ssh.pod import Pod
     from lockstep.launchers.ssh.record import Record
     from lockstep.launchers.ssh.transport import Command
-    from lockstep.launchers.ssh.verbs import Pod
     from lockstep.mirror.url import Url
 
 CONFIG = click.option(
@@ -38,15 +38,15 @@ def pod() -> None:
 def _known(name: str, config: Path | None, overrides: Sequence[str] = ()) -> tuple[Pod, Record]:
     """Returns a pod by its name, with the given config or the one of its record."""
     from lockstep.config.load import load
-    from lockstep.launchers import folder as folders
+    from lockstep.launchers.base import run_name
     from lockstep.launchers.ssh import record as records
-    from lockstep.launchers.ssh.verbs import Pod
+    from lockstep.launchers.ssh.pod import Pod
 
     if config is None:
         record = records.read(name)
         return Pod(name, record.run_config()), record
     loaded = load(config, overrides)
-    loaded = loaded.model_copy(update={"name": loaded.name or folders.named(config.stem)})
+    loaded = loaded.model_copy(update={"name": loaded.name or run_name(config.stem)})
     made = Pod(name, loaded)
     before = records.find(name)
     code = str(made.code.folder) if made.code.folder is not None else None
@@ -73,7 +73,7 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
     """Make the hosts of a pod, or check those that there are, and remember how to reach them."""
     from lockstep.launchers.ssh import preflight
     from lockstep.launchers.ssh import record as records
-    from lockstep.launchers.ssh.verbs import NotAll
+    from lockstep.launchers.ssh.pod import NotAll
 
     made, record = _known(name, config, overrides)
     if dry_run:
@@ -102,13 +102,10 @@ def push(name: str, config: Path | None, dry_run: bool) -> None:
     if dry_run:
         made, _ = _known(name, config)
         made.pack_all()
-        _print([*made.inspecting(make=True, devices=False), *made.copying(), *made.pushing()])
+        _print([*made.inspecting(make=True, devices=False), *made.copying(), *made.asking("push")])
         return
-    from lockstep.launchers.ssh import ahead
-
-    with ahead.asked(name) as asked:
-        made, record = _known(name, config)
-        files, changed = made.push(asked)
+    made, record = _known(name, config)
+    files, changed = made.push()
     from lockstep.launchers.ssh import record as records
 
     records.write(record)
@@ -126,18 +123,18 @@ def run(
     name: str, config: Path | None, overrides: tuple[str, ...], out: Path | Url, follow: bool, dry_run: bool
 ) -> None:
     """Push, and start training on all hosts: it goes on when this command has ended."""
-    from lockstep.launchers.ssh import pod as starting
+    from lockstep.launchers.ssh import launcher
     from lockstep.launchers.ssh import record as records
 
     made, _ = _known(name, config, overrides)
     if dry_run:
-        click.echo(visible(starting.described(made.config, name)))
+        click.echo(visible(launcher.plan_pod(made.config, name).render()))
         return
     started = made.start(out)
     records.write(started)
     say(f"job {started.job} was started; run folder {started.head}:{started.folder}")
     if follow:
-        sys.exit(starting.follow(made, started, stops=False))
+        sys.exit(launcher.follow(made, started, stops=False))
     say(f"look at it: lockstep pod logs {name} --follow")
 
 
@@ -148,7 +145,7 @@ def run(
 @DRY_RUN
 def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
     """Show what the hosts said, with their names before it."""
-    from lockstep.launchers.ssh import pod as starting
+    from lockstep.launchers.ssh import launcher
 
     made, record = _known(name, None)
     workers = range(len(made.transport.workers)) if worker is None else [made.worker(worker)]
@@ -156,7 +153,7 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
         _print([each for at in workers for each in made.following(at, 0, record.job, follow)])
         return
     if follow and worker is None:
-        sys.exit(starting.follow(made, record, stops=False))
+        sys.exit(launcher.follow(made, record, stops=False))
     for at in workers:
         for line in made.console(at, record.job, follow):
             click.echo(visible(f"[{made.transport.workers[at]}] {line}"))
@@ -169,8 +166,8 @@ def logs(name: str, follow: bool, worker: int | None, dry_run: bool) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ...]) -> None:
     """Run a command on all workers, or on one: `lockstep pod exec NAME -- COMMAND`; every argument arrives as it is."""
-    from lockstep.launchers.ssh.execute import execute as carry_out
     from lockstep.launchers.ssh.gcloud import ONE_WORKER
+    from lockstep.launchers.ssh.ssh import execute as carry_out
 
     made, _ = _known(name, None)
     commands = made.transport.run(command, None if worker is None else made.worker(worker))
@@ -240,15 +237,15 @@ def pull(name: str, out: Path, dry_run: bool) -> None:
 def resume(name: str, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Go on with the newest run from its newest checkpoint; hosts that are gone are made again where that can be."""
     from lockstep.config.load import with_overrides
-    from lockstep.launchers.ssh import pod as starting
+    from lockstep.launchers.ssh import launcher
     from lockstep.launchers.ssh import record as records
 
     known = records.read(name)
     config = with_overrides(known.run_config(), overrides)
     if dry_run:
-        click.echo(visible(starting.described(config, name, known.folder)))
+        click.echo(visible(launcher.plan_pod(config, name, known.folder).render()))
         return
-    sys.exit(starting.resume(name, config))
+    sys.exit(launcher.resume_pod(name, config))
 
 
 @pod.command(epilog=examples("lockstep pod delete team"))

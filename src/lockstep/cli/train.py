@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,10 @@ from lockstep.cli.common import (
 )
 from lockstep.cli.ending import conclude, saved_before
 from lockstep.errors import ConfigError
-from lockstep.launchers import batch_tasks, checking, cluster, fitting, restore_point, resuming
-from lockstep.launchers import folder as folders
-from lockstep.launchers.local import local
-from lockstep.launchers.slurm import queue
+from lockstep.launchers import checks
+from lockstep.launchers import resume as resuming
+from lockstep.launchers.base import Ended, Launcher, Out, launcher_of, run_name, trains_here
+from lockstep.launchers.resume import Wanted
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 
@@ -61,46 +62,17 @@ def train(
     from lockstep.config.load import load
 
     loaded = load(config, with_profile(overrides, profile))
-    loaded = loaded.model_copy(update={"name": loaded.name or folders.named(config.stem)})
+    loaded = loaded.model_copy(update={"name": loaded.name or run_name(config.stem)})
     if sweep is not None:
         _sweep(loaded, sweep, out, dry_run)
         return
-    if batch_tasks.trains_here(loaded, os.environ) and not dry_run:
-        sys.exit(local.train_as_rank(loaded, lambda: folders.new(out, "--out", loaded)))
-    if pod_name is not None or loaded.launch.type == "ssh":
-        _on_pod(loaded, pod_name or str(loaded.name), out, dry_run)
-        return
+    launcher, place = launcher_of(loaded, os.environ, pod_name), Out(out, pod=pod_name)
     if dry_run:
-        _dry_run(loaded, "RUN_DIR", out)
+        _dry_run(loaded, launcher, place)
         return
-    if loaded.launch.type != "local":
-        fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
-    if loaded.launch.type == "slurm":
-        _tell_queued(queue.train(loaded, _on_disk(out)))
-        return
-    from lockstep.mirror.mark import mirrored
-    from lockstep.record import folder_lock
-
-    if loaded.launch.type == "ray":
-        new = folders.on_ray(loaded, out, make_parent=True)
-        with contextlib.ExitStack() as mirroring:
-            mirrors = []
-
-            def make_folder(resolved: RunConfig) -> Path:
-                made = new(resolved)
-                mirrors.append(mirroring.enter_context(mirrored(made, resolved, say)))
-                return made
-
-            ended = cluster.train(loaded, make_folder)
-            conclude(ended.folder, ended.result, ended.config, mirrors[0])
-    folders.require_bucket(out, "--out")
-    loaded = local.resolved(loaded, say)
-    folders.require_place(out, "--out")
-    local.check(loaded)
-    folder = folders.new(out, "--out", loaded)
-    with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
-        fitting.check(loaded, folder, say)
-        conclude(folder, local.train(folder, loaded, say), loaded, mirror)
+    here = trains_here(loaded, os.environ)
+    with nullcontext() if here else saying_what_is_logged(), launcher.train(loaded, place, say) as ended:
+        _end(ended)
 
 
 @click.command(
@@ -126,81 +98,65 @@ def resume(
     from lockstep.config.changes import changes, described, refuse_wrong_changes
     from lockstep.config.load import load
     from lockstep.distributed.topology import Topology, launched
-    from lockstep.mirror.mark import mirrored
-    from lockstep.record import folder_lock, run_folder
+    from lockstep.record import run_folder
 
-    wanted = restore_point.Wanted(step, best)
+    wanted = Wanted(step, best)
     topology = Topology.from_env(os.environ) if launched(os.environ) and not dry_run else None
     say_whose_code(run_dir)
-    with contextlib.ExitStack() as finding:
-        with saying_what_is_logged() if topology is None else contextlib.nullcontext():
-            run = finding.enter_context(resuming.found(run_dir, wanted, topology, dry_run))
+    with ExitStack() as finding:
+        with saying_what_is_logged() if topology is None else nullcontext():
+            run = finding.enter_context(resuming.find(run_dir, wanted, topology, dry_run))
         if _start_script_again(run.start_files, wanted, {"--set": overrides, "--profile": profile}, dry_run):
             return
         before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
         differing = changes(before, loaded.plain())
         refuse_wrong_changes(differing, loaded.plain())
+        mode = loaded.checkpoint.keep.mode
 
-        def go_back(folder: Path, first: bool = True) -> None:
-            if first:
-                restore_point.forget(folder)
-            if not wanted.is_newest and not restore_point.has_gone_back(folder):
+        def prepare(folder: Path, resolved: RunConfig | None) -> Path:
+            """Without a config for rank 0, where another launcher starts the ranks and may restart them."""
+            if resolved is not None or Topology.from_env(os.environ).attempt == 0:
+                resuming.forget(folder)
+            if not wanted.is_newest and not resuming.has_gone_back(folder):
                 with saying_what_is_logged():
-                    say(f"going on from step {restore_point.go_back(folder, wanted, loaded.checkpoint.keep.mode)}")
-
-        def changed(resolved: RunConfig) -> Path:
-            go_back(folder)
-            run_folder.write_config(folder, resolved)
-            for change in changes(before, resolved.plain()):
-                say(f"changed: {described(change)}")
+                    say(f"going on from step {resuming.go_back(folder, wanted, mode)}")
+            if resolved is not None:
+                run_folder.write_config(folder, resolved)
+                for change in changes(before, resolved.plain()):
+                    say(f"changed: {described(change)}")
             return folder
 
-        if batch_tasks.trains_here(loaded, os.environ) and not dry_run:
-            first = Topology.from_env(os.environ).attempt == 0
-            # On rank 0, for all, once they have met and it holds the folder.
-            with saved_before(run.start_files):
-                sys.exit(local.train_as_rank(loaded, run.folder, prepare=lambda folder: go_back(folder, first)))
+        launcher, here = launcher_of(loaded, os.environ), trains_here(loaded, os.environ)
         if dry_run:
-            _dry_run(loaded, str(run_dir))
+            _dry_run(loaded, launcher, Out(Path()), str(run_dir))
             if not wanted.is_newest:
                 folder = run.folder()
-                chosen = restore_point.found(folder, wanted, loaded.checkpoint.keep.mode)
-                aside = ", ".join(restore_point.newer(folder, chosen)) or "none"
+                chosen = resuming.chosen_step(folder, wanted, mode)
+                aside = ", ".join(resuming.newer(folder, chosen)) or "none"
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
-        folder = run.folder()
-        restore_point.refuse_less(folder, wanted, differing, loaded.checkpoint.keep.mode)
-        if loaded.launch.type != "local":
-            fitting.not_checked(loaded, f"with launch: {loaded.launch.type}", say)
-        if loaded.launch.type == "slurm":
-            loaded = queue.resolved(loaded)
-            checking.check(loaded)
-            with folder_lock.locked(folder):  # until the job may have it
-                changed(loaded)
-            _tell_queued(queue.resume(loaded, folder))
-            return
-        with saying_what_is_logged(), folder_lock.locked(folder), mirrored(folder, loaded, say) as mirror:
-            if loaded.launch.type == "ray":
-                ended = cluster.train(loaded, changed, held=True)
-                conclude(ended.folder, ended.result, ended.config, mirror)
-            loaded = local.resolved(loaded, say)
-            local.check(loaded)
-            changed(loaded)
-            fitting.check(loaded, folder, say)
-            conclude(folder, local.train(folder, loaded, say), loaded, mirror)
+        if not here:
+            resuming.refuse_less(run.folder(), wanted, differing, mode)
+        run = replace(run, prepare=prepare)
+        around = saved_before(run.start_files) if here else saying_what_is_logged()
+        with around, launcher.resume(loaded, run, say) as ended:
+            _end(ended)
 
 
-def _on_pod(config: RunConfig, name: str, out: Path | Url, dry_run: bool) -> None:
-    from lockstep.launchers.ssh import pod
+def _end(ended: Ended) -> None:
+    """Says how a launch ended, and leaves with its exit code."""
+    if ended.result is not None:
+        assert ended.folder is not None and ended.config is not None
+        conclude(ended.folder, ended.result, ended.config, ended.mirror)
+    if ended.message:
+        say(ended.message)
+    if ended.job is not None:
+        click.echo(ended.job)  # for a script that goes on with it
+    sys.exit(ended.exit_code)
 
-    if dry_run:
-        _print(config, pod.described(config, name))
-        return
-    sys.exit(pod.train(config, name, out))
 
-
-def _start_script_again(run_dir: Path, wanted: restore_point.Wanted, options: dict[str, Any], dry_run: bool) -> bool:
+def _start_script_again(run_dir: Path, wanted: Wanted, options: dict[str, Any], dry_run: bool) -> bool:
     """Replaces this process by the script where the folder is that of a script with its own loop."""
     from lockstep.launchers import script
 
@@ -216,47 +172,18 @@ def _start_script_again(run_dir: Path, wanted: restore_point.Wanted, options: di
         from lockstep.record import folder_lock
 
         with folder_lock.locked(run_dir), saying_what_is_logged():
-            say(f"going on from step {restore_point.go_back(run_dir, wanted, keep.get('mode', 'min'))}")
+            say(f"going on from step {resuming.go_back(run_dir, wanted, keep.get('mode', 'min'))}")
     again.become()
     return True
 
 
-def _on_disk(out: Path | Url) -> Path:
-    """Refuses a URL: the nodes of a SLURM job read its script and its run from a shared folder."""
-    if isinstance(out, Url):
-        raise ConfigError(f"--out {out}: launch: slurm needs a folder that this machine and the nodes share")
-    return out
-
-
-def _tell_queued(queued: queue.Queued) -> None:
-    say(queued.render())
-    click.echo(queued.number)  # for a script that goes on with it
-
-
-def _dry_run(config: RunConfig, folder: str, out: Path | Url = Path()) -> None:
-    """Prints what would be started, after the checks that need the task's module."""
+def _dry_run(config: RunConfig, launcher: Launcher, out: Out, folder: str | None = None) -> None:
+    """Prints what would be started, once for all ranks."""
     from lockstep.distributed.topology import Topology, launched
-    from lockstep.tasks.config_checks import ELSEWHERE, check_made, check_parts
 
-    if launched(os.environ):
-        batch_tasks.check_processes(config, os.environ)
-        topology = Topology.from_env(os.environ)
-        config = config.model_copy(update={"processes": topology.local_world_size})
-        plan = f"under the launcher that started this process: {topology.world_size} ranks"
-        if topology.place.rank != 0:
-            return
-    elif config.launch.type == "ray":
-        plan = cluster.described(config)
-    elif batch_tasks.is_to_be_submitted(config, os.environ):
-        plan, config = queue.described(config, _on_disk(out) / folder), queue.resolved(config)
-    else:
-        config = local.resolved(config, say)
-        plan = local.plan(config, folder).render()
-    here = not (config.launch.type == "ray" and cluster.is_elsewhere(config))
-    check_parts(config, () if here else ELSEWHERE)
-    if here:
-        check_made(config)
-    _print(config, plan)
+    config, plan = launcher.plan(config, out, folder)
+    if not launched(os.environ) or Topology.from_env(os.environ).place.rank == 0:
+        _print(config, plan.render())
 
 
 def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> None:
@@ -275,14 +202,15 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
             "name a folder on a disk. A single run can be kept in a bucket"
         )
     sweep = load_sweep(file, config)
-    fitting.not_checked(config, "for the trials of a sweep", say)
+    checks.memory_not_checked(config, "for the trials of a sweep", say)
     if config.launch.type == "slurm":
         _sweep_in_queue(config, sweep, out, dry_run)
         return
     if dry_run:
+        from lockstep.launchers.cluster import is_elsewhere
         from lockstep.tasks.config_checks import ELSEWHERE, check_parts
 
-        check_parts(config, ELSEWHERE if cluster.is_elsewhere(config) else ())
+        check_parts(config, ELSEWHERE if is_elsewhere(config) else ())
         _print(config, to_yaml(sweep.model_dump(mode="json")))
         return
     require_train_v2()
@@ -296,13 +224,15 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
 
 
 def _sweep_in_queue(config: RunConfig, sweep: Sweep, out: Path, dry_run: bool) -> None:
+    from lockstep.launchers import slurm
+
     if not dry_run:
-        _tell_queued(queue.sweep(config, sweep, out))
-        return
+        _end(slurm.submit_sweep(config, sweep, out))
     from lockstep.tasks.config_checks import check_parts
 
     check_parts(config)
-    _print(queue.resolved(config), queue.described_sweep(config, sweep, out / "SWEEP_DIR"))
+    config, job = slurm.plan_sweep(config, sweep, out / "SWEEP_DIR")
+    _print(config, job.render())
 
 
 def _print(config: RunConfig, plan: str) -> None:

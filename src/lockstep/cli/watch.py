@@ -88,7 +88,7 @@ def _newest() -> Path:
 
 def _on_pod(name: str) -> Callable[[], Look]:
     from lockstep.launchers.ssh import record as records
-    from lockstep.launchers.ssh.verbs import Pod
+    from lockstep.launchers.ssh.pod import Pod
     from lockstep.runs.watching import look_of
 
     record = records.read(name)

@@ -1,7 +1,6 @@
-"""Work on a model that was trained: its run's config with another order in it, started as training is.
+"""Starts work on a trained model (evaluate, predict) by the launcher of its run, with another order in its config.
 
-The work has a folder of its own, for its logs and its result, which goes when all went well: the folder of the run that
-trained the model is only read.
+The work has a temporary folder for its logs and its result; the folder of the run is only read.
 """
 
 from __future__ import annotations
@@ -11,42 +10,38 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launchers import batch_tasks, cluster
-from lockstep.launchers import folder as folders
-from lockstep.launchers.local import local
+from lockstep.launchers.base import DETACHED, Ended, Out, Say, launcher_of, trains_here
 from lockstep.mirror.url import Url
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.distributed.failure import Failure, Result
-    from lockstep.launchers.restore_point import Wanted
+    from lockstep.distributed.failure import Failure
+    from lockstep.launchers.resume import Wanted
 
-Tell = Callable[[str], None]
 _RESULT_FILE = "after.json"
-# What is told in a sentence: logs have no more to say of it.
-_TOLD = (ConfigError.__name__, CheckpointError.__name__)
+_NO_LOGS = (ConfigError.__name__, CheckpointError.__name__)  # their message says all there is
 
 
 @dataclass(frozen=True)
 class Done:
-    """How work ended: what rank 0 found, or the exit code and why."""
+    """How the work ended."""
 
     exit_code: int
-    found: dict[str, Any] | None = None  # on rank 0, where all went well
+    found: dict[str, Any] | None = None  # the result, on rank 0
     failure: Failure | None = None
     processes: int = 1
-    folder: Path | None = None  # what is left of it, where it failed
-    queued: str | None = None  # what to tell where it is done later, or elsewhere
+    folder: Path | None = None  # the work's own folder, where it failed
+    message: str | None = None  # where the work is queued or on other hosts
 
 
 def run_folder_of(given: Path | Url) -> Path:
-    """The folder of a run that has a task and something saved."""
+    """Returns the folder of a run that has a task; refuses others."""
     if isinstance(given, Url):
         raise ConfigError(
             f"RUN {given}: trained models are read from a disk: copy the run's folder here first, with the tools of "
@@ -57,7 +52,7 @@ def run_folder_of(given: Path | Url) -> Path:
     if not (given / "config.yaml").exists():
         script = (given / "script.json").exists() or (given / "checkpoints").is_dir()
         why = (
-            "this run belongs to a script with a loop of its own: load its weights there with run.load_weights(folder, "
+            "this run belongs to a script with a custom loop: load its weights there with run.load_weights(folder, "
             "step), and call run.evaluate"
             if script
             else "it holds no config.yaml, so it is not the folder of a run"
@@ -67,7 +62,7 @@ def run_folder_of(given: Path | Url) -> Path:
 
 
 def chosen_step(folder: Path, wanted: Wanted, mode: str) -> int:
-    """The step of the checkpoint that is meant, by what the manifests say; whoever reads it compares the digests."""
+    """Returns the step of the wanted checkpoint by the manifests; whoever reads it compares the digests."""
     from lockstep.checkpoint.storage import CheckpointStorage
 
     storage = CheckpointStorage(folder / "checkpoints")
@@ -85,14 +80,14 @@ def chosen_step(folder: Path, wanted: Wanted, mode: str) -> int:
 def config_of(
     folder: Path, wanted: Wanted, order: Mapping[str, Any], overrides: Iterable[str], processes: int | None
 ) -> RunConfig:
-    """The config of a run, with what the command line changes, and what is to be done with its model."""
+    """Returns the config of a run with the overrides and with the order for its model."""
     from lockstep.config.load import load
     from lockstep.config.schema import After, Log
 
     config = load(folder / "config.yaml", overrides)
     step = chosen_step(folder, wanted, config.checkpoint.keep.mode)
     after = After(run=str(folder), step=step, **order)
-    # What it logs is its own: nothing of it belongs among the rows, or on the remote pages, of the run.
+    # Nothing is logged among the rows, or on the remote pages, of the run.
     update: dict[str, Any] = {
         "log": Log(),
         "profile": None,
@@ -103,78 +98,43 @@ def config_of(
     return config.model_copy(update=update).with_after(after)
 
 
-def carry_out(config: RunConfig, out: Path, tell: Tell) -> Done:
-    """Start the work where `launch` says, and wait for it, unless it is queued or elsewhere; `out` is for those."""
-    if batch_tasks.trains_here(config, os.environ):
-        return _as_rank(config)
-    if config.launch.type == "ssh":
-        from lockstep.launchers.ssh import pod
+def carry_out(config: RunConfig, out: Path, say: Say) -> Done:
+    """Starts the work with the config's launcher. Waits for it unless it is queued or on other hosts, with `out`."""
+    launcher = launcher_of(config, os.environ)
+    if config.launch.type in DETACHED and not trains_here(config, os.environ):
+        with launcher.train(config, Out(out), say) as ended:
+            return Done(ended.exit_code, message=f"{ended.message}{_result_place(config)}")
+    folder, keep = Path(tempfile.mkdtemp(prefix="lockstep-after-")), True
+    try:
+        with launcher.train(config, Out(folder, final=True), say) as ended:
+            done = _done(ended, folder)
+        keep = done.folder is not None
+        return done
+    except ConfigError:
+        keep = False
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
-        code = pod.train(config, str(config.name), out)
-        return Done(code, queued="" if code else f"done on the pod; its console has what it found{_noted(config)}")
-    if config.launch.type == "slurm":
-        from lockstep.launchers.slurm import queue
 
-        queued = queue.train(config, out)
-        return Done(0, queued=f"{queued.render()}{_noted(config)}")
-    with _place() as place:
-        if config.launch.type == "ray":
-            ended = cluster.train(config, lambda resolved: folders.new(place.folder, "--out", resolved))
-            return place.done(ended.folder, ended.result, int(ended.config.processes))
-        return _here(config, place, tell)
-
-
-def _noted(config: RunConfig) -> str:
+def _result_place(config: RunConfig) -> str:
     after = config.after
     assert after is not None
     return f"\nwhat it finds:  {Path(after.run) / 'evaluations.jsonl' if after.do == 'evaluate' else after.out}"
 
 
-def _here(config: RunConfig, place: _Place, tell: Tell) -> Done:
-    from lockstep.record import folder_lock
-
-    config = local.resolved(config, tell)
-    local.check(config)
-    folder = folders.new(place.folder, "--out", config)
-    with folder_lock.locked(folder):
-        return place.done(folder, local.train(folder, config, lambda text: None), int(config.processes))
-
-
-def _as_rank(config: RunConfig) -> Done:
-    """As the rank that a launcher made this process; rank 0 has the result."""
-    told: list[dict[str, Any]] = []
-    with _place() as place:
-        code = local.train_as_rank(config, lambda: folders.new(place.folder, "--out", config), told.append)
-        folder = Path(told[0]["folder"])
-        mine = folder.is_relative_to(place.folder)  # that of rank 0, which others on this host see as well
-        found = _result(folder) if code == 0 and mine else None
-        place.keep = False
-    return Done(code, found)
-
-
-class _Place:
-    """A folder for the work, which stays where it failed: its logs say why."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.keep = folder, True
-
-    def done(self, folder: Path, result: Result, processes: int) -> Done:
-        found = _result(folder) if result.exit_code == 0 else None
-        self.keep = result.failure is not None and result.failure.kind not in _TOLD
-        return Done(result.exit_code, found, result.failure, processes, folder if self.keep else None)
-
-
-@contextlib.contextmanager
-def _place() -> Iterator[_Place]:
-    place = _Place(Path(tempfile.mkdtemp(prefix="lockstep-after-")))
-    try:
-        yield place
-    except ConfigError:
-        place.keep = False
-        raise
-    finally:
-        if not place.keep:
-            shutil.rmtree(place.folder, ignore_errors=True)
+def _done(ended: Ended, place: Path) -> Done:
+    """Keeps the folder in `place` where the work failed: its logs say why."""
+    if ended.result is None:  # this process is a rank; rank 0 has the result
+        folder = Path((ended.outcome or {})["folder"])
+        ours = folder.is_relative_to(place)  # other ranks of this host see the folder of rank 0 as well
+        return Done(ended.exit_code, _result(folder) if ended.exit_code == 0 and ours else None)
+    assert ended.folder is not None and ended.config is not None
+    failure = ended.result.failure
+    found = _result(ended.folder) if ended.exit_code == 0 else None
+    keep = failure is not None and failure.kind not in _NO_LOGS
+    return Done(ended.exit_code, found, failure, int(ended.config.processes), ended.folder if keep else None)
 
 
 def _result(folder: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""`lockstep.launch(main, processes=2)`: call a function on every rank, from a script, a notebook or under torchrun."""
+"""`lockstep.launch(main, processes=2)`: calls a function on every rank, from a script, a notebook or under torchrun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.engine.stop_requests import Preempted
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
 from lockstep.launchers import script
 from lockstep.launchers.local import limits, supervisor
-from lockstep.launchers.local.entry import call_function
+from lockstep.launchers.local.child import call_function
 from lockstep.launchers.plan import local_plan
 from lockstep.mirror import mark, url
 from lockstep.mirror.mark import mirrored
@@ -44,10 +44,10 @@ def launch(
     folder: str | Path | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Call `main(run)` on every rank and return what each of them returned, by rank.
+    """Calls `main(run)` on every rank and returns what each of them returned, by rank.
 
     Further settings are those of the config: seed, runtime, strategy, data, checkpoint, log, launch. `folder` names the
-    run's folder; one that exists is gone on with, by `run.restore()`. It and `out` may be URLs of object storage. Where
+    run's folder; one that exists is resumed by `run.restore()`. It and `out` may be URLs of object storage. Where
     a launcher such as torchrun has already given this process a rank, nothing is started: `main` is called here, and
     the list holds this rank's value alone. One process runs here as well, so that a debugger works. `lockstep resume
     FOLDER` starts the script that calls this once more, on the folder of the run.
@@ -78,10 +78,10 @@ def launch(
         else:
             here = replace(topology or Topology(), resumes=resumes)
             returned = [worker.call(main, checked, here, place.make, place.prepare)]
-        place.tell_how_it_ended()
+        place.say_how_it_ended()
         return returned
     except Preempted:
-        place.tell_how_to_go_on()
+        place.say_how_to_resume()
         raise
 
 
@@ -118,7 +118,7 @@ def _rank_main(main: Callable[..., Any], settings: RunSettings, folder: str, res
 
 
 class _Folder:
-    """The folder of a run: made once, by the launcher or rank 0, which then also says where it is."""
+    """The folder of a run, made once, by the launcher or rank 0."""
 
     def __init__(self, started: script.Script, name: str, out: str | Path, folder: str | Path | None) -> None:
         self._script, self._name, self._out, self._given = started, name, url.place(out, "out:"), folder
@@ -136,20 +136,19 @@ class _Folder:
         return self._made
 
     def prepare(self, folder: Path) -> None:
-        """Once it is held: note what was started, and say where."""
+        """Writes down what was started, once the folder is locked."""
         script.write(folder, self._script)
         made = mark.named(self._made or folder)  # as the user named it
         _say(f"the run's folder is {made}; go on with: {self._script.how_to_go_on(made)}")
 
-    def tell_how_it_ended(self) -> None:
-        """The lines that `lockstep train` ends with."""
+    def say_how_it_ended(self) -> None:
         if self._made is not None:
             where = mark.named(self._made)
             for line in closing_lines(self._made, where, self._script.how_to_go_on(where)):
                 _say(line)
 
-    def tell_how_to_go_on(self) -> None:
-        if self._made is not None:  # by this process, which speaks for all
+    def say_how_to_resume(self) -> None:
+        if self._made is not None:
             _say(f"saved and stopped; go on with: {self._script.how_to_go_on(mark.named(self._made))}")
 
 
@@ -171,7 +170,7 @@ def _existing_or_new(named: str | Path) -> Path:
 
 
 def _pickled(function: Callable[[], Any]) -> bytes:
-    """A function of a script travels by its name; one that was typed into a notebook has to travel whole."""
+    """Pickles a function of a script by its name, and one that was typed into a notebook as a whole."""
     if hasattr(sys.modules["__main__"], "__file__"):
         return pickle.dumps(function)
     try:

@@ -1,4 +1,4 @@
-"""What a launch would start: host, arguments and environment of every process, as data."""
+"""A LaunchPlan: host, arguments and environment of every process, as data."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class LaunchPlan:
     port: int | None = None
 
     def at(self, port: int, attempt: int, store: str = "") -> LaunchPlan:
-        """The same plan with the port and the socket of the store known, for one attempt."""
+        """Returns the plan of one attempt, with the port and the socket of the store."""
         known = {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         known.update({STORE: store} if store else {})
         processes = tuple(replace(each, env={**each.env, **known}) for each in self.processes)
         return replace(self, processes=processes, port=port)
 
     def render(self) -> str:
-        """For people, and for a shell: a line with host, environment and command per process."""
+        """Returns a line with host, environment and command per process, for people and for a shell."""
         lines = []
         for rank, process in enumerate(self.processes):
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(process.env.items()))
@@ -55,14 +55,14 @@ def local_plan(
     env: Mapping[str, str] | None = None,
     watched: bool = False,
 ) -> LaunchPlan:
-    """All processes on this host, meeting on the loopback interface."""
+    """Plans processes on this host, which meet on the loopback interface."""
     limits.check(processes)
     env = os.environ if env is None else env
     threads = threads or _number(env.get("OMP_NUM_THREADS")) or max(1, (cores or available_cores()) // processes)
     shared = {"OMP_NUM_THREADS": str(threads)}
     if processes > 1:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        # What these listen at is asked for no proof by either: nobody beyond this host is to reach it.
+        # Neither asks for a proof: nobody beyond this host may reach them.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             shared[name] = env.get(name, loopback)
     host = socket.gethostname()
@@ -73,7 +73,7 @@ def local_plan(
             world_size=processes,
             local_world_size=processes,
             port=port or 1,
-            launcher_serves_store=not watched,  # for a script that meets there; ranks of ours have a store of their own
+            launcher_serves_store=not watched,  # for scripts; our ranks have a private store
             launched_by_us=True,
             watched=watched,
         )
@@ -83,7 +83,7 @@ def local_plan(
 
 
 def available_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine has."""
+    """Returns the number of cores that this process may use; in a container, fewer than the machine has."""
     present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = limits.core_limit()
     return present if limit is None else max(1, min(present, int(limit)))

@@ -1,7 +1,4 @@
-"""How a script that calls `lockstep.launch` was started, written into its run's folder, and how to start it again.
-
-Like the command line, it imports no torch.
-"""
+"""How a script that calls `lockstep.launch` was started, in its run's folder, and how to start it again; no torch."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ from lockstep.errors import ConfigError, LaunchError
 from lockstep.record import run_folder
 
 SCRIPT_FILE = "launch.yaml"
-# For the script that is started again: the folder of the run that it is to go on with.
+# For the script that is started again: the folder of the run to resume.
 RESUME_FOLDER = "LOCKSTEP_RESUME_FOLDER"
 
 
 class Script(Section):
-    """What was started, where, and with which arguments; nothing of its environment."""
+    """What was started, where, and with which arguments, without its environment."""
 
     script: str | None = Field(None, description="its file; null where it was typed into a notebook or an interpreter")
     module: str | None = Field(None, description="or its module, where it was started with python -m")
@@ -65,10 +62,7 @@ class Script(Section):
 
 
 def require_guard(call: str) -> None:
-    """Refuse to start ranks from an unguarded line of a script: every rank imports the script, and would come to it.
-
-    Only a line that is not inside of any `if` or `try` is sure to be reached again.
-    """
+    """Refuses to start ranks from a line outside of any `if` or `try`: every rank imports the script and reaches it."""
     statement = _statement_of_main(_running_line())
     if isinstance(statement, (ast.Expr, ast.Assign, ast.AnnAssign, ast.With, ast.For)):
         raise LaunchError(
@@ -78,7 +72,7 @@ def require_guard(call: str) -> None:
 
 
 def require_importable(function: Any) -> None:
-    """Refuse a function of a script that ranks, which import the script, do not find under its name."""
+    """Refuses a function of a script that ranks cannot import by its name."""
     while isinstance(function, functools.partial):
         function = function.func
     code, name = getattr(function, "__code__", None), str(getattr(function, "__qualname__", ""))
@@ -97,7 +91,6 @@ def require_importable(function: Any) -> None:
 
 
 def _running_line() -> int | None:
-    """The line of the script that this process has come to."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -105,7 +98,7 @@ def _running_line() -> int | None:
 
 
 def _statement_of_main(line: int | None) -> ast.stmt | None:
-    """The outermost statement of the script that a line belongs to; None where ranks do not import a script."""
+    """Returns the outermost statement of the script at a line, or None where ranks import no script."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if line is None or file is None or interactive() or (spec is not None and spec.name.endswith("__main__")):
@@ -118,7 +111,7 @@ def _statement_of_main(line: int | None) -> ast.stmt | None:
 
 
 def running(function: str, call: int, settings: RunSettings, topology: Topology | None) -> Script:
-    """What this process is running; `topology` where somebody else has started the ranks."""
+    """Describes this process; `topology` is given where another launcher has started the ranks."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     module = None if spec is None or interactive() else str(spec.name).removesuffix(".__main__")
@@ -137,10 +130,7 @@ def running(function: str, call: int, settings: RunSettings, topology: Topology 
 
 
 def write(folder: Path, script: Script) -> None:
-    """Note in a run's folder what was started last by the program that the run belongs to.
-
-    Another program that looks into the folder, to evaluate what was trained, does not make it its own.
-    """
+    """Writes down what was started, unless the run in the folder belongs to another program."""
     known = read(folder)
     if (folder / run_folder.CONFIG_FILE).exists() or (known is not None and not known.same_program(script)):
         return
@@ -150,7 +140,7 @@ def write(folder: Path, script: Script) -> None:
 
 
 def read(folder: Path) -> Script | None:
-    """What a run's folder says of the script that it belongs to; none where it says nothing."""
+    """Reads how the script of a run was started; None for other runs."""
     file = folder / SCRIPT_FILE
     try:
         raw = parse_yaml(run_files.read_text(file, LONGEST_CONFIG))
@@ -164,7 +154,7 @@ def read(folder: Path) -> Script | None:
 
 
 def folder_to_resume(call: int) -> Path | None:
-    """The folder that `lockstep resume` started this script for, at the call of lockstep.launch that made it."""
+    """Returns the folder that `lockstep resume` started this script for, at the call that made it."""
     named = os.environ.get(RESUME_FOLDER)
     if named is None:
         return None
@@ -177,7 +167,7 @@ def folder_to_resume(call: int) -> Path | None:
 
 @dataclass(frozen=True)
 class Start:
-    """A command to become."""
+    """A command that replaces this process."""
 
     argv: Sequence[str]
     variables: Mapping[str, str]
@@ -201,9 +191,9 @@ class Start:
 
 
 def start_again(folder: Path, env: Mapping[str, str], options: Mapping[str, Any]) -> Start | None:
-    """The command that goes on with a run of a script; none where the folder is that of `lockstep train`.
+    """Returns the command that resumes the run of a script; None for a run of `lockstep train`.
 
-    `options` are those of the command line that have no meaning here: a script has its settings in itself.
+    `options` of the command line are refused: a script has its settings in itself.
     """
     if (folder / run_folder.CONFIG_FILE).exists() or (script := read(folder)) is None:
         return None

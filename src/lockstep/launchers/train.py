@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import multiprocessing
 import os
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.objects import loading
 from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
-from lockstep.launchers import batch_tasks, cluster, fitting
-from lockstep.launchers import folder as folders
-from lockstep.launchers.local import local
-from lockstep.mirror.url import Url, place
+from lockstep.launchers import checks, script
+from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
+from lockstep.mirror.url import place
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -29,9 +27,9 @@ _CALLER = "lockstep.train"
 def train(
     config: str | Path | Mapping[str, Any] | RunConfig | None = None, *, out: str | Path = "runs", **values: Any
 ) -> dict[str, Any]:
-    """Train what a config describes and return how it went: what summary.json holds, and the run's `folder`.
+    """Trains what a config describes and returns how it went: what summary.json holds, and the run's `folder`.
 
-    `out` is where that is made: a folder, or a URL (s3://bucket/prefix) that the folder, on this host, stands for.
+    That folder is made in `out`: a folder, or a URL (s3://bucket/prefix) that the folder on this host stands for.
 
     The config is a file, plain data or a RunConfig; values replace what it says, by name: `processes=1`,
     `train={"epochs": 3}` (merged) or `**{"train.epochs": 3}`. `task` may be the class itself, if ranks can import it.
@@ -43,67 +41,50 @@ def train(
     """
     _refuse_while_importing()
     loaded = _loaded(config, values)
-    where = place(out, "out:")
-    if loaded.launch.type == "ssh" and not batch_tasks.trains_here(loaded, os.environ):
-        raise ConfigError(
-            f"{_CALLER}: launch: ssh starts a run on other hosts, detached from this process: start it with `lockstep "
-            "train CONFIG`, and follow it with `lockstep pod logs`"
-        )
-    if batch_tasks.is_to_be_submitted(loaded, os.environ):
-        raise ConfigError(
-            f"{_CALLER}: launch: slurm puts a run into a queue, and this function returns what a run came to: submit "
-            "with `lockstep train`, or start this program in a job (srun python ...)"
-        )
-    if batch_tasks.trains_here(loaded, os.environ):
-        return _as_rank(loaded, where)
-    from lockstep.mirror.mark import mirrored
-    from lockstep.record import folder_lock
-
-    if loaded.launch.type == "ray":
-        fitting.not_checked(loaded, "on a Ray cluster", _tell)
-        new = folders.on_ray(loaded, where, make_parent=True)
-        with contextlib.ExitStack() as mirroring:
-
-            def make_folder(resolved: RunConfig) -> Path:
-                made = new(resolved)
-                mirroring.enter_context(mirrored(made, resolved, _tell))
-                return made
-
-            ended = cluster.train(loaded, make_folder)
-            return _outcome(ended.folder, ended.result, int(ended.config.processes))
-    folders.require_bucket(where, "out:")
-    loaded = local.resolved(loaded, _tell)
-    if loaded.processes == 1:
-        _check_here(loaded)
-        folder = folders.new(where, "out:", loaded)
-        fitting.check(loaded, folder, _tell)
-        return _here(loaded, folder)
-    from lockstep.launchers import script
-
-    script.require_guard(_CALLER)
-    if loaded.task.type.startswith("__main__:"):
-        name = loaded.task.type.partition(":")[2]
-        raise ConfigError(
-            f"{_CALLER}: task {name} was typed into this session, where {loaded.processes} ranks cannot import it "
-            f'from: write it to a file, and give task="file.py:{name}"; or set processes=1'
-        )
-    local.check(loaded)
-    folder = folders.new(where, "out:", loaded)
-    fitting.check(loaded, folder, _tell)
-    with folder_lock.locked(folder), mirrored(folder, loaded, _tell):
-        return _outcome(folder, local.train(folder, loaded, _tell), int(loaded.processes))
+    out_place = Out(place(out, "out:"), "out:")
+    launcher = launcher_of(loaded, os.environ)
+    if not trains_here(loaded, os.environ):
+        if loaded.launch.type in DETACHED:
+            raise ConfigError(
+                f"{_CALLER}: launch: {loaded.launch.type} starts a run that is detached from this process, and this "
+                "function returns how a run ended: submit with `lockstep train`"
+            )
+        if loaded.launch.type == "local" and (trained := _in_this_process(loaded, out_place)) is not None:
+            return trained
+    with launcher.train(loaded, out_place, _say) as ended:
+        if ended.result is None:
+            return _as_rank(ended)
+        assert ended.folder is not None and ended.config is not None
+        return _outcome(ended.folder, ended.result, int(ended.config.processes))
 
 
-def _check_here(config: RunConfig) -> None:
-    """In this process, which is going to import all of it anyway."""
+def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
+    """Trains here where the config has one process; else makes sure that ranks can import the task."""
+    from lockstep import runtime
+    from lockstep.launchers.local import launcher as local
+
+    _, processes = runtime.resolve(config)
+    if processes > 1:
+        script.require_guard(_CALLER)
+        if config.task.type.startswith("__main__:"):
+            name = config.task.type.partition(":")[2]
+            raise ConfigError(
+                f"{_CALLER}: task {name} was typed into this session, where {processes} ranks cannot import it "
+                f'from: write it to a file, and give task="file.py:{name}"; or set processes=1'
+            )
+        return None
     from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
 
+    out.check()
+    config = local.resolved(config, _say)
     check_parts(config, (CannotImport,))
     check_made(config)
+    folder = out.new(config)
+    checks.check_memory(config, folder, _say)
+    return _train_here(config, folder)
 
 
 def _refuse_while_importing() -> None:
-    """Ranks import the script or the task's file; what they find there must not start a run once more."""
     if getattr(multiprocessing.current_process(), "_inheriting", False) or loading:
         raise LaunchError(
             "lockstep.train was called while a rank was importing the file that calls it. "
@@ -128,13 +109,11 @@ def _loaded(config: str | Path | Mapping[str, Any] | RunConfig | None, values: M
         )
     loaded = load_python(given, _with_task_named(values), _CALLER)
     name = given.stem if isinstance(given, Path) else loaded.task.type.rpartition(":")[2].rpartition(".")[2]
-    return loaded.model_copy(update={"name": loaded.name or folders.named(name)})
+    return loaded.model_copy(update={"name": loaded.name or run_name(name)})
 
 
 def _with_task_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With the import path in place of a task's class, or of a callback's: what ranks, and whoever resumes the run,
-    find it
-    by."""
+    """Replaces classes of tasks and callbacks by the import paths that ranks find them by."""
     named = dict(values)
     if named.get("task") is not None:
         named["task"] = _component(named["task"], "task")
@@ -170,8 +149,7 @@ def _import_path(given: Any, name: str) -> str:
     return f"{Path(file).resolve()}:{task.__name__}"
 
 
-def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """One process: this one."""
+def _train_here(config: RunConfig, folder: Path) -> dict[str, Any]:
     import torch
 
     from lockstep import worker
@@ -195,20 +173,17 @@ def _here(config: RunConfig, folder: Path) -> dict[str, Any]:
     return {**run_folder.read_summary(folder), "folder": folder}
 
 
-def _as_rank(config: RunConfig, out: Path | Url) -> dict[str, Any]:
-    """As the rank that a launcher made this process: every rank returns what rank 0 wrote down."""
+def _as_rank(ended: Ended) -> dict[str, Any]:
+    """Returns what rank 0 wrote down, on every rank."""
     from lockstep.engine.stop_requests import Preempted
 
-    told: list[dict[str, Any]] = []
-    code = local.train_as_rank(config, lambda: folders.new(out, "out:", config), told.append)
-    (outcome,) = told
-    if code:
-        raise Preempted(str(outcome.get("reason")))
-    return outcome
+    assert ended.outcome is not None
+    if ended.exit_code:
+        raise Preempted(str(ended.outcome.get("reason")))
+    return ended.outcome
 
 
 def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
-    """Of processes that our launcher started."""
     from lockstep.distributed.failure import how_to_plan
     from lockstep.engine.stop_requests import Preempted
     from lockstep.record import run_folder
@@ -217,7 +192,7 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
     failure = result.failure
     if failure is not None:
         run_folder.record(folder, "failed", failure.cause)
-    leave_report(folder, _tell)
+    leave_report(folder, _say)
     if failure is not None:
         text = failure.render(processes)
         if failure.memory:
@@ -230,6 +205,6 @@ def _outcome(folder: Path, result: Result, processes: int) -> dict[str, Any]:
     return {**run_folder.read_summary(folder), "folder": folder}
 
 
-def _tell(text: str) -> None:
+def _say(text: str) -> None:
     for line in text.splitlines():
         tell(f"lockstep: {line}")

@@ -17,7 +17,7 @@ from lockstep.checkpoint import manifest, merge
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launchers.ssh import hosts
+from lockstep.launchers.ssh.commands import host_names
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
@@ -52,7 +52,7 @@ def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
         if report.rows[0].fresh.verdict != "reference":
             return report  # there is nothing to compare the others with
         as_written = load(asked.config, overrides)
-        on = hosts.named(as_written)[: as_written.launch.nodes] if as_written.launch.type == "ssh" else []
+        on = host_names(as_written)[: as_written.launch.nodes] if as_written.launch.type == "ssh" else []
         not_here = {each.name: lacking for each in chosen if (lacking := missing(each, on)) is not None}
         chosen = [each for each in chosen if each.name not in not_here]
         return _compared(runs, chosen, replace(report, not_here=not_here))

@@ -1,12 +1,16 @@
-"""What runs inside a started process: a command, or a function, with its failure written down for the launcher.
+"""What runs inside a started process: a command or a function, with its failure written down for the launcher.
 
-Imported by the fork server before any process is made, so that all of them share one import of torch.
+The launcher imports this module without torch. The fork server imports it, and torch, before it makes any process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
+import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -20,33 +24,91 @@ import time
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from lockstep.config.schema import RunConfig
 from lockstep.distributed.failure import report, stop_file
-from lockstep.distributed.group import settle
 from lockstep.distributed.signals import end_below, nothing
 from lockstep.distributed.topology import Topology
+from lockstep.distributed.watch.heartbeat import user_line
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
-from lockstep.launchers.local.entry import Outcome
-from lockstep.launchers.local.exit import leave
-from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
 from lockstep.terminal import make_safe
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from lockstep.config.schema import RunConfig
 
+# How long a rank may take to leave once its work is done: threads, atexit handlers, buffers.
+LEAVE_SECONDS = 30.0
 # How long a process may take to save and leave once its launcher is gone.
 _ORPHAN_SECONDS = 60.0
+_CHECK_SECONDS = 30
 _GRACEFUL = (None, 0, PREEMPTED_EXIT_CODE)
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+_NOTHING = pickle.dumps(None)
 
 
-def run_rank(
+@dataclass(frozen=True)
+class Outcome:
+    """The exit code of a process that ended in order, and the pickled return value of its function."""
+
+    exit_code: int = 0
+    value: bytes = _NOTHING
+    kind: str = "NoneType"
+    error: str = ""  # why the value could not be pickled
+
+    @classmethod
+    def of(cls, value: Any) -> Outcome:
+        """Pickles a return value. The work is done by now, so a value that cannot be pickled is no failure."""
+        kind = type(value).__qualname__
+        if type(value).__module__ != "builtins":
+            kind = f"{type(value).__module__}.{kind}"
+        try:
+            return cls(value=pickle.dumps(value), kind=kind)
+        except Exception as error:
+            return cls(kind=kind, error=_first_line(error))
+
+    def received(self, rank: int, warn: Callable[[str], None]) -> Any:
+        """Returns the value, or None with a warning where it cannot be pickled or unpickled."""
+        problem = self.error
+        try:
+            if not problem:
+                return pickle.loads(self.value)
+        except Exception as error:
+            problem = _first_line(error)
+        warn(
+            f"rank {rank} returned a {self.kind}, which cannot be sent to the launcher ({problem}). The run is "
+            "complete, and None is returned for this rank. Return plain data or tensors, or save the object in "
+            "run.folder"
+        )
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def leaving_file(error_file: Path) -> Path:
+    """Returns the file that a rank writes when its work is done, before it takes its time to leave."""
+    return error_file.with_name(f"leaving-{error_file.stem}")
+
+
+def late_file(error_file: Path) -> Path:
+    """Returns the file with what a rank was still doing when its time to leave was over."""
+    return error_file.with_name(f"late-{error_file.stem}")
+
+
+def run_rank(*arguments: Any) -> None:
+    """The target of every process from the fork server; failures are in its error file and not printed here."""
+    try:
+        _run_rank(*arguments)
+    except (Exception, KeyboardInterrupt):
+        sys.exit(1)
+
+
+def _run_rank(
     index: int,
     entry: Callable[[Any], Any],
     arguments: Sequence[Any],
@@ -56,18 +118,15 @@ def run_rank(
     all_returned: Event,
     ignored: Sequence[int],
 ) -> None:
-    """One process from its first line to its last: what it came to goes to the launcher before it leaves.
-
-    `ignored` are signals that the launcher was started to ignore.
-    """
+    """Sends its outcome to the launcher before it leaves. `ignored` are signals that the launcher ignores."""
     os.environ.update(envs[index])
     error_file = Path(error_files[index])
     parent, exit_code = _Parent(), 1
     try:
         with _writing_failure(error_file):
-            _become_a_process_of_its_own(error_file, ignored)
+            _set_up_process(error_file, ignored)
             if len(envs) == 1:
-                _read_from_the_terminal()
+                _open_stdin()
             outcome = _outcome(entry, arguments[index])
             if not parent.gone():
                 outcomes[index].put(outcome)
@@ -76,30 +135,28 @@ def run_rank(
         exit_code = leaving.code if isinstance(leaving.code, int) else 1
         raise
     finally:
-        leave(index, exit_code, error_file)
+        _leave(index, exit_code, error_file)
         parent.work_is_done()
-    # Its connections stay until all are done: who waits for a rank that has left is told so, and not that it fell.
+    # Its connections stay open until all ranks are done, so that nobody takes a rank that has left for a failed one.
     all_returned.wait()
 
 
 def run_command(argv: tuple[str, ...]) -> None:
-    """Run `python script.py ...` or `python -m module ...` in this process."""
+    """Runs `python script.py ...` or `python -m module ...` in this process."""
     _make_leaving_safe()
     _run_python(argv)
 
 
-_CHECK_SECONDS = 30
-
-
 def check_config(connection: Connection, config: RunConfig) -> None:
-    """Send what is wrong with what a config names, or None. Its own output is not shown: ranks import the same."""
+    """Sends what is wrong with the names in a config, or None."""
+    from lockstep.launchers.checks import silence
+    from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
+
     signal.alarm(_CHECK_SECONDS)  # also where the launcher is gone
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    silence()
     problem = None
     try:
-        check_parts(config, (CannotImport,))  # what fails while it is imported has a traceback, which ranks show
+        check_parts(config, (CannotImport,))  # ranks show the traceback of what fails while it is imported
         check_made(config)
     except ConfigError as error:
         problem = str(error)
@@ -109,7 +166,7 @@ def check_config(connection: Connection, config: RunConfig) -> None:
 
 
 def call_function(pickled: bytes) -> Any:
-    """Call a function that our own launcher pickled a moment ago."""
+    """Calls a function that our launcher pickled a moment ago."""
     return pickle.loads(pickled)()
 
 
@@ -122,28 +179,29 @@ def _outcome(entry: Callable[[Any], Any], argument: Any) -> Outcome:
         raise
 
 
-def _become_a_process_of_its_own(error_file: Path, ignored: Sequence[int]) -> None:
-    """Undo what is right for the fork server alone. A request to save, or to write down stacks, that comes before the
-    rank listens must not end it, as it would by default."""
+def _set_up_process(error_file: Path, ignored: Sequence[int]) -> None:
+    """Undoes what is right for the fork server alone. Signals that come before a rank listens must not end it."""
+    import torch
+
     make_safe()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     if signal.SIGINT not in ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if Topology.from_env(os.environ).watched:
-        # A rank of ours leaves the terminal to the launcher from its first moment on; a script does as it likes.
+        # Our ranks leave signals of the terminal to the launcher; a script does as it likes.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
             signal.signal(number, nothing)
     if stop_file(error_file).exists():
         os.kill(os.getpid(), signal.SIGTERM)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher says it in our words
-    # What this process starts itself (data workers) is started in the platform's usual way, not by a fork server.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher reports failures
+    # Processes that a rank starts itself (data workers) do not come from a fork server.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def _read_from_the_terminal() -> None:
-    """A process that is alone has the launcher's input to itself, for a debugger or a pipe: elsewhere it is empty."""
+def _open_stdin() -> None:
+    """Gives the launcher's input to its only process, for a debugger or a pipe; multiprocessing has closed it."""
     with contextlib.suppress(OSError):  # a launcher that was started without any
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
 
@@ -160,7 +218,11 @@ def _writing_failure(error_file: Path) -> Iterator[None]:
 
 
 def _make_leaving_safe() -> None:
-    """A script that takes its group apart right after a step would now and then wait for ever (see group.settle)."""
+    """A script that destroys its group right after a step could wait for ever (see group.settle)."""
+    import torch.distributed as dist
+
+    from lockstep.distributed.group import settle
+
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
@@ -172,7 +234,7 @@ def _make_leaving_safe() -> None:
 
 
 def _run_python(argv: tuple[str, ...]) -> None:
-    """As `python` does: what it runs is `__main__` until the process is gone, also for its threads and handlers."""
+    """Runs a command line as `python` does: it is `__main__` until the process ends, for threads and handlers too."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     if argv[1] == "-P":
@@ -194,8 +256,48 @@ def _run_python(argv: tuple[str, ...]) -> None:
     exec(compile(script.read_bytes(), argv[1], "exec"), main.__dict__)
 
 
+def _leave(rank: int, exit_code: int, error_file: Path) -> None:
+    """Does what Python does at the end of a process, which a forked one leaves out; ends it where that takes long."""
+    with contextlib.suppress(OSError):  # where the launcher is gone, so is its folder
+        leaving_file(error_file).touch()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # The launcher may ask to stop although the work is done. A function, since SIG_IGN would be inherited.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, lambda *_: None)
+    limit = threading.Timer(LEAVE_SECONDS, _end_late, (rank, exit_code, error_file, threading.get_ident()))
+    limit.daemon = True
+    limit.start()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _write_buffers()
+    limit.cancel()
+
+
+def _end_late(rank: int, exit_code: int, error_file: Path, main_thread: int) -> None:
+    where = user_line(sys._current_frames().get(main_thread))
+    waited = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    threads = ", ".join(sorted(each.name for each in waited))
+    text = (
+        f"rank {rank} was still at {where} {LEAVE_SECONDS:g} s after the end of its work, so that it was ended there "
+        f"({f'it waited for its threads: {threads}' if threads else 'an atexit handler, or a process that it started'})"
+    )
+    with contextlib.suppress(OSError):
+        late_file(error_file).write_text(text, encoding="utf-8")
+    os._exit(exit_code)
+
+
+def _write_buffers() -> None:
+    """Flushes files that were never closed, as the end of an interpreter does."""
+    for each in gc.get_objects():  # what was there before the fork is frozen, and not among them
+        if issubclass(type(each), _BUFFERED) and not each.closed:
+            with contextlib.suppress(OSError, ValueError):
+                each.flush()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).fflush(None)  # what native code has printed
+
+
 class _Parent:
-    """Ends this process when its launcher is gone, however it went: in order if it can, and in any case in time."""
+    """Ends this process when its launcher is gone: in order if it can, and in any case in time."""
 
     def __init__(self) -> None:
         # The launcher, not the fork server, which lives on while any of its children does.
@@ -207,7 +309,7 @@ class _Parent:
         return self._launcher is not None and not self._launcher.is_alive()
 
     def work_is_done(self) -> None:
-        """From here on there is nothing to save: without a launcher to report to, leave at once."""
+        """From here on there is nothing to save: without a launcher, leave at once."""
         self._done = True
         if self.gone():
             end_below([os.getpid()])

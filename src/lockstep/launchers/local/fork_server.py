@@ -1,4 +1,4 @@
-"""The process that ranks are forked from, one for each number of threads: whether it is there, and what it left."""
+"""The process that ranks are forked from, one for each number of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, handled, processes_below, state_of, unless_ignored
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.import_path import safe_interpreters
-from lockstep.launchers.local.entry import check_config
+from lockstep.launchers.local.child import check_config
 from lockstep.terminal import tell
 
 if TYPE_CHECKING:
@@ -23,40 +23,37 @@ if TYPE_CHECKING:
 
 # How long making the processes of a run may take.
 _START_SECONDS = 120.0
-# How long the start of ranks may be held up by looking at what a config names.
+# How long checking the names in a config may delay the start of ranks.
 _CHECK_SECONDS = 15.0
 
-# For how many threads per rank the fork server of this process was started; 0: by somebody else, or not yet.
+# The number of threads per rank that the fork server was started for; 0: started by other code, or not yet.
 _threads = 0
-# What multiprocessing knows of the servers that were started for other numbers.
+# The state of multiprocessing for the servers that were started for other numbers.
 _set_aside: dict[int, dict[str, Any]] = {}
 
 
 def warm_up(threads: int) -> None:
-    """Have a fork server for ranks of so many threads: it imports torch once for all, while this process goes on."""
+    """Starts a fork server for ranks of so many threads: it imports torch once for all, in the background."""
     _change_to(threads)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.launchers.local.preload"])
-    # Neither it nor multiprocessing's own helper may go with a signal to the whole process group: the launcher would
-    # lose sight of its ranks. They begin with it ignored, as there are seconds before they could say so themselves.
-    # And `python -c`, by which they are started, would look for multiprocessing in the current folder first.
+    # A signal to the whole process group must end neither it nor multiprocessing's resource tracker, so both start with
+    # it ignored. And `python -c`, which starts them, would look for multiprocessing in the current folder first.
     with handled(dict.fromkeys(unless_ignored(QUIET_SIGNALS), signal.SIG_IGN)), safe_interpreters():
-        # This process is somebody's: a later run of another number of processes is not to find it there.
-        said = os.environ.get("OMP_NUM_THREADS")
+        before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = str(threads)
         try:
             multiprocessing.resource_tracker.ensure_running()
             multiprocessing.forkserver.ensure_running()
         finally:
             del os.environ["OMP_NUM_THREADS"]
-            if said is not None:
-                os.environ["OMP_NUM_THREADS"] = said
+            if before is not None:
+                os.environ["OMP_NUM_THREADS"] = before
 
 
 def _change_to(threads: int) -> None:
-    """One server for each number of threads: libraries read it when they are loaded, which is before a forked process
-    could say. It could for its main thread alone: those of gloo, which compute for powerSGD, would go by the server's
-    number, and sums of several threads have another order than those of one."""
+    """Libraries read the number of threads when they are loaded; a forked process could change it for its main thread
+    alone. Threads of gloo, which compute too, would keep the server's, and the order of sums depends on it."""
     global _threads
     if threads == _threads:
         return
@@ -71,8 +68,10 @@ def _never_started() -> dict[str, Any]:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError where a config names what its task does not have: a child of the fork server, which has torch,
-    looks before any rank is started. One that takes long, or falls, tells nothing: the ranks will."""
+    """Raises ConfigError where a config names what its task does not have, by a child of the fork server.
+
+    If that takes long or fails, nothing is raised: the ranks will report it.
+    """
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=check_config, args=(theirs, config), name="lockstep-check", daemon=True)
@@ -93,7 +92,7 @@ def check(config: RunConfig) -> None:
 
 
 class ForkServer:
-    """The fork server of this process, as one attempt sees it. Only Linux tells anything about it."""
+    """The fork server of this process in one attempt. Only Linux shows the state of its process."""
 
     def __init__(self) -> None:
         self._others: set[int] = set()
@@ -103,7 +102,7 @@ class ForkServer:
         return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
 
     def start(self, make: Callable[[], None]) -> None:
-        """Have it make processes, from another thread; it may be stopped, or gone, and would then never answer."""
+        """Makes processes in another thread: a server that is stopped, or gone, would never answer."""
         self._others = set(processes_below([self.pid])) if self.pid else set()
         failures: list[BaseException] = []
 
@@ -119,7 +118,7 @@ class ForkServer:
         while thread.is_alive():
             thread.join(0.5)
             waited += 0.5
-            self.go_on()
+            self.wake()
             if waited > _START_SECONDS:
                 raise LaunchError(
                     f"the fork server (pid {self.pid}) did not make the processes of the run within "
@@ -134,10 +133,10 @@ class ForkServer:
         if failures:
             raise failures[0]
 
-    def go_on(self) -> None:
-        """Where somebody has stopped it, say so and let it go on: without it, nothing is heard of ranks that end."""
+    def wake(self) -> None:
+        """Continues a server that was stopped by a signal: without it, the end of a rank is not seen."""
         if self.pid is not None and state_of(self.pid) == "T":
-            tell(f"lockstep: the fork server (pid {self.pid}) was stopped by a signal (SIGSTOP): it is told to go on")
+            tell(f"lockstep: the fork server (pid {self.pid}) was stopped by a signal (SIGSTOP): it is continued")
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
 
@@ -146,6 +145,6 @@ class ForkServer:
         return sys.platform == "linux" and self.pid is not None and state_of(self.pid) in (None, "Z")
 
     def end_what_is_left(self) -> None:
-        """End every process below it that this attempt brought there."""
+        """Ends every process below it that this attempt started."""
         if self.pid is not None:
             end_below([self.pid], spare=self._others)

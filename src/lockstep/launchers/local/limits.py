@@ -1,4 +1,4 @@
-"""What the control groups of this process leave it of the machine's cores and memory."""
+"""Limits of this host: cores, memory and processes, by the control groups of this process and the system."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ _UNLIMITED = 2**60
 
 
 def core_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
-    """Cores' worth of time by the tightest limit on the way up; none where there is no limit."""
+    """Returns the tightest limit of cores of this group and those above it, or None."""
     texts = _read(root, membership, "", "cpu.max")
     quotas = _read(root, membership, "cpu", "cpu.cfs_quota_us")
     periods = _read(root, membership, "cpu", "cpu.cfs_period_us")
     texts += [f"{quota} {period}" for quota, period in zip(quotas, periods, strict=False)]
-    return min((cores for text in texts if (cores := cores_of(text)) is not None), default=None)
+    return min((cores for text in texts if (cores := _cores(text)) is not None), default=None)
 
 
 def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Bytes by the tightest limit on the way up; none where there is no limit."""
     texts = _read(root, membership, "", "memory.max")
     texts += _read(root, membership, "memory", "memory.limit_in_bytes")
-    return min((limit for text in texts if (limit := bytes_of(text)) is not None), default=None)
+    return min((limit for text in texts if (limit := _bytes(text)) is not None), default=None)
 
 
 def kills_for_memory(counters: Path = _COUNTERS) -> int:
-    """How many processes of this machine the kernel has killed for lack of memory, its own or a control group's."""
+    """Returns how many processes of this machine the kernel has killed for lack of memory."""
     with contextlib.suppress(OSError, ValueError):
         for line in counters.read_text(encoding="utf-8").splitlines():
             name, _, count = line.partition(" ")
@@ -44,23 +43,21 @@ def kills_for_memory(counters: Path = _COUNTERS) -> int:
 
 
 def process_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Processes and threads by the tightest limit on the way up; none where there is no limit."""
     texts = _read(root, membership, "", "pids.max") + _read(root, membership, "pids", "pids.max")
     return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
-def cores_of(text: str) -> float | None:
-    """Quota and period in microseconds, as `cpu.max` has them."""
+def _cores(text: str) -> float | None:
     quota, _, period = text.partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
-def bytes_of(text: str) -> int | None:
+def _bytes(text: str) -> int | None:
     return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
 
 
 def _read(root: Path, membership: Path, controller: str, file: str) -> list[str]:
-    """What the file says in this process's group and in every group above it; version 2 has one nameless controller."""
+    """Reads a file of this process's group and of every group above it; in version 2, the controller has no name."""
     texts = []
     for folder in _folders(root, membership, controller):
         with contextlib.suppress(OSError):
@@ -81,7 +78,7 @@ def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
                 yield root / controller / str(each).lstrip("/")
 
 
-# Every rank meets the others at a port of its own, and a host has no more of them.
+# Every rank needs a port.
 _PORTS = 65_535
 # With fewer open files than this torch cannot even be imported, or its store not be opened.
 _FILES = 50
@@ -89,7 +86,7 @@ _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
 
 def check(processes: int, workers: int = 0) -> None:
-    """Refuse a number of ranks, and of data workers for each, that cannot be."""
+    """Refuses more ranks, or data workers, than this host can have."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _FILES:
         raise ConfigError(f"a process may have {files} open files here, and a run needs {_FILES}: ulimit -n {_FILES}")
@@ -104,7 +101,7 @@ def check(processes: int, workers: int = 0) -> None:
 
 
 def limit() -> tuple[int, str]:
-    """The tightest of the limits that hold here, and what it is called."""
+    """Returns the tightest limit of processes, and its name."""
     limits = [(_PORTS, "the ports of a host")]
     with contextlib.suppress(OSError, ValueError):
         limits.append((int(_PID_MAX.read_text(encoding="utf-8")), "kernel.pid_max"))

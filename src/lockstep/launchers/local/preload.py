@@ -1,10 +1,10 @@
-"""What the fork server imports before it makes a process: everything that every rank would import anyway."""
+"""What the fork server imports before it makes a process: all that every rank would import anyway."""
 
 # ruff: noqa: E402
 
 import gc
 
-gc.disable()  # looking for garbage takes a seventh of the time that the imports below take
+gc.disable()  # collecting takes a seventh of the time of the imports below
 
 import atexit
 import os
@@ -13,7 +13,9 @@ import weakref
 
 import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as long as torch itself
 
+import lockstep.distributed.group
 import lockstep.import_path
+import lockstep.launchers.checks
 import lockstep.launchers.local.child
 import lockstep.record.display
 import lockstep.record.logs
@@ -28,15 +30,15 @@ warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpect
 
 
 def _leave_at_once(server: int) -> None:
-    """The fork server has nothing to put in order, and taking torch apart would keep it for seconds."""
+    # The fork server has nothing to put in order, and taking torch apart would take seconds.
     if os.getpid() == server:
         os._exit(0)
 
 
 atexit.register(_leave_at_once, os.getpid())
-# Nor do its ranks put in order at their end what was made here: they take torch apart no more than their server does.
+# Nor do its ranks take torch apart at their end.
 for finalizer in getattr(weakref.finalize, "_registry", ()):
     finalizer.atexit = False
-# What is here stays: the collector of a rank need not look through it, nor copy the memory that all of them share.
+# The collector of a rank does not look through what is here, which would copy the memory that all of them share.
 gc.freeze()
 gc.enable()

@@ -1,36 +1,33 @@
-"""The processes of one attempt: polled, asked to stop, ended. Imports no torch, which the launcher has no use for."""
+"""The processes of one attempt: polled, asked to stop, ended. Imports no torch, which the launcher does not need."""
 
 from __future__ import annotations
 
-import logging
 import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SubprocessContext
+from typing import Any
 
 from lockstep.distributed.signals import QUIET_SIGNALS, end_below, state_of
-from lockstep.launchers.local.entry import Outcome, run_command, run_rank
-from lockstep.launchers.local.exit import LEAVE_SECONDS, leaving_file
+from lockstep.launchers.local.child import LEAVE_SECONDS, Outcome, leaving_file, run_command, run_rank
 from lockstep.launchers.local.fork_server import ForkServer
 from lockstep.launchers.plan import LaunchPlan
 
-# How long the other ranks get to fall by themselves once one has failed, and to end once they are asked to.
+# How long the other ranks get to fail by themselves once one has, and to end once they are asked to.
 _FALL_SECONDS = 0.5
 END_SECONDS = 5.0
-# What multiprocessing takes for the exit code of a process whose fork server does not tell it any more.
+# The exit code that multiprocessing shows for a process whose fork server is gone.
 _OF_NO_SERVER = 255
 # A rank ends itself where it takes too long to leave; this is for one that cannot.
 _GONE_SECONDS = LEAVE_SECONDS + 10.0
-# How long ranks get to save that nobody could report the end of.
+# How long ranks get to save once the fork server is gone.
 _SAVE_SECONDS = 60.0
 
 
@@ -40,58 +37,54 @@ class Ended:
 
     returned: dict[int, Outcome] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
-    without_server: str | None = None  # the fork server went away: nobody can tell how its ranks ended
-
-
-class Processes(Protocol):
-    """Those of an attempt, however they were made."""
-
-    def pids(self) -> dict[int, int]: ...
-
-    def close(self, number: signal.Signals) -> None: ...
+    without_server: str | None = None  # the fork server is gone, and with it the exit codes
 
 
 class Ranks:
     """All processes of an attempt: polled, asked to stop, ended."""
 
-    def __init__(
-        self, context: Processes, poll: Callable[[], Ended | None], done: Callable[[], Ended | None] = lambda: None
-    ) -> None:
-        self._context, self.poll = context, poll
-        self.done = done  # what all ranks returned, also while some of them are still leaving
+    def pids(self) -> dict[int, int]:
+        raise NotImplementedError
+
+    def poll(self) -> Ended | None:
+        raise NotImplementedError
+
+    def done(self) -> Ended | None:
+        """Returns what all ranks returned, also while some of them are still leaving."""
+        return None
+
+    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
+        raise NotImplementedError
 
     def ask_to_stop(self) -> None:
-        for rank in self._context.pids():
+        for rank in self.pids():
             self._signal(rank, signal.SIGTERM)
 
     def ask_to_save(self) -> None:
-        """Ask rank 0: the others learn of it from there, and one request leads to one save."""
+        """Asks rank 0: the others learn of it from there, and one request leads to one save."""
         self._signal(0, signal.SIGUSR1)
 
     def dump_stacks(self) -> None:
-        for rank in self._context.pids():
+        for rank in self.pids():
             self._signal(rank, signal.SIGUSR2)
-            self._signal(rank, signal.SIGCONT)  # a process that was stopped writes nothing down
+            self._signal(rank, signal.SIGCONT)  # a stopped process writes nothing
 
     def suspended(self, rank: int) -> bool:
-        """Whether a rank was stopped by a signal, where the system says so."""
-        pid = self._context.pids().get(rank)
+        """Returns whether a rank was stopped by a signal, where the system shows it."""
+        pid = self.pids().get(rank)
         return pid is not None and state_of(pid) in ("T", "t")
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._context.pids()[rank], number)
-
-    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self._context.close(number)
+            os.kill(self.pids()[rank], number)
 
 
-class _Functions:
+class _Functions(Ranks):
     """A process per rank, from multiprocessing's fork server.
 
-    Each says what it came to before it leaves, and waits for the others to have done so. Torch's own process contexts
-    would let a rank go without what Python does at the end of a process, report one failure alone, and wait for ever
-    for a rank that left with exit code 0 before it returned; and the launcher would have to import torch for them.
+    Each sends its outcome before it leaves, and waits for the others. Torch's process contexts would skip what Python
+    does at the end of a process, report one failure alone, wait for ever for a rank that left with exit code 0 before
+    it returned, and import torch into the launcher.
     """
 
     def __init__(
@@ -124,10 +117,10 @@ class _Functions:
     def done(self) -> Ended | None:
         return Ended(returned=dict(self._return_values)) if len(self._return_values) == len(self._envs) else None
 
-    def ended(self) -> Ended | None:
+    def poll(self) -> Ended | None:
         if self._server.is_gone:
             return self._ended_without_server()
-        self._server.go_on()
+        self._server.wake()
         codes = self._exit_codes()  # before the values: one that has left by now has returned before
         self._collect()
         failed = {rank: code for rank, code in codes.items() if code != 0 or rank not in self._return_values}
@@ -140,7 +133,7 @@ class _Functions:
         return self.done() if time.monotonic() > self._returned_at + _GONE_SECONDS else None
 
     def _server_fell(self, failed: dict[int, int]) -> bool:
-        """Whether these codes say nothing but that the server, which would have told them, is gone by now."""
+        """Returns whether these codes only mean that the server, which reports exit codes, is gone by now."""
         if _OF_NO_SERVER not in failed.values():
             return False
         deadline = time.monotonic() + _FALL_SECONDS
@@ -149,7 +142,7 @@ class _Functions:
         return self._server.is_gone
 
     def _collect(self) -> None:
-        """What ranks returned since the last time; once all have, they may leave."""
+        """Receives what ranks returned; once all have, they may leave."""
         for rank, queue in enumerate(self._outcomes):
             if not queue.empty():
                 self._return_values[rank] = queue.get()
@@ -158,7 +151,7 @@ class _Functions:
             self._returned_at = time.monotonic()
 
     def _ended_without_server(self) -> Ended:
-        """Ranks go on without it, but nothing would be heard of their end: they save and leave while they can."""
+        """Asks ranks to save and leave: they continue without the server, but their end would not be seen."""
         pids = [pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")]
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -183,29 +176,27 @@ class _Functions:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def close(self, number: signal.Signals) -> None:
-        """End every process that is still there, by a signal and, where that does not help, by SIGKILL."""
-        self._server.go_on()
+    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ends every process that is left, by a signal and, where that does not help, by SIGKILL."""
+        self._server.wake()
         if self._server.is_gone:  # and multiprocessing takes all of its processes for dead
             self._end_ranks_of_no_server([pid for pid in self.pids().values() if state_of(pid) not in (None, "Z")])
         for last_resort in (number, signal.SIGKILL):
             for rank in self._alive():
-                with suppress(ProcessLookupError):
-                    os.kill(self.pids()[rank], last_resort)
+                self._signal(rank, last_resort)
             deadline = time.monotonic() + END_SECONDS
             for rank in self._alive():  # one in the midst of a system call that does not end is left to the system
                 self._processes[rank].join(max(deadline - time.monotonic(), 0.0))
         self._server.end_what_is_left()
 
     def _all_failures(self, first: dict[int, int]) -> dict[int, int]:
-        """End the other ranks; those that fell in the same moment by themselves belong to the snapshot."""
+        """Ends the other ranks; those that failed in the same moment belong to the result."""
         began = time.monotonic()
         while time.monotonic() < began + _FALL_SECONDS and self._at_work():
             time.sleep(0.02)
         fallen = {rank: code for rank, code in self._exit_codes().items() if code}
         for rank in self._at_work():
-            with suppress(ProcessLookupError):
-                os.kill(self.pids()[rank], signal.SIGTERM)
+            self._signal(rank, signal.SIGTERM)
         self._all_returned.set()  # a rank that has done its work waits for all others to have done theirs
         while self._alive() and time.monotonic() < began + _GONE_SECONDS:
             if self._at_work() and time.monotonic() > began + _FALL_SECONDS + END_SECONDS:
@@ -222,14 +213,14 @@ class _Functions:
         return [rank for rank in range(len(self._processes)) if rank not in codes]
 
     def _at_work(self) -> list[int]:
-        """Ranks that are not on their way out by themselves."""
+        """Returns the ranks that are not leaving already."""
         return [rank for rank in self._alive() if not leaving_file(self._error_files[rank]).exists()]
 
 
 def start_functions(
     plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path]
 ) -> Ranks:
-    """A process per rank from the fork server: running the plan's command, or `entry` with an argument."""
+    """Starts a process per rank from the fork server, for the plan's command or for `entry` with an argument."""
     arguments = [process.argv if entry is None else argument for process in plan.processes]
     context = _Functions(entry or run_command, arguments, [dict(each.env) for each in plan.processes], error_files)
     try:
@@ -237,42 +228,55 @@ def start_functions(
     except BaseException:
         context.close(signal.SIGKILL)
         raise
-    return Ranks(context, context.ended, context.done)
+    return context
 
 
-class _Commands(SubprocessContext):
-    """Elastic's command processes: each has a session of its own."""
+class _Commands(Ranks):
+    """A new interpreter per rank, each in a separate session."""
 
-    def close(self, death_sig: signal.Signals | None = None, timeout: int = int(END_SECONDS)) -> None:
-        super().close(death_sig, timeout)
-        for pid in self.pids().values():  # what they left behind
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def ended(self) -> Ended | None:
-        codes = {rank: each.proc.poll() for rank, each in self.subprocess_handlers.items()}
+    def start(self, plan: LaunchPlan) -> None:
+        for each in plan.processes:
+            self._processes.append(subprocess.Popen(each.argv, env={**os.environ, **each.env}, start_new_session=True))
+
+    def pids(self) -> dict[int, int]:
+        return {rank: each.pid for rank, each in enumerate(self._processes)}
+
+    def poll(self) -> Ended | None:
+        codes = {rank: each.poll() for rank, each in enumerate(self._processes)}
         gone = {rank: code for rank, code in codes.items() if code is not None}
         failed = {rank: code for rank, code in gone.items() if code != 0}
         if failed:
-            self.close(signal.SIGTERM)
+            self.close()
             return Ended(exit_codes=failed)
-        return Ended(returned=dict.fromkeys(gone, Outcome())) if len(gone) == self.nprocs else None
+        return Ended(returned=dict.fromkeys(gone, Outcome())) if len(gone) == len(codes) else None
+
+    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ends every session, by a signal and, with what is left of it, by SIGKILL."""
+        self._signal_sessions(number)
+        deadline = time.monotonic() + END_SECONDS
+        for each in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                each.wait(max(deadline - time.monotonic(), 0.0))
+        self._signal_sessions(signal.SIGKILL)
+        for each in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                each.wait(END_SECONDS)
+
+    def _signal_sessions(self, number: signal.Signals) -> None:
+        for each in self._processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(each.pid, number)
 
 
-def start_commands(plan: LaunchPlan, folder: Path) -> Ranks:
-    """A new interpreter per rank."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
-    context = _Commands(
-        name="lockstep",
-        entrypoint=plan.processes[0].argv[0],
-        args={rank: process.argv[1:] for rank, process in enumerate(plan.processes)},
-        envs={rank: dict(process.env) for rank, process in enumerate(plan.processes)},
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-    )
+def start_commands(plan: LaunchPlan) -> Ranks:
+    """Starts a new interpreter per rank."""
+    context = _Commands()
     try:
-        # From another thread: in the main thread, elastic would replace the launcher's signal handlers.
-        ForkServer().start(context.start)
+        context.start(plan)
     except BaseException:
         context.close(signal.SIGKILL)
         raise
-    return Ranks(context, context.ended)
+    return context

@@ -1,41 +1,45 @@
-"""The agent of a job on one host: detached from any login, it starts the ranks there and ends with them.
+"""The agent of a job on one host: it starts the ranks there, detached from any login, and ends with them.
 
-`python -P -m lockstep.launchers.ssh.agent JOB_FOLDER`, by lockstep.launchers.ssh.host. The agent of the first host
-also serves the store that all ranks meet at, and leads (head.py). Every agent does what the head says, and ends its
-ranks where nothing is heard of the head any more.
+`python -P -m lockstep.launchers.ssh.agent JOB_FOLDER`, started by host.py. The agent of the first host also serves the
+store for all ranks, and leads (head.py). Every agent follows the head, and ends its ranks where the head is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
+import socket
 import sys
-import threading
+import tempfile
 import time
-import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.distributed.failure import Result
+from lockstep.distributed.failure import Report, stop_file
 from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client, connect_tcp
 from lockstep.distributed.store.server import Server, listen_on_tcp
+from lockstep.distributed.store.wire import VARIABLE as SECRET
+from lockstep.distributed.topology import NETWORK_STORE, Place, Topology
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launchers.local.fork_server import warm_up
-from lockstep.launchers.plan import available_cores
-from lockstep.launchers.ssh.ending import conclude
+from lockstep.launchers.local.ranks import start_functions
+from lockstep.launchers.local.supervisor import cannot_start, reports, say_who_was_late
+from lockstep.launchers.plan import LaunchPlan, ProcessPlan, available_cores
 from lockstep.launchers.ssh.folder import Job
-from lockstep.launchers.ssh.head import Head
-from lockstep.launchers.ssh.host_ranks import HostRanks
+from lockstep.launchers.ssh.head import Head, HeadThread
+from lockstep.launchers.ssh.host import interface_of
 from lockstep.launchers.ssh.line import GONE_SECONDS, Line
-from lockstep.launchers.ssh.order import Order, Share, checked_env
+from lockstep.launchers.ssh.record import Order, RankRange, checked_env
 from lockstep.mirror import staging
 from lockstep.mirror.mark import mirrored
-from lockstep.mirror.mirror import Mirror
 from lockstep.mirror.url import parse
 from lockstep.record import folder_lock, run_folder
 from lockstep.terminal import make_safe, tell
@@ -46,8 +50,6 @@ _MARK = ".seen-by-all-"
 
 
 class Agent:
-    """One host's part of a job."""
-
     def __init__(self, order: Order, job: Job) -> None:
         self._order, self._job = order, job
         self._config = order.run_config()
@@ -58,7 +60,7 @@ class Agent:
 
     def run(self) -> int:
         warm_up(self._threads)
-        with self._signals.listening(), self._led() as head:
+        with self._signals.listening(), self._leading() as head:
             line = Line(self._connect, self._config.timeouts.rendezvous, self._order.index)
             line.say(attempt=-1)
             line.open()
@@ -72,51 +74,51 @@ class Agent:
             return head.concluded() if head is not None else code
 
     def _follow(self, line: Line) -> int:
-        """Do what the head says until it says that the job is over."""
+        """Follows the head until it says that the job is over."""
         while True:
-            word = line.heard
-            if "finish" in word:
-                return int(word["finish"])
-            if line.trouble is not None or line.quiet > self._patience:
+            message = line.heard
+            if "finish" in message:
+                return int(message["finish"])
+            if line.problem is not None or line.quiet > self._patience:
                 return self._without_head(line)
             if self._signals.count and self._order.index:
-                if not word:  # nobody leads yet, and nothing has begun
+                if not message:  # nobody leads yet, and nothing has begun
                     return INTERRUPTED_EXIT_CODE
                 line.say(asked=True)
-            if word.get("attempt", -1) != self._attempt:
-                self._begin(word, line)
+            if message.get("attempt", -1) != self._attempt:
+                self._begin(message, line)
             if self._ranks is not None:
-                self._tend(self._ranks, word, line)
+                self._tend(self._ranks, message, line)
             time.sleep(_LOOK_SECONDS)
 
     @property
     def _patience(self) -> float:
         return GONE_SECONDS if self._attempt >= 0 else self._config.timeouts.rendezvous
 
-    def _begin(self, word: dict[str, Any], line: Line) -> None:
-        """Take part in a new attempt, where this host has a share of it."""
+    def _begin(self, message: dict[str, Any], line: Line) -> None:
+        """Starts the ranks of a new attempt, where this host has any."""
         self._close_ranks()
-        self._attempt = int(word["attempt"])
-        world = [Share.model_validate(each) for each in word["shares"]]
+        self._attempt = int(message["attempt"])
+        world = [RankRange.model_validate(each) for each in message["ranks"]]
         sees = _shared_mark(self._order).exists() if self._order.shared else None
         line.say(attempt=self._attempt, ended=None, sees_folder=sees)
-        for slot, share in enumerate(world):
-            if share.host == self._order.index:
+        for slot, ranks in enumerate(world):
+            if ranks.host == self._order.index:
                 try:
                     _make_run_folder(self._order)
-                    self._ranks = HostRanks(self._order, share, slot, world, self._attempt, self._threads)
+                    self._ranks = HostRanks(self._order, slot, world, self._attempt, self._threads)
                 except (LockstepError, OSError) as error:
                     line.say(leaves=f"its ranks could not be started: {error}")
 
-    def _tend(self, ranks: HostRanks, word: dict[str, Any], line: Line) -> None:
-        if word.get("stop"):
+    def _tend(self, ranks: HostRanks, message: dict[str, Any], line: Line) -> None:
+        if message.get("stop"):
             ranks.ask_to_stop()
-        if int(word.get("save", 0)) > self._saves and self._order.index == 0:
-            self._saves = int(word["save"])
+        if int(message.get("save", 0)) > self._saves and self._order.index == 0:
+            self._saves = int(message["save"])
             ranks.ask_to_save()
-        if word.get("stacks"):
+        if message.get("stacks"):
             ranks.dump_stacks()
-        ended = ranks.end() if word.get("end") else ranks.poll()
+        ended = ranks.end() if message.get("end") else ranks.poll()
         if ended is not None:
             self._close_ranks()
             line.say(ended=ended)
@@ -127,9 +129,8 @@ class Agent:
             self._ranks = None
 
     def _without_head(self, line: Line) -> int:
-        """End what is here: whoever leads is gone, and takes this host for gone too."""
         head = self._order.head
-        why = line.trouble or f"nothing was heard of it for {line.quiet:.0f} s"
+        why = line.problem or f"nothing was heard of it for {line.quiet:.0f} s"
         tell(
             f"lockstep: {self._order.here.name} ends its ranks: {head.name} ({head.address}), which leads this job, is "
             f"out of reach: {why}"
@@ -142,8 +143,8 @@ class Agent:
         return connect_tcp(self._order.head.address, self._order.port, self._order.secret, limit)
 
     @contextlib.contextmanager
-    def _led(self) -> Iterator[_Leading | None]:
-        """On the first host: the store served, the run's folder held, and the head at work."""
+    def _leading(self) -> Iterator[HeadThread | None]:
+        """On the first host, serves the store, holds the run's folder and runs the head."""
         if self._order.index:
             self._job.has_begun(None)
             yield None
@@ -164,45 +165,95 @@ class Agent:
             limits = Limits.of(self._config.timeouts, str(self._config.runtime))
             self._job.has_begun(port)
             store = self._connect(self._config.timeouts.rendezvous)
-            yield _Leading(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
+            yield HeadThread(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
         server.close()
 
 
-class _Leading:
-    """The head, in a thread of its own: what it hears does not wait for the ranks of its own host."""
+class HostRanks:
+    """The ranks of this host in one attempt; how they ended is plain data for the head."""
 
-    def __init__(self, head: Head, order: Order, job: Job, mirror: Mirror | None) -> None:
-        self._head, self._order, self._job, self._mirror = head, order, job, mirror
-        self._result: Result | None = None
-        self._thread = threading.Thread(target=self._run, name="lockstep-head", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def __init__(self, order: Order, slot: int, world: list[RankRange], attempt: int, threads: int) -> None:
+        self._range = ranks = world[slot]
+        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._error_files = [self._folder / f"error-{index}.json" for index in range(ranks.count)]
+        self._asked = self._dumped = False
+        plan = _plan(order, slot, world, attempt, threads)
         try:
-            self._result = self._head.run()
-        except Exception as error:
-            tell(traceback.format_exc())
-            self._result = self._head.give_up(error)
+            self._ranks = start_functions(plan, None, None, self._error_files)
+        except OSError as error:
+            raise LaunchError(cannot_start(ranks.count, error)) from None
 
-    def concluded(self) -> int:
-        """Say how it ended, and leave word of it."""
-        self._thread.join()
-        if self._result is None:  # what it raised is in the console
-            self._job.has_ended(5, "failed")
-            return 5
-        code, status, said = conclude(self._order, self._result, self._head.world_size, self._mirror)
-        self._job.has_ended(code, status, said)
-        return code
+    def poll(self) -> dict[str, Any] | None:
+        ended = self._ranks.poll()
+        if ended is None:
+            return None
+        if ended.without_server is not None:
+            report = Report(self._range.first, socket.gethostname(), "LaunchError", ended.without_server, 5, 0.0)
+            return self._ended(reports=[asdict(report)], exit_codes={})
+        if ended.exit_codes:
+            return self._ended(exit_codes={self._range.first + at: code for at, code in ended.exit_codes.items()})
+        codes = {self._range.first + at: outcome.exit_code for at, outcome in ended.returned.items()}
+        return self._ended(returned=codes)
+
+    def ask_to_stop(self) -> None:
+        if not self._asked:
+            self._asked = True
+            self._ranks.ask_to_stop()
+            stop_file(self._error_files[0]).touch()
+
+    def ask_to_save(self) -> None:
+        self._ranks.ask_to_save()
+
+    def dump_stacks(self) -> None:
+        if not self._dumped:
+            self._dumped = True
+            self._ranks.dump_stacks()
+
+    def end(self) -> dict[str, Any]:
+        self._ranks.close(signal.SIGKILL)
+        return self._ended(exit_codes={})
+
+    def close(self) -> None:
+        self._ranks.close(signal.SIGKILL)
+        say_who_was_late(self._error_files)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ended(self, **found: Any) -> dict[str, Any]:
+        return {"reports": [asdict(each) for each in reports(self._error_files)], **found}
+
+
+def _plan(order: Order, slot: int, world: list[RankRange], attempt: int, threads: int) -> LaunchPlan:
+    ranks = world[slot]
+    argv = (sys.executable, "-P", "-m", "lockstep.worker", order.folder)
+    shared = {"OMP_NUM_THREADS": str(threads), SECRET: order.secret}
+    interface = interface_of(order.here.address)
+    if interface is not None:  # gloo and NCCL listen in the network of the run
+        shared.update({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
+    processes = []
+    for local_rank, rank in enumerate(ranks.ranks):
+        topology = Topology(
+            place=Place(rank=rank, local_rank=local_rank, host_index=slot, host=order.here.name),
+            world_size=world[-1].first + world[-1].count,
+            local_world_size=ranks.count,
+            address=order.head.address,
+            port=order.port,
+            attempt=attempt,
+            store=NETWORK_STORE,
+            launched_by_us=True,
+            watched=True,
+            hosts=len(world),
+        )
+        processes.append(ProcessPlan(order.here.name, argv, {**topology.to_env(), **shared}))
+    return LaunchPlan(tuple(processes), threads, order.port)
 
 
 def _shared_mark(order: Order) -> Path:
-    """What only those find in the run's folder who see that of the first host."""
+    """Returns a file that exists only on hosts that see the run's folder of the first host."""
     return Path(order.folder) / f"{_MARK}{order.job}"
 
 
 @contextlib.contextmanager
 def _marked(order: Order) -> Iterator[None]:
-    """By the first host, before anybody is told to begin."""
     if not order.shared:
         yield
         return
@@ -217,10 +268,7 @@ def _marked(order: Order) -> Iterator[None]:
 
 
 def _make_run_folder(order: Order) -> None:
-    """On every host, with the config in it: on the first it is the run, on the others it is for logs.
-
-    Where they share a disk, the first has written it by the time that an attempt begins.
-    """
+    """Writes the folder with the config: on the first host it is the run's, on the others it is for logs."""
     folder, config = Path(order.folder), order.run_config()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     try:
@@ -231,8 +279,7 @@ def _make_run_folder(order: Order) -> None:
         run_folder.write_config(folder, config)
 
 
-def _speak_into(console: Path) -> None:
-    """What this process and its ranks print goes to a file, which is followed from elsewhere."""
+def _print_to(console: Path) -> None:
     descriptor = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in (1, 2):
         os.dup2(descriptor, number)
@@ -242,7 +289,7 @@ def _speak_into(console: Path) -> None:
 def main(job_folder: str) -> int:
     os.umask(0o077)
     job = Job(Path(job_folder))
-    _speak_into(job.console)
+    _print_to(job.console)
     make_safe()
     said = ""
     try:

@@ -1,15 +1,19 @@
-"""What a pod's verbs are made of: commands of its transport, as data, which a dry run prints."""
+"""All commands that are run for a pod, as data that a dry run prints, and the hosts that a config names."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.config.schema import RunConfig
+from lockstep.config.accelerators import Accelerator, check_slice
+from lockstep.config.plain import read_text
+from lockstep.config.pod import Container, Pod
+from lockstep.config.schema import RunConfig, RunSettings
+from lockstep.config.values import host_name
 from lockstep.errors import ConfigError
-from lockstep.launchers.ssh import hosts
-from lockstep.launchers.ssh.digests import Code
+from lockstep.launchers.ssh.code import Code
 from lockstep.launchers.ssh.folder import checked_name
 from lockstep.launchers.ssh.record import Record, archive_of, plain, startup_of
 from lockstep.launchers.ssh.ssh import Ssh, require_ssh
@@ -17,35 +21,34 @@ from lockstep.launchers.ssh.transport import Command, Transport
 
 # How long the start-up script of a host may take.
 READY_SECONDS = 1200.0
-# What decides which devices a host has for a run; the rest of a config is nobody's business on a command line.
+_TPU = {"PJRT_DEVICE": "TPU"}
+# What decides which devices a host has for a run; the rest of a config does not belong on a command line.
 _ABOUT_DEVICES = ("runtime", "devices", "strategy", "xla")
 
 
 class PodCommands:
-    """The hosts of a config, under a name, and all that is ever run for them."""
+    """The hosts of a config, under a name, and the commands for them."""
 
-    def __init__(self, name: str, config: RunConfig, transport: Transport | None = None) -> None:
+    def __init__(self, name: str, config: RunConfig) -> None:
         self.name, self.config = checked_name(name), config
         self.code = Code.of(config)
-        self.transport = transport or _transport(name, config)
+        self.transport = _transport(name, config)
 
     @property
     def on_cloud(self) -> bool:
         return self.config.pod.type == "gcloud"
 
     def host_command(self, verb: str, **asked: Any) -> list[str]:
-        """What asks a host: our own program there, in a container where the pod has one."""
+        """Returns the command that asks a host, in a container where the pod has one."""
         settings = self.config.pod
         question = {"directory": settings.directory, "pod": self.name, **asked}
         argv = [_without_home(settings.python), "-P", "-m", "lockstep.launchers.ssh.host", verb, json.dumps(question)]
         if settings.container is None:
             return argv
-        from lockstep.launchers.ssh import container
-
-        return container.run(settings, argv, workdir="/", named=False)
+        return run_in_container(settings, argv, workdir="/", named=False)
 
     def asking(self, verb: str, worker: int | None = None, **asked: Any) -> list[Command]:
-        """The same question to one worker or to each of them: whose answer it is has to be known."""
+        """Asks one worker, or each of them by a command."""
         argv = self.host_command(verb, **asked)
         chosen = range(len(self.transport.workers)) if worker is None else [worker]
         return [command for each in chosen for command in self.transport.run(argv, each)]
@@ -53,30 +56,21 @@ class PodCommands:
     def inspecting(
         self, folder: str | None = None, make: bool = False, devices: bool = True, claim: str | None = None
     ) -> list[Command]:
-        about = {**self.about(folder, make, devices), **({"claim": claim} if claim else {})}
-        return self.asking("inspect", **about)
-
-    def about(self, folder: str | None = None, make: bool = False, devices: bool = True) -> dict[str, Any]:
-        """What an inspection is about."""
-        about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES}
+        about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES} if devices else None
+        claims: dict[str, Any] = {"claim": claim} if claim else {}
         network = self.config.launch.network
-        return {"config": about if devices else None, "network": network, "folder": folder, "make": make}
+        return self.asking("inspect", config=about, network=network, folder=folder, make=make, **claims)
 
     def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
         return self.transport.copy(file or archive_of(self.name), there, worker)
 
-    def pushing(self) -> list[Command]:
-        return self.asking("push")
-
     def starting(self, worker: int, job: str, path: str) -> list[list[Command]]:
-        """What starts the agent of a job on a worker, one after the other; `path` is the pod's folder there."""
+        """Starts the agent of a job on a worker, in stages; `path` is the pod's folder there."""
         if self.config.pod.container is None:
             return [self.asking("start", worker)]
-        from lockstep.launchers.ssh import container
-
         argv = [_without_home(self.config.pod.python), "-P", "-m", "lockstep.launchers.ssh.agent", f"{path}/jobs/{job}"]
-        detached = container.run(self.config.pod, argv, workdir=f"{path}/code", detached=True)
+        detached = run_in_container(self.config.pod, argv, workdir=f"{path}/code", detached=True)
         begun = self.asking("begun", worker, job=job)
         return [self.asking("prepare", worker), self.transport.run(detached, worker), begun]
 
@@ -86,33 +80,29 @@ class PodCommands:
     def stopping(self, worker: int | None, job: str | None, at_once: bool = False) -> list[Command]:
         if self.config.pod.container is None:
             return self.asking("stop", worker, job=job, at_once=at_once)
-        from lockstep.launchers.ssh import container
-
         grace = 1.0 if at_once else self.config.timeouts.stop
-        return self.transport.run(container.stop(self.config.pod, grace), worker)
+        return self.transport.run(stop_container(self.config.pod, grace), worker)
 
     def archive(self, worker: int) -> Path:
-        """Where what one host lacks is packed."""
         return archive_of(self.name).with_name(f"push-{worker}.tar")
 
     def creating(self) -> list[Command]:
-        """What makes the hosts, and waits until they are ready for use."""
+        """Creates the hosts, and waits until they are ready."""
         commands = self.transport.create()
         if commands and self.on_cloud:
-            from lockstep.launchers.ssh import startup
+            from lockstep.launchers.ssh.gcloud import startup_script, wait_for_startup
 
             archive_of(self.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            startup_of(self.name).write_text(startup.script(self.config.pod), encoding="utf-8")
-            ready = startup.wait(READY_SECONDS)
+            startup_of(self.name).write_text(startup_script(self.config.pod), encoding="utf-8")
+            ready = wait_for_startup(READY_SECONDS)
             commands += [c for at in range(len(self.transport.workers)) for c in self.transport.run(ready, at)]
         return commands
 
     def deleting(self) -> list[Command]:
-        """What gives the hosts back; where they stay, what removes all that is there of this pod."""
+        """Deletes the hosts; where they stay, the pod's folder on them."""
         return self.transport.delete() or self.asking("delete")
 
     def pulling(self, record: Record) -> list[Command]:
-        """What would be run on every worker; where the file lies there, its answer tells."""
         packed = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "pull.tar")
         commands = self.asking("pack", run=record.folder)
         for worker in range(len(self.transport.workers)):
@@ -134,7 +124,7 @@ class PodCommands:
 
 
 def _without_home(path: str) -> str:
-    """Logins begin in the home folder, and nothing that is quoted is expanded there."""
+    # Logins begin in the home folder, and nothing that is quoted is expanded there.
     return path.removeprefix("~/")
 
 
@@ -142,7 +132,115 @@ def _transport(name: str, config: RunConfig) -> Transport:
     if config.pod.type == "gcloud":
         from lockstep.launchers.ssh.gcloud import Gcloud
 
-        hosts.check(config)
+        check_accelerator(config)
         return Gcloud(name, config.pod, startup_of(name))
     require_ssh()
-    return Ssh(hosts.named(config))
+    return Ssh(host_names(config))
+
+
+def host_names(config: RunConfig) -> list[str]:
+    """Returns the hosts of launch.hosts, or of launch.hosts_file with one per line and comments."""
+    launch = config.launch
+    hosts, place = list(launch.hosts), "launch.hosts"
+    if launch.hosts_file is not None:
+        place = f"launch.hosts_file {launch.hosts_file}"
+        hosts = _of_file(Path(launch.hosts_file).expanduser(), place)
+    if not hosts:
+        raise ConfigError("launch: ssh needs hosts: name them in launch.hosts, or in a file (launch.hosts_file)")
+    twice = sorted({each for each in hosts if hosts.count(each) > 1})
+    if twice:
+        raise ConfigError(
+            f"{place}: {twice[0]} is listed twice: a host has one agent, and `processes` are spread evenly"
+        )
+    if launch.nodes is not None and launch.nodes > len(hosts):
+        raise ConfigError(f"launch.nodes: {launch.nodes} hosts are to train, but {place} has {len(hosts)}")
+    nodes = launch.nodes or len(hosts)
+    if config.processes != "auto" and int(config.processes) < nodes:
+        raise ConfigError(
+            f"processes: {config.processes} ranks cannot be spread over {nodes} hosts, each needs one; processes "
+            "counts all ranks of the run"
+        )
+    return hosts
+
+
+def _of_file(file: Path, place: str) -> list[str]:
+    try:
+        lines = read_text(file).splitlines()
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be read: {error.strerror or error}") from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        try:
+            hosts.append(host_name(text))
+        except ValueError as error:
+            raise ConfigError(f"{file}:{number}: {error}, got {text!r}") from None
+    return hosts
+
+
+def check_accelerator(settings: RunSettings) -> Accelerator:
+    """Returns the accelerator of a Cloud TPU; raises ConfigError where the run could not use it."""
+    if settings.pod.type != "gcloud":
+        raise ConfigError("pod.type is ssh, but only a Cloud TPU (pod.type: gcloud) has an accelerator_type")
+    found = settings.pod.accelerator
+    try:
+        check_slice(settings, found, "pod.accelerator_type")
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Nothing was created") from None
+    return found
+
+
+def run_in_container(
+    pod: Pod,
+    argv: Sequence[str],
+    *,
+    workdir: str,
+    variables: Sequence[str] = (),
+    detached: bool = False,
+    named: bool = True,
+) -> list[str]:
+    """Returns the command that runs another in a new container, which is removed with it.
+
+    Variables are passed by name, so that their values are in the environment of docker and on no command line. Without
+    `named`, the container runs beside the one that has the pod's name.
+    """
+    container = _container(pod)
+    values = {**_TPU, **container.env} if pod.type == "gcloud" else container.env
+    passed = [name for name in dict.fromkeys(variables) if name not in values]
+    return [
+        *_docker(container, passed), "run",
+        *(["-d"] if detached else []),
+        *([f"--name={container.name}"] if named else []), "--rm",
+        *(["--privileged"] if container.privileged else []),
+        f"--net={container.network}", f"--ipc={container.ipc}",
+        *(part for name, value in values.items() for part in ("-e", f"{name}={value}")),
+        *(part for name in passed for part in ("-e", name)),
+        *(part for mount in container.mounts for part in ("-v", mount)),
+        "-w", container.workdir or workdir,
+        container.image, *argv,
+    ]  # fmt: skip
+
+
+def stop_container(pod: Pod, grace: float) -> list[str]:
+    """Returns the command that asks the container to save and leave (SIGTERM), and ends it after `grace` seconds."""
+    container = _container(pod)
+    # By its letter: newer versions of docker call the long form --timeout, older ones --time.
+    return [*_docker(container), "stop", "-t", str(max(1, round(grace))), container.name]
+
+
+def list_containers(pod: Pod) -> list[str]:
+    return [*_docker(_container(pod)), "ps", "-a"]
+
+
+def _container(pod: Pod) -> Container:
+    assert pod.container is not None, "only a pod with a container has commands for one"
+    return pod.container
+
+
+def _docker(container: Container, preserved: Sequence[str] = ()) -> list[str]:
+    if not container.sudo:
+        return ["docker"]
+    # Never ask for a password, and keep the variables that were named.
+    return ["sudo", "-n", *([f"--preserve-env={','.join(preserved)}"] if preserved else []), "docker"]

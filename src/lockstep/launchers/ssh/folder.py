@@ -1,4 +1,4 @@
-"""A pod's folder on one of its hosts: code, runs, and what is known of the job that is under way."""
+"""A pod's folder on one of its hosts: code, runs, and the files of its jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
 def checked_name(name: str) -> str:
-    """A pod's name becomes part of paths and commands."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r}: the name of a pod is made of letters, digits, '-', '_' and '.', and begins with "
                           "a letter or a digit")  # fmt: skip
@@ -30,7 +29,7 @@ def checked_name(name: str) -> str:
 
 
 class PodFolder:
-    """`<directory>/<pod>`, for its owner alone."""
+    """`<directory>/<pod>`, readable by its owner alone."""
 
     def __init__(self, directory: str, pod: str) -> None:
         self.path = Path.home() / Path(directory).expanduser() / checked_name(pod)
@@ -51,7 +50,7 @@ class PodFolder:
         return Job(self.path / "jobs" / checked_name(job))
 
     def newest_job(self) -> Job | None:
-        """The job that was started last: they are named by their time."""
+        """Returns the job that was started last: they are named by their time."""
         with contextlib.suppress(OSError):
             names = sorted(each.name for each in (self.path / "jobs").iterdir())
             return self.job(names[-1]) if names else None
@@ -71,7 +70,7 @@ class PodFolder:
             return None
 
     def release(self, job: str) -> None:
-        """Ends what claim() began: the job is at work, or was not started."""
+        """Removes the claim of a job that is at work, or was not started."""
         with contextlib.suppress(FileNotFoundError), self._claimed() as file:
             if job in file.read():
                 _overwrite(file, {})
@@ -98,9 +97,9 @@ class Job:
         self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
 
     def hold(self) -> None:
-        """By the agent, for as long as it lives: whoever asks sees it by this lock, from other containers too.
+        """Locks the job for as long as the agent lives, which other containers see too.
 
-        It reserves the room for its last message, which it writes even where the disk is full by then.
+        Also reserves room for the agent's last message, which it can write even if the disk is full by then.
         """
         self._write_ended(b"")
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -125,11 +124,10 @@ class Job:
         return False
 
     def has_begun(self, port: int | None) -> None:
-        """By the agent, once it is at work."""
         _write(self._agent, {"pid": os.getpid(), "port": port})
 
     def has_ended(self, exit_code: int, status: str, said: str = "") -> None:
-        """`said` is the end of the console, which may have found no room there."""
+        """Writes the agent's last message; `said` is the end of the console, which may have had no room on the disk."""
         content = {"exit_code": exit_code, "status": status, "said": said[:_LONGEST_SAID]}
         self._write_ended(json.dumps(content).encode())
 
@@ -145,18 +143,18 @@ class Job:
         said = str((self.ended() or {}).get("said", ""))
         with self.console.open("rb") as console:
             console.seek(max(0, console.seek(0, os.SEEK_END) - 2 * _ENDED_BYTES))
-            told = set(console.read().decode(errors="replace").splitlines())
-        return "".join(f"{line}\n" for line in said.splitlines() if line not in told)
+            printed = set(console.read().decode(errors="replace").splitlines())
+        return "".join(f"{line}\n" for line in said.splitlines() if line not in printed)
 
     def agent(self) -> dict[str, Any] | None:
-        """What the agent of this job wrote down; None where it has not begun."""
+        """Returns what the agent wrote down, or None where it has not begun."""
         return _read(self._agent)
 
     def ended(self) -> dict[str, Any] | None:
         return _read(self._ended)
 
     def pid(self) -> int | None:
-        """The agent's process, where it is alive: a number that another process has by now is not it."""
+        """Returns the agent's process id while it is alive."""
         pid = (self.agent() or {}).get("pid")
         return pid if self.is_alive and isinstance(pid, int) and pid > 0 else None
 

@@ -1,7 +1,7 @@
-"""Cloud TPU VMs through gcloud: every command as an argument list, and what to do where one fails.
+"""The commands of gcloud for Cloud TPU VMs, and the start-up script of their hosts.
 
-gcloud hands `--command` to the shell of the user on every worker, so it is quoted for that shell. It uses an SSH key of
-its own (~/.ssh/google_compute_engine); no agent is forwarded.
+gcloud passes `--command` to the user's shell on every worker, so it is quoted for that shell. gcloud has an SSH key
+(~/.ssh/google_compute_engine) and forwards no agent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.config.pod import Pod, pod_name
+from lockstep.config.pod import Bucket, Pod, pod_name
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.ssh.gcloud_errors import explained
 from lockstep.launchers.ssh.transport import Command
@@ -23,6 +23,13 @@ from lockstep.shown import brief
 
 _TPU_VM = ("gcloud", "compute", "tpus", "tpu-vm")
 _PROVISIONING = {"spot": ["--spot"], "reserved": ["--reserved"], "on-demand": []}
+
+STATE = "/var/lib/lockstep"
+_SOURCE = "https://packages.cloud.google.com/apt"
+_KEYRING = "/usr/share/keyrings/cloud.google.asc"
+_LIST = "/etc/apt/sources.list.d/gcsfuse.list"
+# A host that has just started often updates itself, and holds this lock meanwhile.
+_APT = "apt-get -o DPkg::Lock::Timeout=300"
 
 ONE_WORKER = (
     "this runs on one worker alone. A call of PyTorch/XLA there may hang: it waits for the other workers. Look at "
@@ -36,11 +43,11 @@ NEW_HOST_KEYS = (
 
 @dataclass(frozen=True)
 class Gcloud:
-    """A Cloud TPU by its name; see Transport."""
+    """The Transport for a Cloud TPU, by its name."""
 
     name: str
     pod: Pod
-    startup_script: Path | None = None  # of startup.script, for `create`
+    startup_script: Path | None = None  # for `create`
 
     def __post_init__(self) -> None:
         try:
@@ -72,19 +79,18 @@ class Gcloud:
         return [self._command("delete", self.name, *(["--async"] if asynchronous else []), "--quiet")]
 
     def start(self) -> list[Command]:
-        """Start hosts that were stopped: their disks are as they were."""
+        """Starts hosts that were stopped, with their disks as they were."""
         return [self._command("start", self.name)]
 
     def describe(self) -> list[Command]:
-        """Print what `state` reads."""
         return [self._command("describe", self.name, "--format=json")]
 
     def listing(self) -> list[Command]:
-        """All Cloud TPUs of the zone, as a table."""
+        """Lists all Cloud TPUs of the zone."""
         return [self._command("list")]
 
     def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
-        """One command for all workers at once, whose outputs come mixed; give a worker to know whose it is."""
+        """Without a worker, one command runs on all of them at once, and their outputs come mixed."""
         if not argv or argv[0].startswith("-"):
             raise ConfigError(f"not a command to run on a worker: {brief(shlex.join(argv))!r}")
         if any("\0" in argument for argument in argv):
@@ -129,7 +135,6 @@ class Gcloud:
 
 
 def require_gcloud() -> None:
-    """Before anything else is done for a Cloud TPU."""
     if shutil.which("gcloud") is None:
         raise LaunchError(
             "gcloud is not installed, or not on the PATH: a pod of type gcloud is reached by it. Install the Google "
@@ -151,7 +156,7 @@ _STEPS: dict[str, Step] = {
 
 
 def state(described: str) -> str:
-    """The state of a Cloud TPU, from what `describe` printed."""
+    """Returns the state of a Cloud TPU from the output of `describe`."""
     try:
         found = json.loads(described)["state"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -162,7 +167,7 @@ def state(described: str) -> str:
 
 
 def next_step(state: str) -> Step:
-    """What a pod in this state needs before a run can go on there."""
+    """Returns what a pod in this state needs before a run can be resumed there."""
     return _STEPS[state]
 
 
@@ -189,3 +194,76 @@ def _in_a_list(file: Path) -> str:
     if "," in text or "^" in text or not text.isprintable():
         raise ConfigError(f"the start-up script cannot be at {brief(text)!r}: gcloud takes no comma and no ^ in it")
     return text
+
+
+def startup_script(pod: Pod) -> str:
+    """Returns the script that every host runs when it starts: image, bucket, and pod.setup, every value quoted.
+
+    It may run again where a host restarts. Its exit status goes to a file, which `wait_for_startup` reads.
+    """
+    parts = [_BEGINNING]
+    if pod.container is not None:
+        parts.append(f"# The image that ranks run in\ndocker pull {shlex.quote(pod.container.image)}\n")
+    if pod.bucket is not None:
+        parts.append(_mounted(pod.bucket))
+    if pod.setup:
+        parts.append("# pod.setup\n" + "".join(f"{shlex.join(argv)}\n" for argv in pod.setup))
+    return "\n".join(parts)
+
+
+def wait_for_startup(seconds: float) -> list[str]:
+    """Returns a command for a host that ends with the start-up script, with its last lines where it failed."""
+    return ["sh", "-c", _WAIT, "sh", str(max(1, round(seconds)))]
+
+
+_BEGINNING = f"""#!/bin/bash
+# Written by Lockstep from the pod section of a config. Every host runs it when it starts.
+set -eux
+set -o pipefail
+mkdir -p {STATE}
+rm -f {STATE}/startup.code
+exec >{STATE}/startup.log 2>&1
+trap 'code=$?; echo "$code" >{STATE}/startup.new; mv {STATE}/startup.new {STATE}/startup.code' EXIT
+"""
+
+_INSTALL = f"""# Install gcsfuse
+if ! command -v gcsfuse; then
+  export GCSFUSE_REPO=gcsfuse-`lsb_release -c -s`
+  curl -fsS --retry 5 -o {_KEYRING} {_SOURCE}/doc/apt-key.gpg
+  echo "deb [signed-by={_KEYRING}] {_SOURCE} $GCSFUSE_REPO main" | tee {_LIST}
+  {_APT} update
+  {_APT} install -y fuse gcsfuse --no-install-recommends
+fi
+"""
+
+
+def _mounted(bucket: Bucket) -> str:
+    name, folder = shlex.quote(bucket.name), shlex.quote(bucket.mount)
+    return f"""{_INSTALL}
+# Mount the bucket, and see that it can be written to
+mkdir -p {folder}
+mountpoint -q {folder} || gcsfuse {name} {folder}
+probe={folder}/.lockstep-`hostname`
+echo ready >"$probe"
+rm "$probe"
+"""
+
+
+_WAIT = f"""
+left=$1
+until [ -e {STATE}/startup.code ]; do
+  left=$((left - 1))
+  if [ "$left" -lt 0 ]; then
+    echo "the start-up script is not through after $1 s; its last lines:" >&2
+    tail -n 5 {STATE}/startup.log >&2
+    exit 1
+  fi
+  sleep 1
+done
+code=$(cat {STATE}/startup.code)
+if [ "$code" != 0 ]; then
+  echo "the start-up script ended with exit status $code; its last lines:" >&2
+  tail -n 20 {STATE}/startup.log >&2
+  exit 1
+fi
+"""

@@ -1,4 +1,4 @@
-"""Why a command of gcloud failed, and what to do: worked out from what it said."""
+"""Explains why a command of gcloud failed, and what to do about it, from its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS = re.compile(r"^ERROR: \(gcloud[.\w-]*\)", re.MULTILINE)
 
 
 class _Kind(NamedTuple):
-    """What gcloud, the cloud or ssh says in such a case, and what we say."""
+    """A message of gcloud, the cloud or ssh, and what we say for it."""
 
     pattern: str
     text: str
@@ -128,7 +128,7 @@ _FAILED_ON = re.compile(r"Command execution on worker (\d+) failed\s+with exit s
 
 
 def explained(name: str, pod: Pod, command: Command, code: int, errors: str) -> str:
-    """What a user is told: what was tried, where, what is the matter, and the last of what was said."""
+    """Returns what was tried and where, the cause and its remedy, and the last lines of the output."""
     where = "" if command.worker is None else f" on worker {command.worker}"
     tried = f"`{' '.join(command.argv[:5])} ...`{where} failed (exit status {code})"
     said = "".join(f"\n  {in_a_line(line)[:_LONGEST]}" for line in _last(errors))
@@ -170,5 +170,4 @@ def _values(name: str, pod: Pod) -> dict[str, str]:
 
 
 def _last(errors: str) -> list[str]:
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return lines[-_LINES:]
+    return [line.strip() for line in errors.splitlines() if line.strip()][-_LINES:]

@@ -1,29 +1,38 @@
-"""The head of a job: on the first host, it says who trains what, hears of all hosts, and ends or restarts all of them.
+"""The head of a job, on the first host: it assigns ranks, watches all hosts, ends or restarts them, and concludes.
 
-All hosts or none: a host that is lost, or whose ranks fail, ends the attempt everywhere. Another attempt begins from
-the newest checkpoint, with a spare in the place of a host that is gone.
+A host that is lost, or whose ranks fail, ends the attempt everywhere. Another one starts from the newest checkpoint,
+with a spare in place of a host that is gone.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
+import threading
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.failure import Failure, Report, Result, find_cause, worth_retrying
+from lockstep.distributed.failure import Failure, Report, Result, find_cause, how_to_plan, worth_retrying
 from lockstep.distributed.signals import Signals
 from lockstep.distributed.store.client import Client
 from lockstep.distributed.store.private import store_prefix
 from lockstep.distributed.topology import ranks_text
 from lockstep.distributed.watch.stall import Limits, RunningClock, Watcher
-from lockstep.errors import INTERRUPTED_EXIT_CODE, RankStalled
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind, RankStalled
+from lockstep.launchers.ssh.folder import Job
 from lockstep.launchers.ssh.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
-from lockstep.launchers.ssh.order import Order, Share, shares
-from lockstep.record import timeline as chronicles
+from lockstep.launchers.ssh.record import Order, RankRange, spread
+from lockstep.mirror.mirror import Mirror
+from lockstep.record import timeline as timelines
 from lockstep.record.loggers import suspect
+from lockstep.record.run_folder import note_end, read_summary
 from lockstep.record.timeline import Timeline
+from lockstep.runs.report import leave_report
+from lockstep.shown import shown
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
@@ -38,34 +47,29 @@ _DUMP_SECONDS = 1.0
 
 
 class HostLost(Exception):
-    """Its name is the kind of failure that is told."""
+    """Its name is the kind of failure in reports."""
 
 
 class Head:
-    """Runs until the job is over; the result says how."""
-
     def __init__(self, order: Order, store: Client, limits: Limits, signals: Signals) -> None:
         self._order, self._store, self._limits, self._signals = order, store, limits, signals
         config = order.run_config()
-        self._grace, self._restarts, self._join = (
-            config.timeouts.stop,
-            config.launch.max_restarts,
-            config.timeouts.rendezvous,
-        )
+        self._grace, self._join = config.timeouts.stop, config.timeouts.rendezvous
+        self._restarts = config.launch.max_restarts
         self._clock = RunningClock()
         self._count = 0
-        self._word: dict[str, Any] = {"attempt": -1}
+        self._message: dict[str, Any] = {"attempt": -1}
         self._said: dict[int, dict[str, Any]] = {}
         self._heard: dict[int, float] = {}
         self._closed: dict[int, bytes | None] = {}  # the last connection of a host that was closed
         self._closed_at: dict[int, float] = {}  # of those that have not come back
         self.lost: dict[int, str] = {}
-        self._shares: list[Share] = []
+        self._ranks: list[RankRange] = []
         self._timeline: Timeline
-        self._blind: set[int] = set()  # hosts that do not see the run's folder, and were told of
+        self._blind: set[int] = set()  # hosts that do not see the run's folder, already reported
 
     def run(self) -> Result:
-        with chronicles.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._timeline:
+        with timelines.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._timeline:
             self._timeline.note("start", note=", ".join(each.name for each in self._order.hosts))
             result = self._run()
             self._timeline.ended(result, self.world_size)
@@ -91,13 +95,13 @@ class Head:
         return self._finish(result)
 
     def give_up(self, error: Exception) -> Result:
-        """For a fault of our own: nobody is to wait for a head that fell."""
-        cause = f"the head of the job fell: {type(error).__name__}: {error}; its traceback is in the console"
+        """Ends the job after an error of the head, so that nobody waits for it."""
+        cause = f"the head of the job failed: {type(error).__name__}: {error}; its traceback is in the console"
         failure = Failure(0, self._name(0), cause, 5, type(error).__name__, concerns_all_ranks=True)
         return self._finish(Result(5, failure=failure))
 
     def _gather(self) -> Failure | None:
-        """Wait until every host has said that it is there."""
+        """Waits for every host to connect."""
         deadline = self._clock.now() + self._join
         while True:
             self._look()
@@ -122,8 +126,8 @@ class Head:
         return Failure(0, self._name(0), cause, 3, HostLost.__name__, concerns_all_ranks=True)
 
     def _attempt(self, attempt: int) -> Result:
-        self._shares = shares(self._order, self._living()[: self._order.nodes])
-        self._say(attempt=attempt, shares=[each.model_dump() for each in self._shares], stop=False, end=False)
+        self._ranks = spread(self._order, self._living()[: self._order.nodes])
+        self._say(attempt=attempt, ranks=[each.model_dump() for each in self._ranks], stop=False, end=False)
         watcher = Watcher(self._store.under(store_prefix(attempt)), range(self.world_size), self._limits)
         result = self._supervise(watcher)
         self._end()
@@ -136,18 +140,18 @@ class Head:
         return result
 
     def _supervise(self, watcher: Watcher) -> Result | None:
-        """Until all ranks returned, or some failed: then what is known so far is in what the hosts said."""
+        """Waits until all ranks returned; returns None where some failed, with what hosts said of it in `_said`."""
         stopped, failed_at, watched_at = None, None, 0.0
         while True:
             self._look()
             self._tell_blind()
             now = self._clock.now()
-            states = [self._ended(each) for each in self._shares]
+            states = [self._ended(each) for each in self._ranks]
             if all(state is not None and "returned" in state for state in states):
                 return Result(max(code for state in states if state for code in state["returned"].values()))
-            for share in self._shares:
-                if share.host in self.lost:
-                    return self._without(share)
+            for ranks in self._ranks:
+                if ranks.host in self.lost:
+                    return self._without(ranks)
             if any(state is not None and "returned" not in state for state in states):
                 failed_at = failed_at or now
                 if all(states) or now > failed_at + (_FALL_SECONDS if self._knows_cause() else GONE_SECONDS + 2):
@@ -161,7 +165,7 @@ class Head:
                 return Result(INTERRUPTED_EXIT_CODE)
             if self._signals.save:
                 self._signals.save = False
-                self._say(save=self._word.get("save", 0) + 1)
+                self._say(save=self._message.get("save", 0) + 1)
             if now > watched_at + _WATCH_SECONDS:
                 watched_at = now
                 stall = watcher.look()
@@ -172,7 +176,7 @@ class Head:
                 if (slow := watcher.warning()) is not None:
                     tell(f"lockstep: {slow.message}")
                     if slow.waited_for and watcher.begun:
-                        self._say(save=self._word.get("save", 0) + 1)
+                        self._say(save=self._message.get("save", 0) + 1)
             if stopped is not None and not watcher.begun and now > stopped + _EARLY_SECONDS:
                 return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
             if stopped is not None and now > stopped + self._grace:
@@ -180,10 +184,10 @@ class Head:
                 return Result(5, failure=Failure(0, self._name(0), cause, 5))
             time.sleep(_LOOK_SECONDS)
 
-    def _without(self, share: Share) -> Result:
-        name, why = self._name(share.host), self.lost[share.host]
-        cause = f"host {name} ({ranks_text(list(share.ranks))}) is gone: {why}"
-        failure = Failure(share.first, name, cause, 5, HostLost.__name__, concerns_all_ranks=True)
+    def _without(self, ranks: RankRange) -> Result:
+        name, why = self._name(ranks.host), self.lost[ranks.host]
+        cause = f"host {name} ({ranks_text(list(ranks.ranks))}) is gone: {why}"
+        failure = Failure(ranks.first, name, cause, 5, HostLost.__name__, concerns_all_ranks=True)
         return Result(5, failure=failure)
 
     def _stalled(self, rank: int, message: str) -> Result:
@@ -196,12 +200,12 @@ class Head:
         return Result(code, failure=failure)
 
     def _end(self) -> None:
-        """Have every host end what is left of this attempt, and wait until it has, or is gone."""
+        """Waits until every host has ended what is left of this attempt, or is gone."""
         self._say(end=True, stacks=False)
         deadline = self._clock.now() + _END_SECONDS
         while self._clock.now() < deadline:
             self._look()
-            if all(self._ended(each) is not None or each.host in self.lost for each in self._shares):
+            if all(self._ended(each) is not None or each.host in self.lost for each in self._ranks):
                 return
             time.sleep(_LOOK_SECONDS)
 
@@ -224,15 +228,15 @@ class Head:
         return replace(failure, host=self._host_of(failure.rank))
 
     def _knows_cause(self) -> bool:
-        """Whether a rank that is no consequence of another has said why, or was seen to fall without a word."""
+        """Returns whether a rank reported a failure that is no consequence of another, or ended without a report."""
         reports = self._reports()
         reported = {each.rank for each in reports}
         return any(not each.consequence for each in reports) or any(rank not in reported for rank in self._codes())
 
     def _reports(self) -> list[Report]:
         found = []
-        for share in self._shares:
-            for raw in (self._ended(share) or {}).get("reports", ()):
+        for ranks in self._ranks:
+            for raw in (self._ended(ranks) or {}).get("reports", ()):
                 try:
                     found.append(Report(**raw))
                 except TypeError:  # not as we write them
@@ -240,17 +244,17 @@ class Head:
         return found
 
     def _codes(self) -> dict[int, int]:
-        ended = [self._ended(each) or {} for each in self._shares]
+        ended = [self._ended(each) or {} for each in self._ranks]
         return {int(rank): int(code) for each in ended for rank, code in each.get("exit_codes", {}).items()}
 
-    def _ended(self, share: Share) -> dict[str, Any] | None:
-        """What became of the ranks of a host in this attempt."""
-        said = self._said.get(share.host, {})
-        ended = said.get("ended") if said.get("attempt") == self._word["attempt"] else None
+    def _ended(self, ranks: RankRange) -> dict[str, Any] | None:
+        """Returns how the ranks of a host ended in this attempt."""
+        said = self._said.get(ranks.host, {})
+        ended = said.get("ended") if said.get("attempt") == self._message["attempt"] else None
         return ended if isinstance(ended, dict) else None
 
     def _asked(self) -> str | None:
-        """Who wants the run to stop, in words."""
+        """Returns who asked the run to stop."""
         if self._signals.count:
             return self._signals.name
         asked = [index for index, said in self._said.items() if said.get("asked") and index not in self.lost]
@@ -260,13 +264,13 @@ class Head:
         return None
 
     def _look(self) -> None:
-        """Hear of every host, and let them hear that the head is there."""
+        """Reads what every host said, and sends them a heartbeat."""
         self._say()
         now = self._clock.now()
         everyone = range(len(self._order.hosts))
-        words = self._store.read_all([*map(host_key, everyone), *map(closed_key, everyone)])
+        values = self._store.read_all([*map(host_key, everyone), *map(closed_key, everyone)])
         for index in everyone:
-            said, closed = decoded(words[index]), words[len(everyone) + index]
+            said, closed = decoded(values[index]), values[len(everyone) + index]
             if said is not None and said.get("count") != self._said.get(index, {}).get("count"):
                 self._said[index], self._heard[index] = said, now
                 self._closed_at.pop(index, None)
@@ -291,40 +295,125 @@ class Head:
 
     def _say(self, **news: Any) -> None:
         self._count += 1
-        self._word = {**self._word, **news, "count": self._count}
-        self._store.set(HEAD_KEY, json.dumps(self._word))
+        self._message = {**self._message, **news, "count": self._count}
+        self._store.set(HEAD_KEY, json.dumps(self._message))
 
     def _living(self) -> list[int]:
         return [index for index in sorted(self._heard) if index not in self.lost]
 
     @property
     def world_size(self) -> int:
-        return sum(each.count for each in self._shares)
+        return sum(each.count for each in self._ranks)
 
     def _name(self, index: int) -> str:
         return self._order.hosts[index].name
 
     def _host_of(self, rank: int) -> str:
-        return next((self._name(each.host) for each in self._shares if rank in each.ranks), self._name(0))
+        return next((self._name(each.host) for each in self._ranks if rank in each.ranks), self._name(0))
 
     def _tell_blind(self) -> None:
-        """Of hosts that do not see a folder which was named as one that all of them share: it works, as without."""
+        """Warns of hosts that do not see a run's folder that was named as shared; the run works all the same."""
         new = [index for index, said in self._said.items() if said.get("sees_folder") is False]
         new = [index for index in new if index not in self._blind]
         if new:
             self._blind.update(new)
             names, head = ", ".join(map(self._name, new)), self._name(0)
             tell(
-                f"lockstep: {names} does not see {self._order.folder} of {head}: the path is on a disk of its own "
+                f"lockstep: {names} does not see {self._order.folder} of {head}: the path is on another disk "
                 f"there. The run and its checkpoints are on {head} alone, and lost with it. Mount the same disk on all "
                 "hosts, or use a bucket (--out s3://...); without --out it is the same, in the pod's folder"
             )
 
     def _tell_restart(self, failure: Failure, attempt: int) -> None:
-        before = {each.host for each in self._shares}
+        before = {each.host for each in self._ranks}
         spares = [self._name(index) for index in self._living()[: self._order.nodes] if index not in before]
         instead = f", with {', '.join(spares)} in the place of {', '.join(self._name(each) for each in self.lost)}"
         tell(
             f"lockstep: {failure.render(self.world_size)}\nlockstep: restarting from the newest checkpoint"
             f"{instead if spares else ''} (restart {attempt + 1} of {self._restarts})"
         )
+
+
+class HeadThread:
+    """Runs the head in a thread, so that it does not wait for the ranks of its host."""
+
+    def __init__(self, head: Head, order: Order, job: Job, mirror: Mirror | None) -> None:
+        self._head, self._order, self._job, self._mirror = head, order, job, mirror
+        self._result: Result | None = None
+        self._thread = threading.Thread(target=self._run, name="lockstep-head", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._head.run()
+        except Exception as error:
+            tell(traceback.format_exc())
+            self._result = self._head.give_up(error)
+
+    def concluded(self) -> int:
+        """Says how the job ended, writes it down, and returns the exit code."""
+        self._thread.join()
+        if self._result is None:  # what it raised is in the console
+            self._job.has_ended(5, "failed")
+            return 5
+        code, status, said = conclude(self._order, self._result, self._head.world_size, self._mirror)
+        self._job.has_ended(code, status, said)
+        return code
+
+
+def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str, str]:
+    """Says how the job ended, where it is and what to do next; returns exit code, status and what was said."""
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(shown(text))
+        tell(text)
+
+    try:
+        note_end(Path(order.folder), result)
+    except OSError as error:
+        say(f"lockstep: {error}")
+    leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
+    config = order.run_config()
+    limit = config.timeouts.checkpoint if result.exit_code == 0 else config.timeouts.stop
+    behind = mirror.finish(limit) if mirror is not None else None
+    code, status = _say_end(order, result, world_size, say)
+    if behind is not None:
+        say(f"lockstep: {behind}")
+        code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
+    return code, status, "\n".join(said)
+
+
+def _say_end(order: Order, result: Result, world_size: int, say: Callable[[str], None]) -> tuple[int, str]:
+    """The exit code is 75 only where there is a checkpoint to resume from."""
+    folder, pod = Path(order.folder), shlex.quote(order.pod)
+    config = order.run_config()
+    saved = any((folder / "checkpoints").glob("step-*"))
+    go_on = f"lockstep pod resume {pod}"
+    if result.failure is not None:
+        failure = result.failure
+        say("\n".join(f"lockstep: {line}" if line else "" for line in failure.render(world_size).split("\n")))
+        if failure.memory and config.after is None:
+            say(f"lockstep: {how_to_plan('CONFIG', world_size)}")
+        say(f"lockstep: logs: lockstep pod pull {pod}")
+        if saved:
+            say(f"lockstep: go on from the last checkpoint with: {go_on}")
+        return result.exit_code, "failed"
+    if result.exit_code == PREEMPTED_EXIT_CODE:
+        say(f"lockstep: saved and stopped; go on with: {go_on}")
+        return result.exit_code, "preempted"
+    if result.nothing_to_save:
+        say(f"lockstep: stopped before the first step; go on with: {go_on}")
+        return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
+    if result.exit_code:
+        then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
+        say(f"lockstep: ended at once; {then}")
+        return result.exit_code, "interrupted"
+    summary = read_summary(folder)
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
+                        if isinstance(value, (int, float)))  # fmt: skip
+    progress = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
+    say(f"lockstep: {summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
+    say(f"lockstep: run folder: {order.url or f'{order.head.name}:{folder}'}")
+    say(f"lockstep: bring it here: lockstep pod pull {pod}")
+    return 0, str(summary.get("status", "completed"))

@@ -1,14 +1,17 @@
-"""What runs on a host of a pod for the length of one command: `python -P -m lockstep.launchers.ssh.host VERB JSON`.
+"""Answers one command on a host of a pod: `python -P -m lockstep.launchers.ssh.host VERB JSON`.
 
-It answers in JSON on standard output, or follows a console. It imports no torch, and whatever else only some verbs need
-is imported by them: most of a short answer is the start of Python.
+It answers in JSON on standard output, or follows a console. It imports no torch, and each verb imports what only it
+needs: most of the time of a short answer is the start of Python.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError, LockstepError
-from lockstep.launchers.ssh import network
-from lockstep.launchers.ssh.digests import digest, digests
+from lockstep.launchers.ssh.code import digest, digests, unpack
 from lockstep.launchers.ssh.folder import Job, PodFolder
 from lockstep.launchers.ssh.transport import CONSOLE, encoded
 from lockstep.version import installed, version_of
@@ -28,24 +30,25 @@ _BEGIN_SECONDS = 150.0
 _APPEAR_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 _CHUNK = 64 * 1024
+_SIOCGIFADDR = 0x8915
 
 
 def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """What there is to know of this host before a run."""
+    """Returns what is to be known of this host before a run."""
     if asked.get("make"):  # what is copied here next needs a place
         with contextlib.suppress(OSError):
             folder.make()
     existing = next(each for each in (folder.path, *folder.path.parents) if each.is_dir())
     job = folder.newest_job()
-    address = network.address(asked.get("network"))
+    address = network_address(asked.get("network"))
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "lockstep": installed(),
         "torch": version_of("torch"),
         "host": os.uname().nodename,
         "address": address,
-        "addresses": sorted(network.interfaces().values()),
-        "port": network.free_port(address) if address else None,
+        "addresses": sorted(interfaces().values()),
+        "port": _free_port(address) if address else None,
         "time": time.time(),
         "free_bytes": _free_bytes(existing),
         "writable": os.access(existing, os.W_OK),
@@ -59,30 +62,25 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Give back what inspect reserved for a job that was not started."""
+    """Releases the claim of a job that was not started."""
     folder.release(str(asked["job"]))
     return {}
 
 
 def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Take in what was copied here."""
-    from lockstep.launchers.ssh import archive
-
+    """Unpacks the code that was copied here."""
     folder.make()
-    archive.unpack(folder.archive, folder.code)
+    unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
     return {"code": digest(digests(folder.code, only_travelling=False))}
 
 
 def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Take in what was copied here, and lay out the order that is in it."""
-    from lockstep.launchers.ssh import archive
-    from lockstep.launchers.ssh.order import (
-        Order,  # and with it all of the config, which other questions have no use for
-    )
+    """Unpacks the code and the order that were copied here."""
+    from lockstep.launchers.ssh.record import Order  # and with it all of the config
 
     folder.make()
-    text = archive.unpack(folder.archive, folder.code)
+    text = unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
     if text is None:
         raise LaunchError(f"{folder.archive}: has no order in it")
@@ -101,7 +99,7 @@ def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """The same, and start the agent of that order, detached from this login."""
+    """Prepares, and starts the agent of the order, detached from this login."""
     import subprocess
 
     from lockstep.distributed.topology import without_place
@@ -123,7 +121,7 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the agent of a job is at work, whoever started it."""
+    """Waits for the agent of a job that a container runs."""
     job = _job(folder, asked)
     deadline = time.monotonic() + _APPEAR_SECONDS
     return _begun(folder, job, lambda: job.is_alive or time.monotonic() < deadline)
@@ -143,7 +141,7 @@ def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[st
 
 
 def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
-    """What the agent's console has from an offset on, and what comes; the exit code is that of the run."""
+    """Prints the agent's console from an offset on until the run ends; returns the exit code of the run."""
     job = _job(folder, asked)
     out = sys.stdout.buffer
     with contextlib.ExitStack() as stack:
@@ -161,7 +159,7 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
                 out.flush()
                 return int(ended["exit_code"])
             if not alive and job.agent() is not None:
-                out.write(f"lockstep: the agent on {os.uname().nodename} is gone, and did not say why: it was killed, "
+                out.write(f"lockstep: the agent on {os.uname().nodename} ended without a message: it was killed, "
                           "or the host was restarted\n".encode())  # fmt: skip
                 out.flush()
                 return 5
@@ -171,7 +169,6 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
 
 
 def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """The newest job, and whether it is at work."""
     job = folder.newest_job()
     if job is None:
         return {"job": None}
@@ -180,7 +177,6 @@ def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """A run's folder as `lockstep watch` shows it."""
     from lockstep.config.plain import finite
     from lockstep.runs.watching import look
 
@@ -190,7 +186,7 @@ def look(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Ask the job to save and leave; twice: to end at once."""
+    """Asks the job to save and leave, or to end at once."""
     import signal
 
     job = _job(folder, asked)
@@ -202,7 +198,7 @@ def stop(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Put what the hosts have of a run into one file, to be fetched; checkpoints of a rank's own host included."""
+    """Packs what this host has of a run into one file, to be fetched."""
     import tarfile
 
     run = Path(str(asked["run"]))
@@ -216,7 +212,6 @@ def pack(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Remove all that is here of a pod."""
     import shutil
 
     job = folder.newest_job()
@@ -260,7 +255,6 @@ def _free_bytes(place: Path) -> int:
 
 
 def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a run would find here, or why it would not."""
     if config is None:
         return None
     from lockstep import runtime
@@ -283,9 +277,45 @@ def _claimed(folder: PodFolder, job: str | None) -> str | None:
 
 
 def _newest_step(folder: str | None) -> int | None:
-    """Of the checkpoints that are here of a run that is to go on."""
     steps = [each.name.removeprefix("step-") for each in Path(folder).glob("checkpoints/step-*")] if folder else []
     return max((int(each) for each in steps if each.isdecimal()), default=None)
+
+
+def interfaces() -> dict[str, str]:
+    """Returns the IPv4 addresses of this host by interface; on Linux."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def network_address(network: str | None) -> str:
+    """Returns this host's address in a network, or else the one that the login came to."""
+    mine = interfaces().values()
+    if network is not None:
+        import ipaddress
+
+        wanted = ipaddress.ip_network(network, strict=False)
+        inside = [each for each in mine if ipaddress.ip_address(each) in wanted]
+        return inside[0] if inside else ""
+    login = os.environ.get("SSH_CONNECTION", "").split()
+    if len(login) == 4 and login[2] in mine:
+        return login[2]
+    outside = [each for each in mine if not each.startswith("127.")]
+    return outside[0] if outside else "127.0.0.1"
+
+
+def interface_of(address: str) -> str | None:
+    return next((name for name, each in interfaces().items() if each == address), None)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

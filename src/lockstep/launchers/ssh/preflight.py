@@ -1,4 +1,4 @@
-"""Whether all hosts can take part: what each of them says of itself, judged before anything is started."""
+"""Checks what hosts answered to an inspection, before anything is started there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import LaunchError
-from lockstep.launchers.ssh.execute import Done
+from lockstep.launchers.ssh.ssh import Done
 from lockstep.launchers.ssh.transport import Transport, decoded
 from lockstep.shown import in_a_line
 from lockstep.version import installed
@@ -19,7 +19,7 @@ _OLDEST_PYTHON = (3, 11)
 
 @dataclass(frozen=True)
 class Inspection:
-    """A host as it was found: what it said, and what is wrong with it."""
+    """The answer of a host, and what is wrong with it."""
 
     index: int
     name: str
@@ -33,7 +33,7 @@ class Inspection:
 
 
 def answered(transport: Transport, done: Done) -> dict[str, Any]:
-    """What a host answered to a command of ours; raises where it did not, with the reason."""
+    """Returns the answer of a host to a command; raises LaunchError where it has none."""
     answer = decoded(done.out)
     if answer is not None and "error" in answer:
         raise LaunchError(str(answer["error"]))
@@ -43,7 +43,7 @@ def answered(transport: Transport, done: Done) -> dict[str, Any]:
 
 
 def judge(transport: Transport, dones: Sequence[Done], began: float, ended: float) -> list[Inspection]:
-    """Every host with what is wrong with it, by itself and beside the others."""
+    """Returns every host with what is wrong with it, by itself and compared with the others."""
     inspections = []
     for done in dones:
         index = done.command.worker or 0
@@ -55,11 +55,10 @@ def judge(transport: Transport, dones: Sequence[Done], began: float, ended: floa
             continue
         clock = _clock_offset(float(found["time"]), began, ended)
         inspections.append(Inspection(index, name, found, tuple(_problems(found, clock)), clock))
-    return _beside_each_other(inspections)
+    return _compared(inspections)
 
 
 def _clock_offset(theirs: float, began: float, ended: float) -> float:
-    """Only what the time of the question cannot explain."""
     return theirs - ended if theirs > ended else min(theirs - began, 0.0)
 
 
@@ -91,8 +90,8 @@ def _problems(found: dict[str, Any], clock: float) -> list[str]:
     return problems
 
 
-def _beside_each_other(inspections: list[Inspection]) -> list[Inspection]:
-    """What only shows beside the others: one host under two names, another torch, another folder."""
+def _compared(inspections: list[Inspection]) -> list[Inspection]:
+    """Adds problems that need a comparison: one host under two names, another torch, another folder."""
     there = [each for each in inspections if each.reached]
     judged = []
     for each in inspections:
@@ -124,7 +123,6 @@ def _row(each: Inspection) -> tuple[str, ...]:
 
 
 def table(inspections: Sequence[Inspection]) -> str:
-    """A line per host, with its verdict."""
     rows: list[tuple[str, ...]] = [("host", "address", "python", "torch", "devices", "free", "clock", "verdict")]
     for each in inspections:
         rows.append((each.name, *(_row(each) if each.reached else ("-",) * 6), "; ".join(each.problems) or "ok"))

@@ -1,4 +1,4 @@
-"""What this machine remembers of a pod: how to reach it, and the job that was started there last."""
+"""What is written down of a job: the order that every host gets, and the record of it on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,77 @@ from pydantic import Field, ValidationError
 
 from lockstep.config.load import from_plain
 from lockstep.config.schema import RunConfig, Section
+from lockstep.config.values import variable_name
 from lockstep.errors import ConfigError
 from lockstep.launchers.ssh.folder import checked_name
 
 
+class Host(Section):
+    name: str
+    address: str = Field(description="where the others reach it")
+    processes: int = Field(gt=0, description="how many it would start by itself: one per device")
+
+
+class Order(Section):
+    """A job as every host gets it, as JSON. The first host leads, with rank 0 and the run's folder."""
+
+    pod: str
+    job: str
+    index: int = Field(ge=0, description="which of the hosts this one is")
+    hosts: tuple[Host, ...] = Field(strict=False)
+    nodes: int = Field(gt=0, description="how many of them train; the others are spares")
+    port: int = Field(gt=0, lt=65536, description="of the store, on the first host")
+    secret: str = Field(repr=False)
+    config: dict[str, Any]
+    folder: str = Field(description="the run's, on every host")
+    shared: bool = Field(False, description="that folder was named as one that all hosts see")
+    url: str | None = Field(None, description="of the run's folder in object storage, which that folder stands for")
+    env: dict[str, str] = Field({}, repr=False)
+
+    @property
+    def head(self) -> Host:
+        return self.hosts[0]
+
+    @property
+    def here(self) -> Host:
+        return self.hosts[self.index]
+
+    def run_config(self) -> RunConfig:
+        return from_plain(self.config, "the order")
+
+
+class RankRange(Section):
+    """The ranks of one host in an attempt."""
+
+    host: int
+    first: int
+    count: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+def spread(order: Order, chosen: list[int]) -> list[RankRange]:
+    """Assigns ranks to the chosen hosts: `processes` spread evenly, or as many as each has devices for."""
+    total = order.config.get("processes", "auto")
+    found, first = [], 0
+    for slot, index in enumerate(chosen):
+        if total == "auto":
+            count = order.hosts[index].processes
+        else:
+            count = int(total) // len(chosen) + (slot < int(total) % len(chosen))
+        found.append(RankRange(host=index, first=first, count=count))
+        first += count
+    return found
+
+
+def checked_env(env: dict[str, str]) -> dict[str, str]:
+    return {variable_name(name): value for name, value in env.items()}
+
+
 class Record(Section):
-    """A pod, by its name."""
+    """What this machine remembers of a pod: how to reach it, and the job that was started there last."""
 
     name: str
     config: dict[str, Any]
@@ -32,12 +97,10 @@ class Record(Section):
 
 
 def archive_of(name: str) -> Path:
-    """Where what is to be pushed is packed."""
     return cache_of(name) / "push.tar"
 
 
 def startup_of(name: str) -> Path:
-    """Where the start-up script of a pod's hosts is written."""
     return archive_of(name).with_name("startup.sh")
 
 
@@ -78,12 +141,10 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def cache_of(name: str) -> Path:
-    """A folder for what can be made again."""
     return _folder("XDG_CACHE_HOME", ".cache") / checked_name(name)
 
 
 def record_of(name: str) -> Path:
-    """The file that a pod is remembered by."""
     return _folder("XDG_STATE_HOME", ".local/state") / f"{checked_name(name)}.json"
 
 

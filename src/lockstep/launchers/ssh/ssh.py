@@ -1,23 +1,26 @@
-"""Hosts that OpenSSH's client reaches, by the names and with the keys of the user's own SSH config."""
+"""Runs commands on hosts by OpenSSH's client, with the names and keys of the user's SSH config; several at once."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
+import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lockstep.errors import LaunchError
 from lockstep.launchers.ssh.transport import Command
 
-# Nobody is there to answer a question; a host that is not known is not trusted; nothing of this machine is forwarded;
-# and a connection that is dead is known to be so.
+# Never ask a question, trust no unknown host, forward nothing, and notice a dead connection.
 _OPTIONS = (
     "BatchMode=yes", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
     "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3",
 )  # fmt: skip
+_AT_ONCE = 32
 _PUT = 'umask 077 && mkdir -p -- "$1" && cat > "$2"'
-# ssh's own exit code, and those of the shell there for a command that is not found or cannot be run.
 SSH_FAILED, _NOT_FOUND, _NOT_RUNNABLE = 255, 127, 126
 
 _REASONS = (
@@ -37,7 +40,7 @@ _REASONS = (
 
 
 class Ssh:
-    """A list of hosts."""
+    """The Transport for a list of hosts."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = tuple(hosts)
@@ -64,20 +67,20 @@ class Ssh:
 
     def explain(self, command: Command, code: int, errors: str) -> str:
         name = self._hosts[command.worker or 0]
-        told = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+        last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
         if code == SSH_FAILED:
             for sign, meaning in _REASONS:
                 if sign.lower() in errors.lower():
                     return meaning.format(name=shlex.quote(name))
-            return f"ssh failed: {told or 'it said nothing'}"
+            return f"ssh failed: {last or 'it said nothing'}"
         if code in (_NOT_FOUND, _NOT_RUNNABLE):
-            return f"the command was not found there ({told}): check pod.python, the interpreter to use on the hosts"
+            return f"the command was not found there ({last}): check pod.python, the interpreter to use on the hosts"
         if "No module named" in errors and "lockstep" in errors:
             return "Lockstep is not installed for pod.python there: pip install it, or name another interpreter"
-        return told or f"the command ended with exit code {code}"
+        return last or f"the command ended with exit code {code}"
 
     def _ssh(self, host: str, argv: Sequence[str]) -> tuple[str, ...]:
-        """The shell there gets one string, in which every argument is quoted."""
+        # The shell there gets one string, in which every argument is quoted.
         options = [part for option in _OPTIONS for part in ("-o", option)]
         return ("ssh", "-T", *options, "--", host, shlex.join(argv))
 
@@ -89,3 +92,35 @@ class Ssh:
 def require_ssh() -> None:
     if shutil.which("ssh") is None:
         raise LaunchError("launch: ssh needs OpenSSH's client, and there is no `ssh` here: install openssh-client")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended; its exit code is 124 where it took too long."""
+
+    command: Command
+    code: int
+    out: str
+    errors: str
+
+
+def execute(commands: Sequence[Command], limit: float) -> list[Done]:
+    """Runs all commands at once and returns how each of them ended, in their order."""
+    if not commands:
+        return []
+    with ThreadPoolExecutor(min(len(commands), _AT_ONCE)) as pool:
+        return list(pool.map(lambda command: _run(command, limit), commands))
+
+
+def _run(command: Command, limit: float) -> Done:
+    with contextlib.ExitStack() as stack:
+        stdin = stack.enter_context(command.reads.open("rb")) if command.reads else subprocess.DEVNULL
+        stdout = stack.enter_context(command.writes.open("wb")) if command.writes else subprocess.PIPE
+        try:
+            done = subprocess.run(command.argv, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, timeout=limit)
+        except FileNotFoundError as error:
+            return Done(command, 127, "", f"{error.filename}: not found on this machine")
+        except subprocess.TimeoutExpired:
+            return Done(command, 124, "", f"no answer within {limit:g} s")
+    return Done(command, done.returncode, (done.stdout or b"").decode(errors="replace"),
+                done.stderr.decode(errors="replace"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""How commands and files reach the workers of a pod: as data, so that `--dry-run` can print what would be done."""
+"""Commands that reach the workers of a pod, as data that `--dry-run` prints, and the answers of hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.shown import visible
 
 @dataclass(frozen=True)
 class Command:
-    """A command of this machine that reaches one worker, or the pod as a whole."""
+    """A command of this machine for one worker, or for the pod as a whole."""
 
     argv: tuple[str, ...]
     worker: int | None = None  # whose output it is; None: of the pod as a whole, or of all workers at once
@@ -30,14 +30,14 @@ class Command:
 
 
 def pasteable(argument: str) -> str:
-    """An argument as a shell takes it: exact, and of characters alone that a terminal shows and does not obey."""
+    """Quotes an argument for a shell, with control characters escaped, so that a terminal shows them."""
     if visible(argument) == argument:
         return shlex.quote(argument)
     return f"$'{''.join(map(_escaped, argument))}'"
 
 
 def _escaped(character: str) -> str:
-    """In $'...', which bash, zsh and ksh know; octal, since that is three digits in all of them."""
+    """For $'...' in bash, zsh and ksh; octal, since that is three digits in all of them."""
     if character in "\\'":
         return f"\\{character}"
     if character.isprintable():
@@ -46,35 +46,33 @@ def _escaped(character: str) -> str:
 
 
 class Transport(Protocol):
-    """What reaches the workers: OpenSSH's client, or gcloud. Every method says what to run and runs nothing."""
+    """OpenSSH's client, or gcloud. Every method returns the commands to run, and runs nothing."""
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """What messages call them, in order."""
+        """The names of the workers in messages, in order."""
         ...
 
     def create(self) -> list[Command]:
-        """What makes the hosts; nothing where they are there already."""
+        """Creates the hosts; no commands where they exist already."""
         ...
 
     def delete(self) -> list[Command]:
-        """What gives the hosts back; nothing where they stay."""
+        """Deletes the hosts; no commands where they stay."""
         ...
 
     def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
-        """Run a command on a worker, or on all of them; every argument arrives there as it is."""
+        """Runs a command on one worker or on all; every argument arrives unchanged."""
         ...
 
     def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
-        """Bring a file to a worker, or to all; `to` is relative to the home folder there, or absolute."""
+        """Copies a file to one worker or to all; `to` is absolute, or relative to the home folder there."""
         ...
 
-    def fetch(self, path: str, to: Path, worker: int) -> list[Command]:
-        """Bring a file of a worker here."""
-        ...
+    def fetch(self, path: str, to: Path, worker: int) -> list[Command]: ...
 
     def explain(self, command: Command, code: int, errors: str) -> str:
-        """Why a command failed, and what to do: of its exit code and what it said."""
+        """Returns why a command failed, and what to do about it."""
         ...
 
 
@@ -87,24 +85,23 @@ def encoded(answer: dict[str, Any]) -> str:
 
 
 def decoded(said: str) -> dict[str, Any] | None:
-    """The last answer in what a command printed; of an older Lockstep, its last line."""
+    """Returns the last answer in what a command printed, after whatever a shell printed at its start."""
     _, marked, text = said.rpartition(_SEPARATOR)
     lines = text.strip().splitlines()
     try:
-        answer = json.loads(lines[0 if marked else -1]) if lines else None
+        answer = json.loads(lines[0]) if marked and lines else None
     except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) else None
 
 
 class ConsoleStart:
-    """Takes from a stream what comes before a console."""
+    """Removes from a stream what a shell printed before the console."""
 
     def __init__(self) -> None:
         self._before: bytes | None = b""
 
     def rest(self, data: bytes) -> bytes:
-        """What of the next piece belongs to the console."""
         if self._before is None:
             return data
         before, found, rest = (self._before + data).partition(CONSOLE)
@@ -113,5 +110,5 @@ class ConsoleStart:
 
     @property
     def instead(self) -> bytes:
-        """What was said where no console came."""
+        """What was printed where no console came."""
         return self._before or b""
