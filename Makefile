@@ -9,7 +9,7 @@ TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,p
 TEST_PYTHON = .venv-test/bin/python
 PYTEST = -m pytest --numprocesses 2
 # Where words that nobody in this field uses may not come back.
-WORDS_IN = README.md docs
+WORDS_IN = README.md docs src
 
 # torch_xla has builds for 64-bit x86 Linux alone, and wants a torch of its own: what needs it has an environment of its own.
 MACHINE := $(shell uname -s) $(shell uname -m)

@@ -1,1 +1,1 @@
-"""Who takes part in a run, how they meet and talk, and whether they get on."""
+"""Topology, rendezvous, the process group, the store, the roll call and the watch over ranks."""

@@ -94,7 +94,7 @@ def target(text: str, more: Path | None = None) -> Target:
     if name not in devices:
         raise ConfigError(
             f"--on {text}: no device {name!r} is known, {did_you_mean(name, devices)} h200x8 is eight of them; "
-            "v4-32 is a slice of Cloud TPUs; --devices FILE.yaml has those of one's own"
+            "v4-32 is a slice of Cloud TPUs; --devices FILE.yaml adds your own"
         )
     if devices[name].vendor == "google":
         raise ConfigError(f"--on {text}: TPUs come in slices, by the names that they are rented by: v4-32, v5e-16")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.config.load import check_profile_ranks
 
@@ -78,27 +76,3 @@ def _backend(runtime: str) -> Backend:
     from lockstep.profiler.torch import TorchBackend
 
     return TorchBackend(runtime)
-
-
-class _Profiled(Protocol):
-    profiler: Profiler
-
-
-Self = TypeVar("Self", bound=_Profiled)
-Arguments = ParamSpec("Arguments")
-Returned = TypeVar("Returned")
-Method = Callable[Concatenate[Self, Arguments], Returned]
-
-
-def in_region(name: str) -> Callable[[Method[Self, Arguments, Returned]], Method[Self, Arguments, Returned]]:
-    """Makes a whole method one region of its object's profiler."""
-
-    def decorate(method: Method[Self, Arguments, Returned]) -> Method[Self, Arguments, Returned]:
-        @functools.wraps(method)
-        def within(self: Self, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Returned:
-            with self.profiler.region(name):
-                return method(self, *arguments, **named)
-
-        return within
-
-    return decorate
