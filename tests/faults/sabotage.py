@@ -216,6 +216,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
     from lockstep.checkpoint.sharded_writer import ShardedWriter
     from lockstep.checkpoint.storage import CheckpointStorage
     from lockstep.distributed.group import Group
+    from lockstep.engine.engine import Engine
     from lockstep.engine.run import Run
 
     def before(owner: Any, name: str, happens: Callable[..., None]) -> None:
@@ -268,7 +269,7 @@ def _watch_for_moments(saboteur: Saboteur) -> None:
     after(ranges, "put", first_shard_is_written)
     before(CheckpointStorage, "_publish", about_to_be_renamed)
     after(Run, "barrier", validated)
-    before(Run, "finish", lambda run, *status: saboteur.reached(LAST, run.progress.step))
+    before(Engine, "finish", lambda engine, *status: saboteur.reached(LAST, engine.progress.step))
     after(Run, "step", note_step)
     _leave_out_when_asked(saboteur, Group)
 
