@@ -532,7 +532,7 @@ def test_auto_stands_for_how_often_the_scheduler_is_stepped(
     fit(run, here)
     assert run.optimizer is not None
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-    assert run._engine.checkpointer.registered._parts["run length"].state() == {"steps of the scheduler": times}
+    assert run._engine.checkpointer.registered._parts["run length"][0].state_dict() == {"steps of the scheduler": times}
 
 
 def test_a_total_that_nobody_knows_is_refused() -> None:

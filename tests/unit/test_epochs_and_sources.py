@@ -254,7 +254,7 @@ def test_sources_that_one_call_walks_and_that_look_alike_need_names(new_run: Run
     run = new_run()
     set_up(run)
     both = {"left": numbered(8), "right": numbered(8, 100)}
-    with pytest.raises(ConfigError, match=r"this TensorDataset of 8 .* told from source 1: .* name='a'"):
+    with pytest.raises(ConfigError, match=r"this TensorDataset of 8 .* distinguished from source 1: .* name='a'"):
         for data in both.values():
             first_of(run.batches(data, 4), run)
     named = new_run()

@@ -18,11 +18,12 @@ import click
 from lockstep.config.plain import nearest
 from lockstep.distributed.signals import handled, unless_ignored
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError
-from lockstep.mirror.url import Url, place
 from lockstep.shown import shown
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from lockstep.mirror.url import Url
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -31,8 +32,10 @@ Returned = TypeVar("Returned")
 _SIMILAR = 0.6
 
 
-def run_dir(given: str | Path) -> Path | Url:
-    return place(given, "RUN_DIR")
+def run_dir(given: str | Path, setting: str = "RUN_DIR") -> Path | Url:
+    from lockstep.mirror.url import place
+
+    return place(given, setting)
 
 
 def complete_run_dir(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -49,7 +52,7 @@ SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY.PATH=VALUE", help="Override a config value; VALUE is YAML."
 )
 OUT = click.option(
-    "--out", type=lambda given: place(given, "--out"), default="runs", metavar="DIR|URL",
+    "--out", type=lambda given: run_dir(given, "--out"), default="runs", metavar="DIR|URL",
     help="Where run folders are made: a folder, s3://... or gs://...",
 )  # fmt: skip
 WEIGHTS = click.option(
