@@ -19,7 +19,7 @@ from lockstep.engine.exchange import decode, encode
 from lockstep.errors import ConfigError
 from lockstep.evaluation.means import measure_sums
 from lockstep.runtime.cpu import CpuRuntime
-from lockstep.tasks.measure import whole_set_of_task
+from lockstep.tasks.measure import epoch_metrics_of_task
 
 torchmetrics = pytest.importorskip("torchmetrics", reason="pip install 'lockstep-train[metrics]'")
 CLASSES, COUNT = 4, 53
@@ -53,7 +53,7 @@ def measured(task: lockstep.Task, batch_size: int, world_size: int, fill: bool =
     runtime, parts = CpuRuntime(), []
     data, model = task.train_data(), task.model()
     for rank in range(world_size):
-        whole = whole_set_of_task(task, runtime)
+        whole = epoch_metrics_of_task(task, runtime)
         assert whole is not None
         collected = whole.begin()
         plan = GlobalBatches(COUNT, batch_size, rank, world_size, shuffle=False, fill=fill)
@@ -62,7 +62,7 @@ def measured(task: lockstep.Task, batch_size: int, world_size: int, fill: bool =
             collect=lambda micro, batch, into=collected: into.take(micro, task.outputs(model, batch)),  # type: ignore
         )  # fmt: skip
         parts.append(decode(encode(collected.part())))
-    whole = whole_set_of_task(task, runtime)
+    whole = epoch_metrics_of_task(task, runtime)
     assert whole is not None
     return whole.computed(parts)
 
@@ -155,7 +155,7 @@ class Last(torchmetrics.Metric):
 
 
 def tried(task: lockstep.Task, rows: int = 12) -> dict[str, Any] | None:
-    whole = whole_set_of_task(task, CpuRuntime())
+    whole = epoch_metrics_of_task(task, CpuRuntime())
     assert whole is not None
     scores, labels = teacher(rows)
     return whole.tried(task.outputs(nn.Identity(), (scores, labels, torch.arange(rows))))
@@ -242,7 +242,7 @@ def test_what_is_no_metric_is_refused_before_training() -> None:
         (WithoutOutputs(), r"WithoutOutputs defines epoch_metrics, but not outputs\(self, model, batch\)"),
     ]:
         with pytest.raises(ConfigError, match=told):
-            whole_set_of_task(task, CpuRuntime())
+            epoch_metrics_of_task(task, CpuRuntime())
     with pytest.raises(ConfigError, match="metric 'f1' is there twice"):
         tried(Twice())
 

@@ -325,7 +325,7 @@ class Engine:
             self.aggregator.write_due_row(progress, self.seconds_since_start)
             self.aggregator.bring_together(progress)  # also makes sure that nothing after a NaN is ever saved
             position = self.feed.position(explicit)
-            state = {"journal": self.aggregator.state_dict(), "seconds": self.control_sync.clock}
+            state = {"metrics": self.aggregator.state_dict(), "seconds": self.control_sync.clock}
             about = {"epoch": progress.epochs_done, "world_size": self.group.world_size}
             self.checkpointer.save(progress.step, position, state, about, value, metrics, automatic=not explicit)
 
@@ -340,7 +340,7 @@ class Engine:
             self.aggregator.start_at(0)
             return False
         self.feed.load_position(state)
-        self.aggregator.start_at(self.progress.step, state["journal"])
+        self.aggregator.start_at(self.progress.step, state["metrics"])
         self.control_sync.start(self.progress.step, state["seconds"])
         self.checkpointer.restored_to(self.feed.position(explicit=False))
         self.began_at = self.progress.step

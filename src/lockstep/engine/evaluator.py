@@ -21,7 +21,7 @@ from lockstep.engine.exchange import gather_to_rank_0
 from lockstep.engine.models import Models
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import ConfigError
-from lockstep.evaluation.epoch_metrics import Collected, WholeSet, require_other_names, whole_set_of
+from lockstep.evaluation.epoch_metrics import Collected, EpochMetrics, epoch_metrics_of, require_other_names
 from lockstep.evaluation.means import Measure, combine, evaluating, measure_sums, sums_of
 from lockstep.runtime.base import Runtime, generator_states, set_generator_states
 from lockstep.strategy import compiled
@@ -102,7 +102,7 @@ class Evaluator:
         alone = on == "rank0" and not together
         count, micros, compare = self._micro_batches(dataset, batch_size, collate, alone, name)
         self._checkpointer.equalize_buffers()
-        whole = whole_set_of(measure)
+        whole = epoch_metrics_of(measure)
         collected: list[Collected] = []
 
         def here() -> Any:
@@ -124,7 +124,7 @@ class Evaluator:
         if count is None and not any(seen for _, seen in parts):
             raise ConfigError(f"{name}: {type(dataset).__name__} has no examples: there is nothing to measure")
         means = combine(parts, count, name)
-        return means if whole is None else {**means, **self._of_whole_set(whole, collected, means, alone, name)}
+        return means if whole is None else {**means, **self._epoch_metrics(whole, collected, means, alone, name)}
 
     def _micro_batches(
         self, dataset: Any, batch_size: int, collate: Collate | None, alone: bool, name: str
@@ -144,8 +144,8 @@ class Evaluator:
             lambda: walk.compare(self._group) if compares else None,
         )
 
-    def _of_whole_set(
-        self, whole: WholeSet, collected: list[Collected], means: Mapping[str, Any], alone: bool, name: str
+    def _epoch_metrics(
+        self, whole: EpochMetrics, collected: list[Collected], means: Mapping[str, Any], alone: bool, name: str
     ) -> dict[str, Any]:
         """Computes metrics of a whole set on rank 0, from what all ranks have collected."""
         parts = [each.part() for each in collected]
@@ -181,7 +181,7 @@ class Evaluator:
             micro, batch = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone).first()
         else:
             micro, batch = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone).first()
-        whole = whole_set_of(measure)
+        whole = epoch_metrics_of(measure)
         tried: list[dict[str, Any] | None] = []
 
         def measured(moved: Any) -> Mapping[str, Any]:

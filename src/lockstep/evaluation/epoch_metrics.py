@@ -41,7 +41,7 @@ class Computes(Protocol):
     def epoch_metrics(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
 
-class WholeSet:
+class EpochMetrics:
     """The epoch metrics of a task."""
 
     def __init__(self, task: Computes, runtime: Runtime, *, keeps_outputs: bool, updates: bool) -> None:
@@ -133,7 +133,7 @@ class WholeSet:
 class Collected:
     """What one rank has collected of a set so far."""
 
-    def __init__(self, whole: WholeSet) -> None:
+    def __init__(self, whole: EpochMetrics) -> None:
         self._whole = whole
         self._indices: list[Indices] = []
         self._outputs: list[Mapping[str, Any]] = []
@@ -173,9 +173,9 @@ def in_order(parts: Sequence[Part]) -> dict[str, Any]:
     return {name: _chosen(_joined([part["outputs"][name] for part in given]), order) for name in given[0]["outputs"]}
 
 
-def whole_set_of(measure: Any) -> WholeSet | None:
+def epoch_metrics_of(measure: Any) -> EpochMetrics | None:
     """Returns the epoch metrics of a measure function; only a task's has any."""
-    found: WholeSet | None = getattr(measure, "epoch_metrics", None)
+    found: EpochMetrics | None = getattr(measure, "epoch_metrics", None)
     return found
 
 

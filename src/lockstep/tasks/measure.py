@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.engine.run import Run
 from lockstep.engine.stepper import loss_and_count
 from lockstep.errors import ConfigError
-from lockstep.evaluation.epoch_metrics import WholeSet
+from lockstep.evaluation.epoch_metrics import EpochMetrics
 from lockstep.evaluation.means import BatchMean, Mean
 from lockstep.runtime.base import Runtime
 from lockstep.tasks.task import Task, defines
@@ -22,7 +22,7 @@ class TaskMeasure:
 
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, task
-        self.epoch_metrics: WholeSet | None = whole_set_of_task(task, run._engine.runtime)
+        self.epoch_metrics: EpochMetrics | None = epoch_metrics_of_task(task, run._engine.runtime)
         self.one_pass = defines(task, "evaluate_step")
         self._outputs: Any = None  # that evaluate_step returned for the current batch
         self.beside_loss: set[str] = set()  # names of values that the loss came with so far
@@ -125,7 +125,7 @@ def _described(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
+def epoch_metrics_of_task(task: Task, runtime: Runtime) -> EpochMetrics | None:
     """Returns the metrics of whole sets that a task defines, if any."""
     wants = [name for name in ("torchmetrics", "epoch_metrics") if defines(task, name)]
     if not wants:
@@ -136,6 +136,6 @@ def whole_set_of_task(task: Task, runtime: Runtime) -> WholeSet | None:
             'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
             "have evaluate_step(self, model, batch) return `metrics, outputs`"
         )
-    return WholeSet(
+    return EpochMetrics(
         task, runtime, keeps_outputs=defines(task, "epoch_metrics"), updates=defines(task, "update_metrics")
     )
