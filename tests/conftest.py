@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+import warm
 from laptop import hosts, laptop, one_machine
 from ray_cluster import fit, nodes
 from ray_launching import on_ray, places
@@ -41,6 +42,8 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 ROOT = Path(__file__).parents[1]
 TASK_FILE = Path(__file__).parent / "tasks.py"
 COMMAND_LIMIT = 120.0
+# Every command in a new process, and not forked from one that has imported torch.
+COLD = bool(os.environ.get("LOCKSTEP_COLD"))
 # Tests that one worker runs one after the other, since they share something (decision 013): a Ray cluster, a SLURM
 # cluster, hosts of network namespaces, checkpoints that are saved once for all of them.
 TOGETHER = {
@@ -116,7 +119,10 @@ class Started:
         environment = {**os.environ, **(env or {})}
         environment.pop("PYTHONBREAKPOINT", None)  # which Ray sets wherever it was imported
         self._out, self._err = (cwd / ".stdout").open("w+"), (cwd / ".stderr").open("w+")
-        self.process = subprocess.Popen(
+        forked = None
+        if argv[0] == sys.executable and not COLD:
+            forked = warm.start(argv[1:], cwd, environment, self._out.fileno(), self._err.fileno())
+        self.process = forked or subprocess.Popen(
             argv, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err,
             start_new_session=True,
         )  # fmt: skip

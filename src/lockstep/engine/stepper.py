@@ -23,6 +23,7 @@ from lockstep.profiler import Profiler
 from lockstep.record.aggregator import MetricAggregator
 from lockstep.strategy.base import Strategy, dp_rank_of
 from lockstep.strategy.optimizer_step import divides_gradients, dividing
+from lockstep.strategy.parameters import multiply_gradients
 
 
 class Stepper:
@@ -145,7 +146,7 @@ class Stepper:
         used = scale.of(number)
         scale.noted(number, usable)
         if usable:
-            self._strategy.multiply_gradients(parameters, torch.tensor(1.0 / used, device=parameters[0].device))
+            multiply_gradients(parameters, torch.tensor(1.0 / used, device=parameters[0].device))
         else:
             self._aggregator.skipped(number, f"overflowed float16; the loss is scaled by {scale.next:g} from here on")
         return usable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,11 +14,19 @@ from lockstep.config.strategy import ShardRule
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
+from lockstep.strategy.parameters import (
+    Modules,
+    Parameters,
+    all_finite,
+    gradients_of,
+    multiply_gradients,
+    named_parameters,
+    on_host,
+    require_memory,
+    to_device,
+    values_of,
+)
 from lockstep.strategy.placing import Initialise, initialise
-from lockstep.strategy.slices import local_part
-
-Modules = Mapping[str, nn.Module]
-Parameters = Sequence[nn.Parameter]
 
 
 class Strategy(abc.ABC):
@@ -137,19 +144,7 @@ class Strategy(abc.ABC):
     def divide_gradients(self, parameters: Parameters, counts: Sequence[Tensor | float]) -> None:
         """Turns gradients of a sum into those of the mean over all that was counted, on all ranks."""
         total = self.total_count(counts)
-        self.multiply_gradients(
-            parameters, torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total))
-        )
-
-    def multiply_gradients(self, parameters: Parameters, factor: Tensor) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for gradient in (local_part(each) for each in gradients_of(parameters)):
-            if gradient.is_sparse:
-                gradient.mul_(factor.to(gradient.dtype))
-            else:
-                kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for (dtype, device), gradients in kinds.items():  # all at once: a kernel for each would cost more
-            torch._foreach_mul_(gradients, factor.to(device, dtype))
+        multiply_gradients(parameters, torch.where(total > 0, self._replicas_averaged / total, torch.zeros_like(total)))
 
     def total_count(self, counts: Sequence[Tensor | float]) -> Tensor:
         """Returns the sum of the counts of all ranks."""
@@ -166,19 +161,19 @@ class Strategy(abc.ABC):
         """Drops gradients that an optimizer's zero_grad does not reach: they wait for the last micro-batch."""
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
-        return bool(all_finite([_values(each) for each in gradients_of(parameters)], self.runtime.device))
+        return bool(all_finite([values_of(each) for each in gradients_of(parameters)], self.runtime.device))
 
     def clip_gradients(self, parameters: Parameters, norm: float) -> Tensor:
         """Scales gradients down to a norm; returns the norm that they had."""
         if self.keeps_slices or any(each.is_sparse for each in gradients_of(parameters)):
             total = self.gradient_norm(parameters)
-            self.multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
+            multiply_gradients(parameters, torch.clamp(norm / (total + 1e-6), max=1.0))
             return total
         return torch.nn.utils.clip_grad_norm_(parameters, norm)
 
     def gradient_norm(self, parameters: Parameters) -> Tensor:
         """Returns the norm of all gradients, those of all ranks where each has a part."""
-        return torch.nn.utils.get_total_norm([_values(each) for each in gradients_of(parameters)])
+        return torch.nn.utils.get_total_norm([values_of(each) for each in gradients_of(parameters)])
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Steps an optimizer; with a closure, it computes loss and gradients itself."""
@@ -228,72 +223,10 @@ class Strategy(abc.ABC):
         """Gives every rank rank 0's buffers (running statistics), before they are evaluated or saved."""
 
 
-def require_memory(optimizer: Optimizer, state: Tensor) -> None:
-    """Refuses an optimizer that made state of parameters on the meta device."""
-    if state.is_meta:
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} makes its state of the parameters it is given, and those of a "
-            "model on the meta device have no values yet: use one that makes it in its first step (AdamW, Adam, SGD)"
-        )
-
-
 def dp_rank_of(strategy: Strategy, group: Group) -> int:
     """Returns the slice of a batch that this rank computes. Ranks with the same one also draw the same random
     numbers."""
     return group.rank if strategy.dp_rank is None else strategy.dp_rank
-
-
-def named_parameters(modules: Modules) -> dict[str, Tensor]:
-    """Returns parameters as `fc.weight`, or `generator.fc.weight` where there is more than one model."""
-    return {
-        prefixed(modules, name, parameter_name): parameter
-        for name, module in modules.items()
-        for parameter_name, parameter in module.named_parameters()
-    }
-
-
-def on_host(modules: Modules, fetch: Callable[[list[Tensor]], list[Tensor]]) -> dict[str, Tensor]:
-    """Returns the parameters by name, fetched all at once."""
-    named = named_parameters(modules)
-    return dict(zip(named, fetch(list(named.values())), strict=True))
-
-
-def prefixed(modules: Modules, module: str, name: str) -> str:
-    return name if len(modules) == 1 else f"{module}.{name}"
-
-
-def gradients_of(parameters: Parameters) -> list[Tensor]:
-    return [each.grad for each in parameters if each.grad is not None]
-
-
-def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns whether all numbers are finite, by the largest of each tensor: a kernel or two for all of them."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for each in tensors:
-        if each.numel():
-            kinds.setdefault((each.dtype, each.device), []).append(each)
-    largest = [torch.stack(list(torch._foreach_norm(each, math.inf))) for each in kinds.values()]
-    found = [each.isfinite().all().to(device) for each in largest]
-    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=device)
-
-
-def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Moves a model; its parameters stay the same objects, for an optimizer that was made before.
-
-    For most devices `.to()` does that by itself; for XLA it makes new parameters, and unties those that are shared.
-    """
-    if device.type != "xla":
-        return model.to(device)
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        return model.to(device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 class SingleStrategy(Strategy):

@@ -19,8 +19,9 @@ from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
 from lockstep.strategy import collectives
-from lockstep.strategy.base import Modules, Strategy, gradients_of
+from lockstep.strategy.base import Strategy
 from lockstep.strategy.collectives import synchronise
+from lockstep.strategy.parameters import Modules, gradients_of
 
 logger = logging.getLogger(__name__)
 

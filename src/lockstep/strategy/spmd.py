@@ -18,7 +18,8 @@ from lockstep.errors import ConfigError
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
 from lockstep.strategy import mesh as meshing
-from lockstep.strategy.base import Modules, Strategy, on_host, to_device
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.parameters import Modules, on_host, to_device
 
 logger = logging.getLogger(__name__)
 

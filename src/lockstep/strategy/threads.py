@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.runtime.moving import moved, tensors_of
 from lockstep.runtime.xla import XlaRuntime
-from lockstep.strategy.base import Modules, Parameters, Strategy, on_host, to_device
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.parameters import Modules, Parameters, on_host, to_device
 
 logger = logging.getLogger(__name__)
 

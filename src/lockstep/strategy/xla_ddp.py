@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.config.strategy import Strategy as StrategySettings
 from lockstep.runtime.xla import XlaRuntime
-from lockstep.strategy.base import Modules, Parameters, Strategy, gradients_of, on_host, to_device
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.parameters import Modules, Parameters, gradients_of, on_host, to_device
 
 logger = logging.getLogger(__name__)
 

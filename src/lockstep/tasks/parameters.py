@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.config.training import ParameterGroup
 from lockstep.engine.models import MATCH
 from lockstep.errors import ConfigError
-from lockstep.strategy.base import named_parameters, prefixed
+from lockstep.strategy.parameters import named_parameters, prefixed
 
 logger = logging.getLogger(__name__)
 
