@@ -1,4 +1,4 @@
-"""torchrun with two agents, as on two hosts, and processes that mpirun says it has started."""
+"""torchrun with two agents, as on two hosts."""
 
 from __future__ import annotations
 
@@ -57,18 +57,3 @@ def test_two_agents_of_torchrun_train_what_one_machine_does(project: Project) ->
     together(project.folder, agents)
     run, alone = project.only_run("both"), project.train(out="alone")
     assert losses(run) == losses(alone)
-
-
-def test_processes_of_open_mpi_find_their_places(project: Project) -> None:
-    config = str(project.config())
-    said = [
-        {
-            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": str(rank), "PMIX_NAMESPACE": f"prterun-{free_port()}@1",
-        }
-        for rank in range(2)
-    ]  # fmt: skip
-    said[1]["PMIX_NAMESPACE"] = said[0]["PMIX_NAMESPACE"]
-    command = [sys.executable, "-m", "lockstep", "train", config, "--out", "mpi"]
-    together(project.folder, [(command, each) for each in said])
-    assert losses(project.only_run("mpi")) == losses(project.train(out="alone"))

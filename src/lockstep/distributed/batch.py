@@ -1,8 +1,4 @@
-"""Reads which task this process is from the variables of a batch system or MPI.
-
-Supports srun, Open MPI's mpirun, and PMI (mpiexec of MPICH and Intel). A single task is no task: it starts the
-processes of a run itself.
-"""
+"""Reads which task this process is from the variables of srun. A single task starts the processes of a run itself."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import TopologyError
@@ -77,7 +73,6 @@ def _wrong(text: str, name: str) -> TopologyError:
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _SLURM_STEP = "SLURM_STEP_ID"
-_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVSNAME")
 # Below the ephemeral ports.
 _FIRST_PORT, _PORTS = 15_000, 15_000
 
@@ -108,18 +103,21 @@ class BatchTask:
 
 def batch_task(env: Mapping[str, str]) -> BatchTask | None:
     """Returns the task that this process is, or None if it is alone."""
-    for reader in _READERS:
-        found = reader(env)
-        if found is not None:
-            return found if isinstance(found, BatchTask) else None
-    return None
+    # Both start servers with srun, whose variables their processes inherit; srun may set PMI's itself.
+    _refuse_mpi(env, "OMPI_COMM_WORLD_RANK", *(["PMI_RANK"] if "MPI_LOCALNRANKS" in env else []))
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return None
+    found = _srun(env)
+    if found is None:
+        _refuse_mpi(env, "PMI_RANK", "PMIX_RANK")
+    return found if isinstance(found, BatchTask) else None
 
 
 def names() -> set[str]:
     return {
         _SLURM_STEP, "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS",
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMIX_RANK",
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "PMIX_RANK",
+        "MPI_LOCALNRANKS",
     }  # fmt: skip
 
 
@@ -136,7 +134,11 @@ def _srun(env: Mapping[str, str]) -> _Found:
         return None
     size = _whole(env.get("SLURM_STEP_NUM_TASKS")) or _whole(env.get("SLURM_NTASKS"))
     if size is None:
-        raise _unknown_size("srun", "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS")
+        raise TopologyError(
+            f"this is process {rank} that srun started (SLURM_PROCID={rank}), but nothing says of how many "
+            "(SLURM_STEP_NUM_TASKS is not set), so that each of them would train a run of its own. Start one, which "
+            "starts a process per device of its host; or use srun or torchrun"
+        )
     if size == 1:
         return _Alone()
     counts = tasks_per_node(_required(env, "SLURM_STEP_TASKS_PER_NODE", "srun"))
@@ -159,67 +161,16 @@ def _srun(env: Mapping[str, str]) -> _Found:
     )  # fmt: skip
 
 
-def _open_mpi(env: Mapping[str, str]) -> _Found:
-    rank, size = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
-    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _mpi(env, "mpirun", rank, size, *local)
-
-
-def _hydra(env: Mapping[str, str]) -> _Found:
-    """mpiexec of MPICH and Intel starts its own servers with srun, whose variables mean nothing here."""
-    return _pmi(env) if "MPI_LOCALNRANKS" in env else None
-
-
-def _pmi(env: Mapping[str, str]) -> _Found:
-    return _mpi(env, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
-def _mpi(env: Mapping[str, str], starter: str, rank_is: str, size_is: str, local_rank_is: str, local_is: str) -> _Found:
-    if (rank := _whole(env.get(rank_is))) is None:
-        return None
-    if (size := _whole(env.get(size_is))) is None:
-        raise _unknown_size(starter, rank_is, rank, size_is)
-    if size == 1:
-        return _Alone()
-    local_size, local_rank = _number(env, local_is, starter), _number(env, local_rank_is, starter)
-    if not 0 < local_size <= size or local_rank >= local_size or rank >= size:
-        raise TopologyError(
-            f"what {starter} says contradicts itself: {rank_is}={rank}, {size_is}={size}, "
-            f"{local_rank_is}={local_rank}, {local_is}={local_size}"
-        )
-    several = local_size < size
-    if several and not env.get(ADDRESS):
-        how = f"-x {ADDRESS}=FIRST_HOST -x LOCKSTEP_SECRET" if starter == "mpirun" else f"-genv {ADDRESS} FIRST_HOST"
-        raise TopologyError(
-            f"this is process {rank} of {size} that {starter} started on several hosts ({local_is}={local_size}), and "
-            f"it does not say where rank 0 is: set {ADDRESS} to the name of the first host for all of them "
-            f"({starter} {how} ...)"
-        )
-    # MPI names no hosts: all are assumed to have as many processes as this one.
-    return BatchTask(
-        starter, rank, size, local_rank, local_size, rank // local_size, -(-size // local_size),
-        address=env.get(ADDRESS) or "127.0.0.1",
-        port=_port(env, next((env[name] for name in _MPI_JOB if name in env), "")),
-    )  # fmt: skip
-
-
-def _pmix(env: Mapping[str, str]) -> _Found:
-    if (rank := _whole(env.get("PMIX_RANK"))) is None:
-        return None
-    raise _unknown_size("a PMIx launcher", "PMIX_RANK", rank, "the size")
-
-
-# mpirun and mpiexec start their servers with srun, so its variables may be set too; srun's own are better than PMI's.
-_READERS: tuple[Callable[[Mapping[str, str]], _Found], ...] = (_open_mpi, _hydra, _srun, _pmi, _pmix)
-
-
-def _unknown_size(starter: str, rank_is: str, rank: int, missing: str) -> TopologyError:
-    return TopologyError(
-        f"this is process {rank} that {starter} started ({rank_is}={rank}), but nothing says of how many ({missing} is "
-        "not set), so that each of them would train a run of its own. Start one, which starts a process per device of "
-        "its host; or use srun, mpirun or torchrun; or tell each its place: RANK, WORLD_SIZE, LOCAL_RANK, "
-        "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
-    )
+def _refuse_mpi(env: Mapping[str, str], *names: str) -> None:
+    """Refuses one of several processes of mpirun or mpiexec: each would train a run of its own."""
+    for name in names:
+        rank, size = _whole(env.get(name)), _whole(env.get(name.replace("RANK", "SIZE")))
+        if rank is not None and size != 1:
+            raise TopologyError(
+                f"an MPI launcher started this process ({name}={rank}), and Lockstep does not read ranks from MPI: "
+                "start it with srun or torchrun, or give each process its place: RANK, WORLD_SIZE, LOCAL_RANK, "
+                "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+            )
 
 
 def _required(env: Mapping[str, str], name: str, starter: str) -> str:
