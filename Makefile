@@ -64,7 +64,10 @@ train: train-environment
 check: lint
 	$(TEST_PYTHON) $(PYTEST) tests/unit $(ARGS)
 
-test: $(ENVIRONMENTS) test-torch $(WITH_XLA)
+# Lint takes a core for a minute, beside the tests.
+test: $(ENVIRONMENTS)
+	@$(MAKE) --no-print-directory -j2 lint test-torch
+	@$(MAKE) --no-print-directory $(WITH_XLA)
 
 test-all:
 	@$(MAKE) --no-print-directory test ARGS='$(if $(ARGS),$(ARGS),--long)'
@@ -76,7 +79,7 @@ both-environments:
 
 # One test waits for its processes too often to keep two cores busy: two at once.
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
-test-torch: lint
+test-torch: test-environment
 	$(TEST_PYTHON) -m compileall -q src tests examples
 	$(TEST_PYTHON) $(PYTEST) $(if $(ARGS),$(ARGS),--skip-unchanged)
 
