@@ -263,6 +263,12 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
+@pytest.fixture
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts commands as new processes, for tests of what an interpreter does at its start."""
+    monkeypatch.setattr(sys.modules[__name__], "COLD", True)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """A test that leaks an environment variable or a thread fails."""

@@ -9,6 +9,8 @@ import pytest
 
 from conftest import Project, Started
 
+pytestmark = pytest.mark.usefixtures("new_interpreters")
+
 TRAP = """
 import os, sys
 with open(os.path.join({folder!r}, __name__), "a") as marks:
