@@ -7,12 +7,10 @@ import gzip
 import itertools
 import json
 import logging
-import re
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,10 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
-from lockstep.profiler import Profiler, shares, xplane
+from lockstep.profiler import Profiler
 from lockstep.profiler.demand import Demand, _seconds, capture
 from lockstep.profiler.torch import TorchBackend
 from lockstep.profiler.window import Window
-from lockstep.profiler.xplane import convert
 from lockstep.record.display import Display
 from lockstep.runtime.cpu import CpuRuntime
 from traces import named, slices, torch_traces
@@ -220,7 +217,7 @@ def test_a_run_that_fails_leaves_the_profiler_to_the_next(train: Training, tmp_p
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_the_kernels_of_a_gpu_are_in_the_trace_and_in_what_tensorboard_reads(tmp_path: Path) -> None:
+def test_the_kernels_of_a_gpu_are_in_the_trace(tmp_path: Path) -> None:
     device, model = torch.device("cuda"), nn.Linear(256, 256).cuda()
     settings = Profile(start_step=2, steps=2)
     profiler = Window(TorchBackend("cuda"), settings, tmp_path / "profile" / "proc_0", Activity(), Demand())
@@ -233,7 +230,6 @@ def test_the_kernels_of_a_gpu_are_in_the_trace_and_in_what_tensorboard_reads(tmp
     (trace,) = torch_traces(tmp_path)
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
-    assert b"/device:GPU:0" in convert(trace)
 
 
 # On demand
@@ -264,8 +260,6 @@ def test_a_trace_on_demand(train: Training, tmp_path: Path, port: int) -> None:
     assert answers == [{}]
     (trace,) = torch_traces(tmp_path)
     assert named(trace)["forward"] >= 1
-    (readable,) = trace.parent.glob("plugins/profile/*/proc_0.xplane.pb")  # TensorBoard shows it without more ado
-    assert b"forward" in readable.read_bytes()
     assert "failed to connect" in capture([f"127.0.0.1:{port}"], 0.05)[f"127.0.0.1:{port}"]
 
 
@@ -341,70 +335,11 @@ def test_bad_settings(profile: dict[str, Any], message: str) -> None:
     assert message in str(refused.value)
 
 
-# Looking at it
-
-
-def test_what_cannot_be_looked_at(train: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        xplane.prepare(tmp_path / "nowhere", "127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="has no profile: train with `lockstep train --profile`"):
-        xplane.prepare(tmp_path, "127.0.0.1", 0)
-    train({"start_step": 2})
-    monkeypatch.setattr(xplane.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs tensorboard and xprof: pip install 'lockstep-train\[profile\]'"):
-        xplane.prepare(tmp_path, "127.0.0.1", 0)
-    monkeypatch.setattr(xplane.importlib.util, "find_spec", lambda name: True)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        number = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{number}.*choose another with --port"):
-            xplane.prepare(tmp_path, "127.0.0.1", number)
-    sessions, command = xplane.prepare(tmp_path, "127.0.0.1", 0)
-    assert [path.parts[-4:-1] for path in sessions] == [("proc_0", "plugins", "profile")]
-    assert command[:4] == [sys.executable, "-P", "-m", "tensorboard.main"]
-    for content in (b"", b"\x1f\x8bnot gzip", b"plain"):
-        torch_traces(tmp_path)[0].with_name("proc_0.1.pt.trace.json.gz").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"proc_0\.1\.pt\.trace\.json\.gz: not a trace.*move it away"):
-            xplane.prepare(tmp_path, "127.0.0.1", 0)
-
-
-def test_looking_at_a_profile_does_not_load_torch() -> None:
-    code = "import sys, lockstep.profiler.xplane, lockstep.profiler.demand; sys.exit('torch' in sys.modules)"
+def test_asking_for_a_trace_does_not_load_torch() -> None:
+    code = "import sys, lockstep.profiler.demand; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 @pytest.fixture(autouse=True)
 def everything_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-
-def test_where_the_time_of_the_steps_went_is_kept_beside_the_trace(train: Training, tmp_path: Path) -> None:
-    """By regions that add up to all of it, with what is slow where it is slow; the writing of the trace is no part."""
-
-    def slow(run: Run) -> None:
-        with run.region("mine"):
-            time.sleep(0.02)
-
-    began = time.perf_counter()
-    train({"start_step": 2, "steps": 3}, epochs=1, meanwhile=slow)
-    whole = time.perf_counter() - began
-    told = json.loads((tmp_path / "profile" / "proc_0" / "shares.json").read_text())
-    assert (told["first_step"], told["last_step"]) == (2, 4)
-    seconds = told["seconds"]
-    assert {"data", "forward", "backward", "optimizer", "mine"} <= set(seconds)
-    assert 0.06 <= seconds["mine"] < sum(seconds.values()) < whole
-    assert seconds["forward"] < seconds["mine"]  # what is within it counts for itself alone
-    first, head, row = shares.table(tmp_path / "profile")
-    assert first.startswith("time of steps 2 to 4")
-    assert head.split()[:5] == ["rank", "data", "forward", "backward", "optimizer"]
-    parts = [int(each) for each in re.findall(r"(\d+) %", row)]
-    assert abs(sum(parts) - 100) <= len(parts)
-
-
-def test_shares_that_are_none_are_left_out(tmp_path: Path) -> None:
-    for name, text in (("proc_0", "no"), ("proc_x", "{}"), ("proc_1", '{"seconds": [], "first_step": 1}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "shares.json").write_text(text)
-    assert shares.table(tmp_path) == []
-    assert shares.table(tmp_path / "nowhere") == []

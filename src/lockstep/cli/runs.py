@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,11 +14,11 @@ from typing import Any
 
 import click
 
-from lockstep.cli.common import JSON, Group, complete_run_dir, examples, run_dir, say
-from lockstep.config.plain import columns, finite, nearest
+from lockstep.cli.common import JSON, complete_run_dir, examples, run_dir, say
+from lockstep.config.plain import columns, finite
 from lockstep.errors import ConfigError
 from lockstep.mirror.url import Url
-from lockstep.shown import in_a_line, size
+from lockstep.shown import in_a_line
 
 _COLOURS = {"completed": "green", "stopped early": "green", "running": "cyan", "failed": "red", "lost": "red"}
 _SORTS = ("started", "name", "status", "step", "best", "duration")
@@ -29,45 +27,19 @@ _STATUSES = (
     "running", "completed", "stopped-early", "failed", "lost", "interrupted", "preempted", "pruned", "queued",
 )  # fmt: skip
 
-FOLDER = click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
-STATUS = click.option("--status", "statuses", multiple=True, type=click.Choice(_STATUSES), help="May be repeated.")
-NAME = click.option(
-    "--name", "patterns", multiple=True, metavar="PATTERN", help="Part of the name, or a pattern with *."
-)
 
-
-class _Runs(Group):
-    """Takes what is not one of its commands as the folder to list."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in context.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(context, args)
-
-
-@click.group(
-    cls=_Runs,
+@click.command(
     epilog=examples(
-        "lockstep runs",
-        "lockstep runs experiments --status failed --sort duration",
-        "lockstep runs clean --older-than 7d",
-    ),
+        "lockstep runs", "lockstep runs experiments --status failed --sort duration", "lockstep runs --name digits"
+    )
 )
-def runs() -> None:
-    """List runs, and remove those that are of no use.
-
-    `lockstep runs FOLDER` is short for `lockstep runs list FOLDER`.
-    """
-
-
-@runs.command("list", epilog=examples("lockstep runs list", "lockstep runs list experiments --name digits --sort best"))
-@FOLDER
-@STATUS
-@NAME
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("runs"))
+@click.option("--status", "statuses", multiple=True, type=click.Choice(_STATUSES), help="May be repeated.")
+@click.option("--name", "patterns", multiple=True, metavar="PATTERN", help="Part of the name, or a pattern with *.")
 @click.option("--sort", type=click.Choice(_SORTS), default="started", help="The newest, best, ... first.")
 @click.option("--reverse", is_flag=True, help="The other way round.")
 @JSON
-def list_(
+def runs(
     folder: Path, statuses: tuple[str, ...], patterns: tuple[str, ...], sort: str, reverse: bool, as_json: bool
 ) -> None:
     """Show the runs in FOLDER (runs/ where not given): status, step, best value, duration.
@@ -92,77 +64,10 @@ def list_(
         click.echo(f"{line[:before]}{click.style(line[before:after], fg=_COLOURS.get(run.status))}{line[after:]}")
 
 
-@runs.command(
-    epilog=examples(
-        "lockstep runs clean",
-        "lockstep runs clean --yes",
-        "lockstep runs clean experiments --status completed --older-than 4w --with-checkpoints",
-    )
-)
-@FOLDER
-@STATUS
-@NAME
-@click.option("--older-than", metavar="AGE", default="0s", help="Nothing was written for so long: 12h, 7d, 4w.")
-@click.option("--with-checkpoints", is_flag=True, help="Also runs that have checkpoints.")
-@click.option("--yes", is_flag=True, help="Remove them; without it they are only listed.")
-@JSON
-def clean(
-    folder: Path, statuses: tuple[str, ...], patterns: tuple[str, ...], older_than: str, with_checkpoints: bool,
-    yes: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """List what may be removed from FOLDER (runs/ where not given), and remove it with --yes.
-
-    Runs that failed, were lost or interrupted and have no checkpoint; with --status, those of that status. Never a
-    run that is at work or waits in a queue, nor a folder that holds anything no run writes.
-    """
-    from lockstep.runs import cleaning, table
-
-    _require(folder)
-    oldest = cleaning.age(older_than)
-    there = [each for each in table.found(folder) if each.folder.parent == folder]  # trials belong to their sweep
-    fitting = table.matching(there, (), patterns)
-    chosen = cleaning.choose(table.ordered(fitting, "name"), statuses, oldest, with_checkpoints, time.time())
-    results, failed = [], 0
-    for each in chosen:
-        problem = each.against
-        if yes and problem is None:
-            try:
-                cleaning.remove(each.run.folder, with_checkpoints)
-            except ConfigError as error:
-                problem, failed = str(error), failed + 1
-        results.append({**each.run.plain(), "bytes": each.bytes, "kept_because": problem,
-                        "removed": yes and problem is None})  # fmt: skip
-    if as_json:
-        _print_json({"dry_run": not yes, "runs": results})
-    else:
-        _say_cleaned(folder, results, yes)
-    sys.exit(1 if failed else 0)
-
-
-def _say_cleaned(folder: Path, results: list[dict[str, Any]], yes: bool) -> None:
-    going = [each for each in results if each["kept_because"] is None]
-    if results:
-        rows = [
-            (each["name"], each["status"], size(each["bytes"]), "is kept: " + each["kept_because"]
-             if each["kept_because"] else "removed" if yes else "would be removed")
-            for each in results
-        ]  # fmt: skip
-        for line in columns([[in_a_line(cell) for cell in row] for row in rows]):
-            click.echo(line)
-    count = f"{len(going)} run{'' if len(going) == 1 else 's'}, {size(sum(each['bytes'] for each in going))}"
-    if not going:
-        say(f"{folder}: nothing to remove")
-    elif yes:
-        say(f"removed: {count}")
-    else:
-        say(f"to be removed: {count}. Nothing was removed: add --yes to do it")
-
-
 def _require(folder: Path) -> None:
     if folder.is_dir():
         return
-    meant = nearest(str(folder), ("clean", "list"), 0.6)
-    hint = f"; did you mean lockstep runs {meant}?" if meant else "; runs are in runs/, or where --out was"
+    hint = "; runs are in runs/, or where --out was"
     if re.match(r"\w+:/", str(folder)):  # a path has one slash of s3://
         hint = "; runs are looked at on a disk: copy them here first, with the tools of that storage"
     raise ConfigError(f"{folder}: there is no such folder{hint}")
@@ -273,37 +178,14 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-@click.group(cls=Group)
-def profile() -> None:
-    """Look at traces of a run."""
-
-
-@profile.command(epilog=examples("lockstep profile view runs/digits-20260101-120000"))
-@click.argument("run_dir", type=click.Path(path_type=Path), shell_complete=complete_run_dir)
-@click.option("--host", default="127.0.0.1", help="Where TensorBoard listens (default: this machine alone).")
-@click.option("--port", type=click.IntRange(0, 65535), default=6006, help="Its port; 0 picks a free one.")
-def view(run_dir: Path, host: str, port: int) -> None:
-    """Open the traces of the run in RUN_DIR in TensorBoard."""
-    from lockstep.profiler import xplane
-
-    traces, command = xplane.prepare(run_dir, host, port)
-    say(f"{len(traces)} trace{'s' if len(traces) > 1 else ''}; choose PROFILE, then Trace Viewer under Tools")
-    for trace in traces:
-        say(f"  {trace}")
-    sys.stdout.flush()
-    os.execv(command[0], command)  # so that Ctrl-C is TensorBoard's
-
-
-@profile.command(
-    epilog=examples("lockstep profile capture --seconds 2", "lockstep profile capture 127.0.0.1:9012 127.0.0.1:9013")
-)
+@click.command(epilog=examples("lockstep profile --seconds 2", "lockstep profile 127.0.0.1:9012 127.0.0.1:9013"))
 @click.argument("addresses", nargs=-1, metavar="[ADDRESS]...")
 @click.option("--seconds", type=click.FloatRange(min=0.01, max=30), default=1.0, help="How long the trace is to be.")
-def capture(addresses: tuple[str, ...], seconds: float) -> None:
+def profile(addresses: tuple[str, ...], seconds: float) -> None:
     """Take a trace of ranks that are training with a profile section, at 127.0.0.1:9012 where no ADDRESS is given."""
     from lockstep.profiler.demand import capture
 
     failures = capture(addresses or ("127.0.0.1:9012",), seconds)
     if failures:
         raise ConfigError("\n".join(f"{address}: no profile was taken: {why}" for address, why in failures.items()))
-    say("written into profile/proc_N of the run's folder; look at it with: lockstep profile view RUN_DIR")
+    say("written into profile/proc_N of the run's folder; Perfetto and TensorBoard show it")

@@ -19,14 +19,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from lockstep.distributed.listener import owner
 from lockstep.distributed.store import wire as run_secret
 from lockstep.errors import ConfigError
-from lockstep.profiler.xplane import make_readable, varint
 from lockstep.runtime import with_variables
 
 logger = logging.getLogger(__name__)
@@ -50,11 +48,10 @@ class Request:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.failure: str | None = None
-        self.written: Path | None = None
         self._answered = threading.Event()
 
-    def answer(self, failure: str | None = None, written: Path | None = None) -> None:
-        self.failure, self.written = failure, written
+    def answer(self, failure: str | None = None) -> None:
+        self.failure = failure
         self._answered.set()
 
     def wait(self) -> None:
@@ -96,11 +93,6 @@ class Demand:
             request.wait()
             if self._pending is request:
                 self._pending = None
-        if request.written is not None and request.written.is_file():
-            try:
-                make_readable(request.written)  # not in the training thread
-            except OSError as error:
-                return f"{request.written} was written, but not as TensorBoard reads it: {error}"
         return request.failure
 
     def close(self) -> None:
@@ -154,7 +146,7 @@ def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
         import grpc
     except ImportError:
         raise ConfigError("this needs grpcio: pip install 'lockstep-train[profile]'") from None
-    request, failures = _DURATION_MS + varint(round(seconds * 1000)), {}
+    request, failures = _DURATION_MS + _varint(round(seconds * 1000)), {}
     with contextlib.ExitStack() as stack:
         channels = {each: stack.enter_context(grpc.insecure_channel(each)) for each in addresses}
         limit = seconds + _ANSWER_SECONDS + 10
@@ -204,6 +196,15 @@ def _import_grpc() -> Any:
 
         grpc.insecure_channel("127.0.0.1:1").close()  # it is read when it is first used
     return grpc
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
 
 def _seconds(message: bytes) -> float:

@@ -1,4 +1,4 @@
-"""torch.profiler, for cpu and cuda: a Chrome trace, which `lockstep profile view` and Perfetto show."""
+"""torch.profiler, for cpu and cuda: a Chrome trace, which Perfetto shows."""
 
 from __future__ import annotations
 

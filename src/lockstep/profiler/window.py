@@ -19,7 +19,6 @@ from lockstep.config.schema import REGIONS, Profile
 from lockstep.distributed.activity import Activity
 from lockstep.profiler import Backend, Profiler
 from lockstep.profiler.demand import Demand, Request
-from lockstep.profiler.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,6 @@ class Window(Profiler):
         self._began: int | None = None  # the first step of this process
         self._next = 0
         self._trace: Trace | None = None
-        self._shares = Shares()
         self._step, self._region = contextlib.ExitStack(), contextlib.ExitStack()
 
     def next_step(self, step: int) -> None:
@@ -75,7 +73,6 @@ class Window(Profiler):
         if self._trace is None:
             return
         self._region.close()
-        self._shares.enter(region)
         if region == "forward":  # there was a batch, so there is a step
             self._trace.last_step = self._next
         if region is not None:
@@ -86,7 +83,7 @@ class Window(Profiler):
         if self._trace is None:
             yield
             return
-        with self._shares.region(name), self._mark(name):
+        with self._mark(name):
             yield
 
     def close(self) -> None:
@@ -123,7 +120,7 @@ class Window(Profiler):
         else:
             if trace.request is not None:
                 trace.end_time = time.monotonic() + trace.request.seconds
-            self._trace, self._shares = trace, Shares()
+            self._trace = trace
 
     def _stop(self) -> None:
         trace, self._trace = self._trace, None
@@ -131,23 +128,21 @@ class Window(Profiler):
         first, last, began = trace.first_step, trace.last_step, time.monotonic()
         try:
             with self._activity.within("writing a profile", limit=self._activity.patience):
-                self._shares.end()
                 written = self._backend.stop()
-                self._shares.write(self._folder, first, last)
         except Exception as error:
             self._failed(trace, f"could not be written to {self._folder}: {error}")
             return
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
         logger.info("profile of %s in %s, written in %.2f s", steps, written, time.monotonic() - began)
-        self._settle(trace, written=written)
+        self._settle(trace)
 
     def _failed(self, trace: Trace, reason: str) -> None:
         logger.warning("profile: a trace from step %d on %s. Training continues without it", trace.first_step, reason)
         self._settle(trace, reason)
 
-    def _settle(self, trace: Trace, failure: str | None = None, written: Path | None = None) -> None:
+    def _settle(self, trace: Trace, failure: str | None = None) -> None:
         if trace.request is not None:
-            trace.request.answer(failure, written)
+            trace.request.answer(failure)
         else:
             self._wanted = False
 

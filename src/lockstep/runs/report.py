@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.profiler import shares
 from lockstep.record.run_folder import read_summary, write_text
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def closing_lines(folder: Path, where: Any, further: str) -> list[str]:
     if (folder / "tensorboard").is_dir():
         lines.append(f"or in:          tensorboard --logdir {folder}")
     if (folder / "profile").is_dir():
-        lines += [f"its profile:    lockstep profile view {folder}", *shares.table(folder / "profile")]
+        lines.append(f"its profile:    {folder / 'profile'}")
     return lines
 
 
