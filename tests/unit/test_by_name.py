@@ -99,8 +99,8 @@ def test_arguments_of_a_group_that_changed_are_brought_to_the_restored_optimizer
     parameters = parameter_groups({"model": Net()}, before.groups)["model"]
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     schedule = NamedSchedule(optimizer, Schedule(type="constant", warmup=4), None)
-    arguments = OptimizerArguments.of(after)
-    arguments.load_state_dict(OptimizerArguments.of(before).state_dict())
+    arguments = OptimizerArguments(after)
+    arguments.load_state_dict(OptimizerArguments(before).state_dict())
     told = arguments.apply(optimizer, schedule)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05, 1.0])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.5, 0.01]
@@ -108,7 +108,7 @@ def test_arguments_of_a_group_that_changed_are_brought_to_the_restored_optimizer
     assert [each.split(" from here")[0] for each in told] == [
         "optimizer.lr: 0.1 -> 0.2",
         "optimizer.groups (*.bias).weight_decay: 0.0 -> 0.5",
-        "optimizer.groups (head*).lr: 1 -> 4",
+        "optimizer.groups (head*).lr: 1.0 -> 4.0",
     ]
 
 

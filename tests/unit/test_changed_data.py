@@ -16,20 +16,9 @@ from lockstep.config.schema import RunConfig
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks import trainer
-from tasks import Tiny
 
 Runs = Callable[..., Run]
 SPLIT = {"split": {"train": 0.8, "val": 0.2}}
-
-
-class OwnValidation(Tiny):
-    def __init__(self, held_out: int = 20, **rest: Any) -> None:
-        super().__init__(**rest)
-        self.held_out = held_out
-
-    def val_data(self) -> Dataset[Any]:
-        inputs, labels = Tiny(examples=self.held_out).train_data().tensors  # type: ignore[attr-defined]
-        return TensorDataset(inputs, labels)
 
 
 def fit(new_run: Runs, examples: int, steps: int, data: dict[str, Any], task: str = "", **more: Any) -> Run:
@@ -66,15 +55,6 @@ def test_another_length_at_the_end_of_an_epoch_is_said(new_run: Runs, caplog: py
     assert fit(new_run, 120, 8, {}).progress.step == 8
     (line,) = [each for each in caplog.records if "count 100 -> 120" in each.getMessage()]
     assert line.levelno == logging.WARNING
-
-
-def test_validation_data_of_another_length_is_said(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
-    own = f"{__file__}:OwnValidation"
-    fit(new_run, 100, 5, {}, own, held_out=20)
-    assert "val_data()" not in caplog.text
-    fit(new_run, 100, 8, {}, own, held_out=30)
-    (line,) = [each for each in caplog.messages if "val_data()" in each]
-    assert line.startswith("val_data() has 30 examples, and had 20 when the checkpoint was made")
 
 
 def test_a_loop_of_ones_own_is_told_the_same(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:

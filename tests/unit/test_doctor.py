@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import resource
 import time
 import tomllib
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 
 from conftest import ROOT
 from lockstep.doctor import check as report
-from lockstep.doctor import installed, machine, runtimes
+from lockstep.doctor import machine, runtimes
 from lockstep.doctor.ask import Answer, Question, unanswered
-from lockstep.doctor.check import GIB, MIB, Check, duration, exit_code, overall, size
+from lockstep.doctor.check import Check, exit_code, overall
 from lockstep.launchers.local import limits
 
+GIB = 2**30
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -59,31 +59,16 @@ def test_the_json_is_json_also_where_a_loss_is_not_a_number() -> None:
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
-    assert PROJECT["requires-python"] == str(installed.PYTHON)
-    assert f"torch{installed.TORCH}" in PROJECT["dependencies"]
+    assert PROJECT["requires-python"] == str(machine.PYTHON)
+    assert f"torch{machine.TORCH}" in PROJECT["dependencies"]
 
 
 def test_the_dependencies_are_those_of_the_package() -> None:
-    assert sorted(installed.REQUIREMENTS.values()) == sorted(PROJECT["dependencies"])
-
-
-def test_an_error_is_blamed_on_the_package_that_is_missing_or_raised_it() -> None:
-    import click
-
-    def raised(action: Any) -> BaseException:
-        with pytest.raises(Exception) as caught:
-            action()
-        return caught.value
-
-    assert installed.culprit(raised(lambda: __import__("pydantic.not_there"))) == "pydantic"
-    assert installed.culprit(raised(lambda: click.Choice(["a"]).convert("b", None, None))) == "click"
-    assert installed.culprit(raised(lambda: 1 // 0)) == ""
-    other = runtimes.judge("cpu", Answer(None, "loading pydantic: ...", module="pydantic"), asked=True)
-    assert [check.remedy for check in other] == ["pip install --force-reinstall 'pydantic>=2'"]
+    assert sorted(machine.REQUIREMENTS.values()) == sorted(PROJECT["dependencies"])
 
 
 def test_every_optional_package_is_named_by_its_extra() -> None:
-    for package, extra in installed.EXTRAS.items():
+    for package, extra in machine.EXTRAS.items():
         named = [re.match(r"[\w-]+", each) for each in PROJECT["optional-dependencies"][extra]]
         assert any(each and each[0] == package for each in named), package
 
@@ -93,13 +78,13 @@ def test_every_optional_package_is_named_by_its_extra() -> None:
     [("2.8.1", "fail"), ("2.9.0", "ok"), ("2.15.3+cu130", "ok"), ("2.16.0a0+git1", "warn"), ("10.0", "warn")],
 )
 def test_torch_has_to_be_in_range(version: str, verdict: str) -> None:
-    check = installed.torch(version)
+    check = machine.torch(version)
     assert (check.verdict, bool(check.remedy)) == (verdict, verdict != "ok")
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("3.10.14", "fail"), ("3.11.0", "ok"), ("3.14.0rc1", "warn")])
 def test_python_has_to_be_in_range(version: str, verdict: str) -> None:
-    assert installed.python(version).verdict == verdict
+    assert machine.python(version).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -113,7 +98,7 @@ def test_python_has_to_be_in_range(version: str, verdict: str) -> None:
     ],
 )
 def test_torch_xla_has_to_fit_torch(found: dict[str, str], asked: list[str], verdict: str) -> None:
-    assert installed.extras(found, asked).verdict == verdict
+    assert machine.extras(found, asked).verdict == verdict
 
 
 # The machine
@@ -125,69 +110,16 @@ def test_no_variable_is_shown_but_those_that_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usable", "limit", "count", "verdict"),
-    [(8, None, 8, "ok"), (8, None, 9, "warn"), (8, 8.0, 2, "ok"), (8, 1.5, 1, "warn"), (8, 0.5, 1, "warn")],
-)
-def test_cores(usable: int, limit: float | None, count: int, verdict: str) -> None:
-    assert machine.cores(usable, 16, limit, count).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("available", "limit", "count", "verdict"),
-    [
-        (8 * GIB, None, 4, "ok"),
-        (None, None, 4, "ok"),
-        (1 * GIB, None, 4, "warn"),
-        (8 * GIB, 1 * GIB, 4, "warn"),
-        (8 * GIB, 1 * GIB, 2, "ok"),
-    ],
-)
-def test_memory(available: int | None, limit: int | None, count: int, verdict: str) -> None:
-    assert machine.memory(16 * GIB, available, limit, count).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("total", "free", "problem", "verdict"),
-    [
-        (None, 0, "", "none"),
-        (8 * GIB, 8 * GIB, "", "ok"),
-        (64 * MIB, 64 * MIB, "", "warn"),
-        (8 * GIB, 1000, "", "fail"),
-        (8 * GIB, 8 * GIB, "cannot be written: Permission denied", "fail"),
-    ],
-)
-def test_shared_memory(total: int | None, free: int, problem: str, verdict: str) -> None:
-    assert machine.shared_memory(total, free, problem).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "count", "verdict"),
-    [
-        (1024, 4096, 2, "ok"),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2, "ok"),
-        (256, 4096, 2, "warn"),  # the default of macOS
-        (59, 4096, 2, "fail"),
-        (1024, 1024, 300, "fail"),
-    ],
-)
-def test_open_files(soft: int, hard: int, count: int, verdict: str) -> None:
-    check = machine.open_files(soft, hard, count)
-    assert check.verdict == verdict
-    assert ("administrator" in check.remedy) == (verdict != "ok" and hard < 4096)
-
-
-@pytest.mark.parametrize(
     ("facts", "verdict"),
     [
-        ({"free": 5 * GIB, "seconds": 0.01, "problem": ""}, "ok"),
-        ({"free": 100 * MIB, "seconds": 0.01, "problem": ""}, "warn"),
-        ({"free": 5 * GIB, "seconds": 3.0, "problem": ""}, "warn"),
-        ({"free": 5 * GIB, "seconds": None, "problem": "Read-only file system"}, "fail"),
+        ({"free": 5 * GIB, "problem": ""}, "ok"),
+        ({"free": GIB // 10, "problem": ""}, "warn"),
+        ({"free": 5 * GIB, "problem": "Read-only file system"}, "fail"),
         (None, "fail"),
     ],
 )
 def test_disk(facts: dict[str, Any] | None, verdict: str) -> None:
-    value = None if facts is None else {"folder": "/data", "total": 9 * GIB, **facts}
+    value = None if facts is None else {"folder": "/data", **facts}
     assert machine.judge_disk(Answer(value, "writing did not end within 60 s")).verdict == verdict
 
 
@@ -199,37 +131,9 @@ def test_a_folder_that_is_yet_to_be_made_is_judged_by_where_it_will_be(tmp_path:
     assert machine.write_to_disk(lambda name: None, str(tmp_path / "file"))["problem"] == "Not a directory"
 
 
-@pytest.mark.parametrize(
-    ("problem", "chosen", "verdict"),
-    [
-        ("", None, "ok"),
-        ("", "eth0,lo", "ok"),
-        ("", "ib0", "fail"),
-        ("Connection timed out", None, "fail"),
-    ],
-)
-def test_ports(monkeypatch: pytest.MonkeyPatch, problem: str, chosen: str | None, verdict: str) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    assert machine.ports(problem, ["lo", "eth0"], chosen).verdict == verdict
-
-
-def test_a_port_of_this_machine_opens_and_a_name_that_nobody_has_is_a_warning() -> None:
-    assert machine.port_problem() == ""
-    assert machine.hostname("here", Answer(machine.look_up(lambda name: None, "127.0.0.1"))).verdict == "ok"
-    foreign = machine.hostname("here", Answer(machine.look_up(lambda name: None, "192.0.2.1")))
-    assert (foreign.verdict, foreign.found) == (
-        "warn",
-        "here is 192.0.2.1: 192.0.2.1 is not an address of this machine",
-    )
-    assert machine.hostname("here", Answer(None, "looking up did not end within 60 s")).verdict == "warn"
-
-
-@pytest.mark.parametrize(
-    ("installed_at", "jump", "verdict"), [(0.0, 0.0, "ok"), (9e8, 0.1, "ok"), (2e9, 0.0, "warn"), (0.0, -3.0, "warn")]
-)
-def test_clock(installed_at: float, jump: float, verdict: str) -> None:
-    assert machine.judge_clock(1e9, installed_at, jump).verdict == verdict
-    assert machine.clock(machine.clock_offset()).verdict == "ok"
+def test_a_port_of_this_machine_opens() -> None:
+    assert machine.port_problem() == "" and machine.port("").verdict == "ok"
+    assert machine.port("Connection timed out").verdict == "fail"
 
 
 def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
@@ -245,13 +149,6 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     where = (tmp_path, tmp_path / "membership")
     assert (limits.core_limit(*where), limits.memory_limit(*where)) == (1.5, GIB)
     assert limits.core_limit(tmp_path, tmp_path / "nowhere") is None
-
-
-def test_sizes_and_times() -> None:
-    assert [size(each) for each in (12, 1536, 64 * MIB, 23.5 * GIB, 1022 * GIB)] == [
-        "12 bytes", "1.5 KiB", "64 MiB", "23.5 GiB", "1022 GiB",
-    ]  # fmt: skip
-    assert [duration(each) for each in (12.34, 0.0123, 42e-6)] == ["12.3 s", "12.3 ms", "42 µs"]
 
 
 # Runtimes
@@ -281,27 +178,27 @@ def test_one_broken_gpu_fails_its_family_and_the_other_is_still_described() -> N
     checks = list(runtimes.judge("cuda", Answer({**facts, "collectives": True}), asked=False))
     assert [(check.name, check.verdict) for check in checks] == [("cuda", "fail"), ("cuda:0", "ok"), ("cuda:1", "fail")]
     assert checks[0].found == "cuda:1: uncorrectable ECC error"
-    assert checks[1].found == "GPU-1, H200, 79 GiB of 80 GiB free, loss 2.0000 then 1.5000 in 100 ms"
+    assert checks[1].found == "GPU-1, H200, 84.8 GB of 85.9 GB free, loss 2.0000 then 1.5000 in 100 ms"
     alone = list(runtimes.judge("cuda", Answer({"devices": [STEP], "collectives": False}), asked=False))
     assert (alone[0].verdict, "NCCL" in alone[0].remedy) == ("warn", True)
 
 
 @pytest.mark.parametrize(
-    ("driver", "built_for", "visible", "asked", "verdict"),
+    ("driver", "visible", "asked", "verdict"),
     [
-        (False, None, None, False, "none"),
-        (False, "13.0", None, False, "none"),
-        (True, "13.0", "", False, "none"),
-        (True, "13.0", "-1", True, "fail"),
-        (True, None, None, False, "warn"),  # auto would train on the CPU, and the GPU stay idle
-        (True, "13.0", None, False, "warn"),
-        (True, "13.0", "0", True, "fail"),
-        (False, None, None, True, "fail"),
+        (False, None, False, "none"),
+        (True, "", False, "none"),
+        (True, "-1", True, "fail"),
+        (True, None, False, "warn"),  # auto would train on the CPU, and the GPU stay idle
+        (True, "0", True, "fail"),
+        (False, None, True, "fail"),
     ],
 )
-def test_no_gpu(driver: bool, built_for: str | None, visible: str | None, asked: bool, verdict: str) -> None:
-    facts = {"devices": [], "torch": "2.13.0", "built_for": built_for, "driver": driver, "problem": "no driver"}
-    check = runtimes.no_gpu(facts, visible, asked)
+def test_no_gpu(driver: bool, visible: str | None, asked: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check = runtimes.no_gpu({"devices": [], "driver": driver, "problem": "no driver"}, asked)
     assert (check.verdict, bool(check.remedy)) == (verdict, verdict != "none")
 
 
@@ -314,33 +211,16 @@ def test_xla_that_was_asked_for_and_torch_that_is_not_there() -> None:
 # Processes
 
 
-def rank(**changes: Any) -> dict[str, Any]:
-    return {"correct": True, "latency": 1e-4, "barrier": 2e-4, "seconds": {str(MIB): 1e-3}, **changes}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([rank(), rank(latency=3e-4)], ["ok", "ok", "ok"]),
-        ([rank(), rank(barrier=0.5)], ["ok", "warn", "ok"]),
-        ([rank(), rank(correct=False)], ["fail"]),
-    ],
-)
-def test_what_ranks_measured(ranks: list[dict[str, Any]], expected: list[str]) -> None:
-    checks = list(runtimes.judge_processes(Answer({"ranks": ranks, "seconds": 3.0}), 2, "cpu"))
-    assert [check.verdict for check in checks] == expected
-
-
-def test_bandwidth_is_that_of_the_slowest_rank() -> None:
-    ranks = [rank(), rank(seconds={str(MIB): 2e-3})]
-    *_, bandwidth = runtimes.judge_processes(Answer({"ranks": ranks, "seconds": 3.0}), 2, "cpu")
-    assert bandwidth.data["gigabytes_per_second"] == {str(MIB): pytest.approx(0.524288)}
+def test_what_ranks_found() -> None:
+    for correct, verdict in ((True, "ok"), (False, "fail")):
+        facts = {"ranks": [{"correct": True}, {"correct": correct}], "seconds": 3.0}
+        assert runtimes.judge_processes(Answer(facts), 2, "cpu").verdict == verdict
 
 
 def test_a_launch_that_fails_is_told_in_its_own_words_and_more_time_is_offered_to_a_late_one() -> None:
-    (failed,) = runtimes.judge_processes(Answer(None, "rank 1 of 2 on here failed: no"), 2, "cpu")
+    failed = runtimes.judge_processes(Answer(None, "rank 1 of 2 on here failed: no"), 2, "cpu")
     assert (failed.verdict, failed.found) == ("fail", "rank 1 of 2 on here failed: no")
-    (late,) = runtimes.judge_processes(Answer(None, "starting did not end within 60 s", late=True), 2, "cpu")
+    late = runtimes.judge_processes(Answer(None, "starting did not end within 60 s", late=True), 2, "cpu")
     assert "--limit" in late.remedy and "--limit" not in failed.remedy
 
 

@@ -92,7 +92,7 @@ def predict(
 ) -> None:  # fmt: skip
     """Write what the model of RUN predicts for every example, in the order of the data: the task's predict().
 
-    Finished parts are in OUT.parts until all are there; the same command resumes after them where it was killed.
+    Finished parts are in OUT.parts-* until all are there; the same command resumes after them where it was killed.
     """
     if data is not None and input_ is not None:
         raise ConfigError(f"--data {data} and --input {input_}: name one of them")
@@ -106,7 +106,7 @@ def predict(
         )
     source = str(Path(input_).absolute()) if input_ is not None and Path(input_).exists() else input_
     order = {"do": "predict", "data": data, "input": source, "out": str(out), "chunk": chunk, "weights": weights}
-    again = f"; the same command resumes after the parts in {out}.parts"
+    again = f"; the same command resumes after the parts in {out}.parts-*"
     found = _carry_out(run_dir, order, "prediction", again, **chosen)
     if found is not None:
         rows = [("rows", str(found["rows"])), ("step", str(found["step"])), ("file", str(found["out"]))]
@@ -120,17 +120,15 @@ def predict(
 @STEP
 @BEST
 @WEIGHTS
-@click.option("--tolerance", type=click.FloatRange(min=0), default=1e-4, help="Largest relative difference (1e-4).")
 @SET
 @JSON
 def export(
-    run_dir: Path | Url, to: str, out: Path, step: int | None, best: bool, weights: str, tolerance: float,
+    run_dir: Path | Url, to: str, out: Path, step: int | None, best: bool, weights: str,
     overrides: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Write the model of RUN in a form that other programs open: weights, a Hugging Face folder, a whole program.
 
-    One process does it, whatever number of ranks wrote the checkpoint. The result is loaded back and compared with the
-    model on an example before it gets its name.
+    One process does it, whatever number of ranks wrote the checkpoint.
     """
     from lockstep.config.load import load
     from lockstep.distributed.topology import launched
@@ -146,13 +144,12 @@ def export(
     chosen = after.chosen_step(folder, Wanted(step, best), config.checkpoint.keep.mode)
     from lockstep.tasks.export import export as write
 
-    done = write(config, folder, chosen, to, out, tolerance, averages=weights == "ema")
+    write(config, folder, chosen, to, out, averages=weights == "ema")
     if as_json:
-        found = {"out": str(done.out), "to": to, "step": chosen, "weights": weights}
-        click.echo(json.dumps({**found, "difference": done.difference, "compared": done.compared}))
+        click.echo(json.dumps({"out": str(out), "to": to, "step": chosen, "weights": weights}))
         return
     which = f"step {chosen}, averaged" if weights == "ema" else f"step {chosen}"
-    click.echo(visible(f"{done.out}: {to} of {which}; {done.compared} compared, difference {done.difference:.3g}"))
+    click.echo(visible(f"{out}: {to} of {which}"))
 
 
 def _carry_out(

@@ -36,7 +36,6 @@ class Answer:
     value: dict[str, Any] | None
     problem: str = ""
     late: bool = False
-    module: str = ""  # the package that caused the problem, if known
 
 
 class Question:
@@ -76,7 +75,7 @@ class Question:
             if "answer" in message:
                 return Answer(message["answer"])
             if "problem" in message:
-                return Answer(None, message["problem"], module=message.get("module", ""))
+                return Answer(None, message["problem"])
         stages = [message["stage"] for message in messages]
         return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)), code is None)
 
@@ -121,11 +120,10 @@ def reply(topic: str, *arguments: str) -> None:
         stages.append(name)
         tell(stage=name)
 
-    from lockstep.doctor import installed, machine, runtimes
+    from lockstep.doctor import machine, runtimes
 
     topics: dict[str, Callable[..., Any]] = {
-        "dependencies": installed.import_dependencies,
-        "hostname": machine.look_up,
+        "dependencies": machine.import_dependencies,
         "disk": machine.write_to_disk,
         "bucket": machine.write_to_bucket,
         "runtime": runtimes.take_step,
@@ -136,10 +134,7 @@ def reply(topic: str, *arguments: str) -> None:
     except LockstepError as error:
         tell(problem=str(error))
     except Exception as error:
-        # The stage is not the cause where a package fails that is imported along with it.
-        module = installed.culprit(error)
-        about = f"loading {module}" if isinstance(error, ImportError) and module else stages[-1]
-        tell(problem=f"{about}: {type(error).__name__}: {error}", module=module)
+        tell(problem=f"{stages[-1]}: {type(error).__name__}: {error}")
     os._exit(0)  # a library that hangs or crashes at exit does not change the answer
 
 

@@ -16,7 +16,6 @@ Verdict = Literal["ok", "none", "warn", "fail"]  # none: not here, and nobody as
 _BY_WEIGHT: tuple[Verdict, ...] = ("ok", "warn", "fail")
 _COLOURS: dict[Verdict, str] = {"ok": "green", "none": "bright_black", "warn": "yellow", "fail": "red"}
 _INDENT = " " * 6
-KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,5 @@ def as_json(checks: Sequence[Check]) -> str:
     return json.dumps(finite(everything), indent=2)
 
 
-def size(count: float) -> str:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count / unit:.0f} {name}"
-    return f"{count:.0f} bytes"
-
-
 def duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

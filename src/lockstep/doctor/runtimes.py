@@ -1,4 +1,4 @@
-"""What works: a training step on every device, and processes of the launcher that measure how they talk.
+"""What works: a training step on every device, and processes of the launcher that sum over all ranks.
 
 Both run in a subprocess of the doctor (`take_step`, `start_processes`).
 """
@@ -8,36 +8,30 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.doctor.ask import Answer, Question, Stage
-from lockstep.doctor.check import MIB, Check, Verdict, duration, size
-from lockstep.doctor.installed import REQUIREMENTS, reinstall
+from lockstep.doctor.check import Check, Verdict, duration
+from lockstep.doctor.machine import REQUIREMENTS
+from lockstep.shown import size
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
     from lockstep.runtime.base import Runtime
 
 FAMILIES = ("cpu", "cuda", "xla")
-_CUDA_BUILD = "install a build of torch for CUDA (https://pytorch.org/get-started/locally)"
 _LIBRARIES = {"cpu": "gloo", "cuda": "NCCL", "xla": "XLA"}
 _BROKEN = {
-    "cpu": f"torch does not work in this environment: {reinstall('torch')}",
+    "cpu": f"torch does not work in this environment: pip install --force-reinstall '{REQUIREMENTS['torch']}'",
     "cuda": "check the GPU with nvidia-smi, that nobody else fills it, and that torch fits the driver",
     "xla": "check that torch_xla fits torch (pip install 'lockstep-train[xla]') and what PJRT_DEVICE says",
 }
-# Sizes of what is summed over all ranks: a bucket of gradients is 25 MiB unless the config says otherwise.
-_SIZES = (1 * MIB, 8 * MIB, 32 * MIB)
-_LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _WARM_UP_ROUNDS = 100, 5, 3
-# A barrier takes a fraction of a millisecond on loopback; beyond this, ranks wait for a core rather than each other.
-_SLOW_BARRIER_SECONDS = 0.02
 
 
 def look(asked: Collection[str], limit: float) -> Iterator[Check]:
@@ -51,22 +45,20 @@ def look(asked: Collection[str], limit: float) -> Iterator[Check]:
 
 
 def not_tried(asked: Collection[str]) -> Iterator[Check]:
-    for family in FAMILIES:
-        if family in asked or not asked:
-            remedy = f"pip install '{REQUIREMENTS['torch']}'" if asked else ""
-            yield Check(family, "fail" if asked else "none", "not tried: torch is not installed", remedy)
+    for family in asked or FAMILIES:
+        found, remedy = "not tried: torch or a dependency does not work", "see to the checks above that failed"
+        yield Check(family, "fail" if asked else "none", found, remedy if asked else "")
 
 
 def judge(family: str, answer: Answer, asked: bool) -> Iterator[Check]:
     """Yields a line for the family and, if devices differ, a line for each."""
     facts = answer.value
     if facts is None:
-        others_fault = answer.module not in ("", "torch", "torch_xla")
-        yield Check(family, "fail", answer.problem, reinstall(answer.module) if others_fault else _BROKEN[family])
+        yield Check(family, "fail", answer.problem, _BROKEN[family])
         return
     devices = facts["devices"]
     if not devices:
-        yield (no_gpu(facts, os.environ.get("CUDA_VISIBLE_DEVICES"), asked) if family == "cuda" else no_xla(asked))
+        yield (no_gpu(facts, asked) if family == "cuda" else no_xla(asked))
         return
     problems = {each["device"]: problem for each in devices if (problem := step_problem(each))}
     verdict: Verdict
@@ -110,25 +102,16 @@ def _steps(device: Mapping[str, Any]) -> list[str]:
     return [f"loss {first:.4f} then {second:.4f} in {duration(device['seconds'])}", *threads]
 
 
-def no_gpu(facts: Mapping[str, Any], visible: str | None, asked: bool) -> Check:
+def no_gpu(facts: Mapping[str, Any], asked: bool) -> Check:
     """A GPU that is absent is no problem unless it was asked for; one that cannot be used is."""
-    hidden = visible is not None and visible.strip() in ("", "-1")
-    absent = hidden or not facts["driver"]
-    if hidden:
-        found, remedy = f"hidden by CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES"
-    elif absent:
-        found = "no GPU driver"
-        remedy = "use a machine with a GPU and its driver (nvidia-smi shows both), or --runtime cpu"
-    elif not facts["built_for"]:
-        found, remedy = f"a GPU driver is here, but torch {facts['torch']} is built without CUDA", _CUDA_BUILD
-    else:
-        problem = f": {facts['problem']}" if facts["problem"] else ""
-        found = f"a GPU driver is here, but torch {facts['torch']} sees no GPU{problem}"
-        remedy = "check the driver with nvidia-smi, and in a container that GPUs are passed on (--gpus all)"
-    if absent and not asked:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    found = "hidden by CUDA_VISIBLE_DEVICES" if hidden else facts["problem"]
+    if not asked and (hidden or not facts["driver"]):
         return Check("cuda", "none", f"none here: {found}", data=facts)
-    if absent and not facts["built_for"]:
-        remedy += f"; and {_CUDA_BUILD}"
+    remedy = (
+        "unset CUDA_VISIBLE_DEVICES" if hidden else "check the driver with nvidia-smi, in a container that GPUs are "
+        "passed on (--gpus all), and that torch is a build for CUDA (https://pytorch.org/get-started/locally)"
+    )  # fmt: skip
     return Check("cuda", "fail" if asked else "warn", found, remedy, facts)
 
 
@@ -164,7 +147,14 @@ def take_step(stage: Stage, family: str) -> dict[str, Any]:
     stage("counting GPUs")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        return {"devices": [], **_why_no_gpu(stage)}
+        stage("asking the GPU driver")
+        problem = "torch sees no GPU"
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            problem = _first_line(error)
+        driver = any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+        return {"devices": [], "problem": problem, "driver": driver}
     devices = [_gpu(stage, runtime.create("cuda", index, 1, RunSettings())) for index in range(count)]
     return {"devices": devices, "collectives": dist.is_available() and dist.is_nccl_available()}
 
@@ -181,20 +171,6 @@ def _gpu(stage: Stage, device: Runtime) -> dict[str, Any]:
         return {**about, **_step(stage, device)}
     except RuntimeError as error:  # one broken GPU does not hide the others
         return {**about, "error": _first_line(error)}
-
-
-def _why_no_gpu(stage: Stage) -> dict[str, Any]:
-    import torch
-
-    stage("asking the GPU driver")
-    problem = ""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:
-        problem = _first_line(error)
-    driver = any(Path(each).exists() for each in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
-    built = torch.version.cuda or torch.version.hip
-    return {"torch": torch.__version__, "built_for": built, "driver": driver, "problem": problem}
 
 
 def _step(stage: Stage, runtime: Runtime) -> dict[str, Any]:
@@ -234,108 +210,50 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def look_at_processes(count: int, family: str, limit: float) -> Iterator[Check]:
+def look_at_processes(count: int, family: str, limit: float) -> Check:
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder,
         Question("processes", count, family, folder, limit, limit=limit) as question,
     ):
-        yield from judge_processes(question.answer(), count, family)
+        return judge_processes(question.answer(), count, family)
 
 
-def judge_processes(answer: Answer, count: int, family: str) -> Iterator[Check]:
+def judge_processes(answer: Answer, count: int, family: str) -> Check:
     name, facts = f"processes on {family}", answer.value
     if facts is None:
         late = "start fewer, or give a slow machine more time with --limit"
         others = "see to the checks above that failed first, then to what this message names"
-        yield Check(name, "fail", answer.problem, late if answer.late else reinstall(answer.module) or others)
-        return
-    ranks = facts["ranks"]
-    data = {"processes": count, "seconds": facts["seconds"], "ranks": ranks}
-    wrong = [str(rank) for rank, each in enumerate(ranks) if not each.get("correct", True)]
+        return Check(name, "fail", answer.problem, late if answer.late else others)
+    wrong = [str(rank) for rank, each in enumerate(facts["ranks"]) if not each["correct"]]
     if wrong:
         remedy = "the data plane gives wrong numbers: check the devices, and the interconnect between them"
-        yield Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, data)
-        return
+        return Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, facts)
     came = "1 process ran" if count == 1 else f"{count} processes came together"
-    yield Check(name, "ok", f"{came}, start to end in {duration(facts['seconds'])}", data=data)
-    if count > 1:
-        slowest = {key: max(each[key] for each in ranks) for key in ("latency", "barrier")}
-        yield _latency(slowest["latency"], slowest["barrier"])
-        yield _bandwidth({int(key): max(each["seconds"][key] for each in ranks) for key in ranks[0]["seconds"]})
-
-
-def _latency(all_reduce: float, barrier: float) -> Check:
-    found = f"all_reduce of 4 bytes {duration(all_reduce)}, barrier {duration(barrier)} (medians)"
-    data = {"all_reduce_seconds": all_reduce, "barrier_seconds": barrier}
-    slow = max(all_reduce, barrier) > _SLOW_BARRIER_SECONDS
-    remedy = "ranks wait for a core: use fewer processes or threads (launch.threads), or end what else runs here"
-    return Check("latency", "warn" if slow else "ok", found, remedy if slow else "", data)
-
-
-def _bandwidth(seconds: dict[int, float]) -> Check:
-    """Algorithm bandwidth: bytes of one rank's tensor per second, whatever the library sends."""
-    rates = {count: count / each / 1e9 for count, each in seconds.items()}
-    shown = ", ".join(f"{size(count)} at {rate:.3g} GB/s" for count, rate in rates.items())
-    data = {"gigabytes_per_second": {str(count): rate for count, rate in rates.items()}}
-    return Check("bandwidth", "ok", f"all_reduce of {shown}", data=data)
+    return Check(name, "ok", f"{came}, start to end in {duration(facts['seconds'])}", data=facts)
 
 
 def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> dict[str, Any]:
-    """Returns the measurements by rank; a launch that fails raises what its user would see."""
+    """Returns what every rank found; a launch that fails raises what its user would see."""
     stage(f"starting {processes} processes on {family}")
     from lockstep.launchers.launch import launch
 
     wait = float(limit) / 3  # ranks give up before the doctor does, and say who did not arrive
     began = time.perf_counter()
     limits = {"rendezvous": wait, "collective": wait, "stop": wait}
-    ranks = launch(_measure, int(processes), folder=folder, runtime=family, timeouts=limits)
+    ranks = launch(_sum, int(processes), folder=folder, runtime=family, timeouts=limits)
     return {"ranks": ranks, "seconds": time.perf_counter() - began}
 
 
-def _measure(run: Run) -> dict[str, Any]:
-    """Runs on every rank: the median time of small and large exchanges, and whether their result is right."""
+def _sum(run: Run) -> dict[str, Any]:
+    """Runs on every rank: whether a sum over all ranks is right."""
     import torch
-
-    about: dict[str, Any] = {"device": str(run.device), "identity": run._engine.runtime.identity()}
-    if run.world_size == 1:
-        return about
-    tensor = torch.full((1024,), float(run.rank + 1), device=run.device)
-    _sum(run, tensor, "doctor: a sum over all ranks")
-    about["correct"] = bool((tensor == run.world_size * (run.world_size + 1) / 2).all())
-    about["barrier"] = _median(lambda: run.barrier("doctor: a barrier"), _LATENCY_ROUNDS)
-    about["latency"] = _all_reduce(run, 4, _LATENCY_ROUNDS)
-    # The same number of bytes for every size, so that chance counts for as little in the small ones.
-    about["seconds"] = {str(each): _all_reduce(run, each, _BANDWIDTH_ROUNDS * _SIZES[-1] // each) for each in _SIZES}
-    return about
-
-
-def _all_reduce(run: Run, count: int, rounds: int) -> float:
-    import torch
-
-    tensor = torch.zeros(count // 4, dtype=torch.float32, device=run.device)
-    name = f"doctor: an all_reduce of {count} bytes"
-
-    def exchange() -> None:
-        _sum(run, tensor, name)
-        run._engine.runtime.synchronize()
-
-    run.barrier(f"before {name}")
-    return _median(exchange, rounds)
-
-
-def _sum(run: Run, tensor: Any, name: str) -> None:
     import torch.distributed as dist
 
-    try:
-        dist.all_reduce(tensor)
-    except RuntimeError as error:
-        raise run._engine.group.explain(error, name) from error
-
-
-def _median(action: Callable[[], None], rounds: int) -> float:
-    seconds = []
-    for _ in range(_WARM_UP_ROUNDS + rounds):
-        began = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[_WARM_UP_ROUNDS:])
+    tensor = torch.full((1024,), float(run.rank + 1), device=run.device)
+    if run.world_size > 1:
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            raise run._engine.group.explain(error, "doctor: a sum over all ranks") from error
+    correct = bool((tensor == run.world_size * (run.world_size + 1) / 2).all())
+    return {"device": str(run.device), "identity": run._engine.runtime.identity(), "correct": correct}

@@ -22,7 +22,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.record.logs import file_only
 from lockstep.record.writers import write_json
-from lockstep.tasks.changes import Lengths
+from lockstep.tasks.changes import SplitLength
 from lockstep.tasks.create import create_task
 from lockstep.tasks.measure import TaskMeasure
 from lockstep.tasks.schedules import RunLength
@@ -93,8 +93,8 @@ def bring_back(run: Run, task: Task, config: RunConfig, after: After, datasets: 
     """
     set_up(run, task, config, _ANY_LENGTH)
     drawing = next((each.split for each in datasets if isinstance(each, Part)), None)
-    lengths = Lengths(drawing.count if drawing is not None else None, {})
-    run._engine.load_weights(Path(after.run), after.step, {"lengths": lengths})
+    length = SplitLength(drawing.count if drawing is not None else None)
+    run._engine.load_weights(Path(after.run), after.step, {"split length": length})
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from lockstep.data.stream_reader import check_stream, is_stream
 from lockstep.engine.run import Run
 from lockstep.errors import ConfigError
 from lockstep.tasks.callbacks import Callback, UserCallbacks, own_callbacks
-from lockstep.tasks.changes import Lengths, OptimizerArguments
+from lockstep.tasks.changes import OptimizerArguments, SplitLength
 from lockstep.tasks.create import create_task
 from lockstep.tasks.loop import train
 from lockstep.tasks.measure import TaskMeasure
@@ -60,9 +60,9 @@ def fit(run: Run, config: RunConfig) -> dict[str, Any]:
     run.register_state("validation", validation)
     own.register_state(run)
 
-    arguments = OptimizerArguments.of(config.optimizer)
+    arguments = OptimizerArguments(config.optimizer)
     run.register_state("optimizer arguments", arguments)
-    run.register_state("lengths", _lengths(datasets, config))
+    run.register_state("split length", SplitLength(_split_length(datasets, config)))
     run.register_state("run length", length)
     run.restore()
     for name, optimizer in run.optimizers.items():
@@ -215,15 +215,12 @@ def _of_kind(kind: str, datasets: Datasets) -> Datasets:
     return {name: each for name, each in datasets.items() if name.partition("/")[0] == kind}
 
 
-def _lengths(datasets: Datasets, config: RunConfig) -> Lengths:
+def _split_length(datasets: Datasets, config: RunConfig) -> int | None:
+    """Returns the number of examples that data.split divides; it leaves none out."""
     fractions = config.data.split
     if fractions is None:
-        known = {name: _length(each) for name, each in datasets.items() if name != "train"}
-        return Lengths(None, {name: count for name, count in known.items() if count is not None})
-    own = {name: _length(each) for name, each in datasets.items() if not getattr(fractions, name.partition("/")[0])}
-    split = [_length(each) or 0 for name, each in datasets.items() if name not in own]
-    counts = {name: count for name, count in own.items() if count is not None}
-    return Lengths(sum(split), counts)  # a split leaves nothing out
+        return None
+    return sum(_length(each) or 0 for name, each in datasets.items() if getattr(fractions, name.partition("/")[0]))
 
 
 def check_data(data: Any, name: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.doctor.installed import fit_together, version_of
+from lockstep.doctor.machine import fit_together, version_of
 from lockstep.errors import ConfigError
 from lockstep.runtime.gpus import gpu_count
 
