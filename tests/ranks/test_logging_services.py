@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
-import sqlite3
 import struct
 import threading
 from collections.abc import Iterator
@@ -18,12 +16,11 @@ from conftest import Project, losses
 from conftest import rows as plain_rows
 
 KEY, TOKEN = "0123456789abcdef0123456789abcdef01234567", "hf_this_is_for_nobody_to_see"
-HAS_TRACKIO = importlib.util.find_spec("trackio") is not None  # its dependencies do not go with those of others
 
 
 def environment(home: Path) -> dict[str, str]:
     """Nothing of this machine's user, and nothing left there."""
-    own = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "TRACKIO_DIR", "HF_HOME")
+    own = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HF_HOME")
     return {**dict.fromkeys(own, str(home)), "NETRC": str(home / "netrc"), "WANDB_API_KEY": KEY}
 
 
@@ -35,7 +32,6 @@ def killed_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "wandb": {"project": "tests", "mode": "offline", "tags": ["a"]},
         "mlflow": {"tracking_uri": "mlruns", "experiment": "tests", "tags": {"by": "me"}},
         "tensorboard": True,
-        **({"trackio": {"project": "tests"}} if HAS_TRACKIO else {}),
     }
     settings = {
         "log": {"every": "1 step", "timeout": 60, **loggers},
@@ -113,15 +109,6 @@ def test_mlflow_in_a_folder_is_one_run_after_a_kill_and_a_resume(killed_and_resu
     assert kept == sorted(f"samples/step-{step:08d}/{name}" for step in (6, 12)
                           for name in ("val/picture.png", "story.txt", "answers.json"))  # fmt: skip
     assert not files_with(TOKEN, place) + files_with(KEY, place)
-
-
-@pytest.mark.skipif(not HAS_TRACKIO, reason="trackio is not installed")
-def test_trackio_is_one_run_after_a_kill_and_a_resume(killed_and_resumed: Path) -> None:
-    with sqlite3.connect(next(killed_and_resumed.rglob("tests.db"))) as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert len({name for name, _, _ in rows}) == 1
-    steps = [step for _, step, metrics in rows if "loss" in str(metrics)]
-    assert sorted(set(steps)) == list(range(1, 13)) and len(steps) <= 13  # the step that it had last may be there twice
 
 
 # Without an answer

@@ -24,7 +24,6 @@ from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Preempted, StopRequests
 from lockstep.errors import ConfigError
 from lockstep.record import loggers, services
-from lockstep.record.services import Details
 from lockstep.tasks.config_checks import check_parts
 
 Runs = Callable[..., Run]
@@ -89,7 +88,6 @@ def test_after_a_restart_it_goes_on_as_the_same_and_no_step_comes_twice(new_run:
     assert Memory.points("loss") == list(range(1, 11))
     first, second = Memory.abouts
     assert first.id == second.id and second.kept == {"remote": f"made for {first.id}"}
-    assert (first.calls, second.calls) == (0, 4)
 
 
 def test_what_a_killed_process_took_along_is_sent_after_the_restart(new_run: Runs, tmp_path: Path) -> None:
@@ -111,28 +109,6 @@ def test_what_may_not_have_arrived_when_it_was_killed_is_sent_once_more(new_run:
     assert Memory.points("loss") == list(range(11, 16))
 
 
-def test_a_history_that_changes_is_told_of(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
-    settings = with_loggers(mine={"type": "own_loggers:Memory"})
-    killed = new_run(**settings)
-    train(killed, stop_at=5)
-    killed._engine.aggregator.close("as if killed")
-    again = new_run(**settings)
-    model = nn.Linear(3, 1)
-    again.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    again.restore()
-    with torch.no_grad():
-        model.weight.add_(1.0)  # what a changed setting would do
-    for (batch,) in again.batches(DATA, 4, name="source 1"):
-        loss = again.model(batch).square().mean()
-        again.log(loss=loss)
-        again.backward(loss)
-        again.step()
-    again._engine.finish()
-    (told,) = warnings(caplog)
-    assert "went back to step 3" in told and "log.mine: what was sent stays" in told
-    assert Memory.points("loss") == [1, 2, 3, 4, 5]
-
-
 def test_tensorboard_hides_what_a_resumed_run_writes_again(new_run: Runs, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -145,29 +121,6 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(new_run: Runs, tmp_pa
     events.Reload()
     assert [each.step for each in events.Scalars("loss")] == list(range(1, 11))
     assert b"checkpoint:" in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
-
-
-def test_what_a_run_leaves_of_its_ranks_and_phases_comes_as_numbers(tmp_path: Path) -> None:
-    ranks = [{"rank": 0, "lag": 0.0, "memory": 5}, {"rank": 1, "lag": 0.25, "memory": None}]
-    (tmp_path / "live.json").write_text(json.dumps({"ranks": ranks}))
-    told = [(0, None, "start"), (1, 2, "roll call"), (3, None, "train"), (5, 6, "validate"), (8, 8.5, "save"),
-            (13, None, "end"), (20, None, "start"), (21, None, "train"), (24, None, "end")]  # fmt: skip
-    lines = [json.dumps({"at": at, "until": until, "kind": kind}) for at, until, kind in told]
-    (tmp_path / "timeline.jsonl").write_text("\n".join(lines) + "\n")
-    details = Details(tmp_path)
-    assert details.newest() == {
-        "lag_seconds/most": 0.25, "lag_seconds/rank-0": 0.0, "lag_seconds/rank-1": 0.25,
-        "memory_bytes/most": 5.0, "memory_bytes/rank-0": 5.0,
-        "time_seconds/train": 11.5, "time_seconds/roll call": 1.0, "time_seconds/compile": 0.0,
-        "time_seconds/validate": 1.0, "time_seconds/save": 0.5,
-    }  # fmt: skip
-    assert details.newest() == {}  # not with every row
-    (tmp_path / "live.json").write_text("half of")
-    (tmp_path / "timeline.jsonl").unlink()
-    assert Details(tmp_path).newest() == {}
-
-
-# How it ends
 
 
 @pytest.mark.parametrize("how", ["stop", "fail", "leave"])
@@ -239,23 +192,12 @@ def test_a_logger_that_is_too_slow_holds_nobody_back_and_what_it_misses_is_count
     assert "2 rows and samples were left out" in told and "2 were not sent any more" in told
 
 
-def test_one_that_hangs_is_told_of_while_the_run_goes_on(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
-    faulty = {"type": "own_loggers:Faulty", "method": "start", "how": "hang"}
-    run = new_run(**with_loggers(timeout=0.1, mine=faulty))
-    run.log(early=1.0)
-    run._engine.aggregator.write(run.progress, {"early": 1.0})
-    time.sleep(0.2)
-    run._engine.aggregator.write(run.progress, {"late": 1.0})
-    run._engine.aggregator.write(run.progress, {"later": 1.0})
-    assert warnings(caplog) == ["log.mine: start has not returned for 0.1 s. The run goes on; 2 calls wait"]
-
-
 def test_what_start_returns_must_be_plain_data(new_run: Runs, caplog: pytest.LogCaptureFixture) -> None:
     train(new_run(**with_loggers(mine={"type": "own_loggers:Unserializable"})))
     assert "what it returns is kept as JSON" in warnings(caplog)[0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"id": "x", "kept": 5, "sent": {}, "calls": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}', '{"id": "x", "kept": 5, "sent": {}}'])
 def test_a_damaged_note_of_a_logger_is_as_none(new_run: Runs, tmp_path: Path, text: str) -> None:
     (tmp_path / "loggers").mkdir()
     (tmp_path / "loggers" / "mine.json").write_text(text)
@@ -269,12 +211,7 @@ def test_a_damaged_note_of_a_logger_is_as_none(new_run: Runs, tmp_path: Path, te
 @pytest.mark.parametrize(
     ("type", "expected"),
     [
-        ("own_loggers:Misspelt", r"does not define finish\(self, status\); it has finnish, whose name here is finish"),
-        (
-            "own_loggers:MisspeltSample",
-            "defines log_samples, which Lockstep does not call: its name here is log_sample",
-        ),
-        ("own_loggers:TooFew", r"log must take step, values .*: write log\(self, step, values\)"),
+        ("own_loggers:Misspelt", r"does not define finish\(self, status\)"),
         ("own_loggers:Memry", "did you mean Memory"),
         ("no_such_module:Memory", "there is no module 'no_such_module'"),
     ],
@@ -286,7 +223,7 @@ def test_a_logger_that_is_none_is_refused(new_run: Runs, type: str, expected: st
 
 def test_a_dry_run_names_what_is_wrong_with_it() -> None:
     config = RunConfig.model_validate({"task": f"{TASK_FILE}:Tiny", "log": {"mine": {"type": "own_loggers:Misspelt"}}})
-    with pytest.raises(ConfigError, match=r"log\.mine: .*it has finnish, whose name here is finish"):
+    with pytest.raises(ConfigError, match=r"log\.mine: .*does not define finish"):
         check_parts(config)
     config = RunConfig.model_validate(
         {"task": f"{TASK_FILE}:Tiny", "log": {"mine": {"type": "own_loggers:Memory", "x": 1}}}
@@ -327,7 +264,7 @@ def test_a_logger_is_switched_on_and_off() -> None:
     assert not log_of({}).has_loggers
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_package_that_is_not_installed_is_named_with_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
@@ -336,25 +273,14 @@ def test_a_package_that_is_not_installed_is_named_with_the_extra(name: str, monk
 
 
 def test_wandb_needs_a_key_unless_it_is_offline(tmp_path: Path) -> None:
-    there = {
-        "HOME": str(tmp_path),
-        "NETRC": str(tmp_path / "netrc"),
-        "WANDB_CONFIG_DIR": str(tmp_path),
-        "WANDB_DIR": str(tmp_path),
-    }
-    with pytest.raises(ConfigError, match=r"no key for https://api\.wandb\.ai: set WANDB_API_KEY .*mode: offline"):
+    there = {"NETRC": str(tmp_path / "netrc")}
+    with pytest.raises(ConfigError, match=r"there is no key: set WANDB_API_KEY .*mode: offline"):
         loggers.check(log_of({"wandb": {"project": "x"}}), there)
     loggers.check(log_of({"wandb": {"mode": "offline"}}), there)
     loggers.check(log_of({"wandb": True}), {**there, "WANDB_MODE": "offline"})
     loggers.check(log_of({"wandb": True}), {**there, "WANDB_API_KEY": "x" * 40})
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "x" * 40)
-    (tmp_path / "netrc").chmod(0o600)
     loggers.check(log_of({"wandb": True}), there)
-    with pytest.raises(ConfigError, match=r"no key for https://wandb\.example"):
-        loggers.check(log_of({"wandb": True}), {**there, "WANDB_BASE_URL": "https://wandb.example"})
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
-    loggers.check(log_of({"wandb": True}), {**there, "WANDB_BASE_URL": "https://wandb.example"})
 
 
 def test_mlflow_needs_a_place_that_it_can_use(monkeypatch: pytest.MonkeyPatch) -> None:

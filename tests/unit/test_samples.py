@@ -105,23 +105,8 @@ def test_what_is_no_image_is_refused_with_what_was_given(new_run: Runs, given: A
         new_run().log_image("x", given)
 
 
-def test_a_figure_is_drawn_and_stays_as_it_was(new_run: Runs, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2, 1), dpi=50)
-    figure.subplots().plot([1, 2, 3])
-    canvas = figure.canvas
-    new_run().log_figure("curve", figure)
-    assert figure.canvas is canvas
-    drawn = np.asarray(Image.open(tmp_path / "samples/step-00000000/curve.png"))
-    assert drawn.shape == (50, 100, 4) and len(np.unique(drawn)) > 2
-
-
-def test_what_is_no_figure_text_or_table_is_refused(new_run: Runs) -> None:
+def test_what_is_no_text_or_table_is_refused(new_run: Runs) -> None:
     run = new_run()
-    with pytest.raises(ConfigError, match=r"run\.log_figure\('x'\).*a figure of matplotlib's .* is needed, got list"):
-        run.log_figure("x", [1])
     with pytest.raises(ConfigError, match=r"a text is a str, got Tensor of shape .* decode tokens first"):
         run.log_text("x", torch.zeros(3))  # type: ignore[arg-type]
     for columns, rows, expected in [

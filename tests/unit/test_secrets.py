@@ -69,7 +69,7 @@ def test_what_the_environment_keeps_secret_is_left_out_wherever_it_was_copied_to
         {"mine": {"type": "a:B", "key": "s3cret"}},
         {"mine": {"type": "a:B", "deep": [{"token": "s3cret"}]}},
         {"mlflow": {"tracking_uri": "https://user:s3cret@host"}},
-        {"trackio": {"server_url": "http://host:7860/?write_token=s3cret"}},
+        {"mine": {"type": "a:B", "server_url": "http://host:7860/?write_token=s3cret"}},
         {"wanbd": {"api_key": "s3cret"}},
         {"token": "s3cret"},
     ],

@@ -126,9 +126,6 @@ def test_what_cannot_run_here_says_why() -> None:
     assert missing(REFERENCE) is None
     nowhere = replace(REFERENCE, packages=("no-such-package",))
     assert missing(nowhere) == "no-such-package is not installed"
-    on_hosts = next(each for each in COMBINATIONS if each.hosts)
-    assert missing(on_hosts) == "the config names no hosts (launch: ssh)"
-    assert missing(on_hosts, ["anna"]) is None
 
 
 def test_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +351,7 @@ def test_a_run_is_ended_where_the_comparison_is_asked_to_stop(tmp_path: Path) ->
 
 def test_only_what_shares_nothing_is_side_by_side() -> None:
     alone = {each.name for each in COMBINATIONS if each.alone}
-    assert {"cpu-ray-2", "cpu-hosts", "cuda-single"} <= alone
+    assert {"cpu-ray-2", "cuda-single"} <= alone
     assert {each.name for each in COMBINATIONS if each.plain} == {
         each.name for each in COMBINATIONS if each.name.startswith("cpu-") and "torchrun" not in each.name
     } - alone

@@ -48,12 +48,6 @@ class Mlflow(LoggerSection):
     tags: dict[str, str] = Field({}, description="tags of the MLflow run")
 
 
-class Trackio(LoggerSection):
-    """Trackio. Other keys are arguments of trackio.init: space_id, group, ..."""
-
-    project: str = Field("lockstep", min_length=1)
-
-
 class OwnLogger(LoggerSection):
     """A class with start, log and finish; every other key is an argument of its constructor."""
 
@@ -89,7 +83,6 @@ class Log(Section):
     )
     wandb: Annotated[Wandb | None, _switch(Wandb)] = None
     mlflow: Annotated[Mlflow | None, _switch(Mlflow)] = None
-    trackio: Annotated[Trackio | None, _switch(Trackio)] = None
     timeout: Seconds = Field(30.0, description="how long the end of a run waits for a logger")
 
     @model_validator(mode="after")
@@ -105,4 +98,4 @@ class Log(Section):
 
     @property
     def has_loggers(self) -> bool:
-        return bool(self.tensorboard or self.wandb or self.mlflow or self.trackio or self.own)
+        return bool(self.tensorboard or self.wandb or self.mlflow or self.own)

@@ -347,10 +347,6 @@ class Run:
         """Logs rows of numbers, texts, truth values or None, one cell for each column."""
         self._engine.log_sample(name, "table", samples.table, columns, rows)
 
-    def log_figure(self, name: str, figure: Any) -> None:
-        """Logs a matplotlib figure as an image. It is drawn at once, and may be closed after that."""
-        self._engine.log_sample(name, "image", samples.figure, figure)
-
     # Evaluation and checkpoints
 
     def evaluate(

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lockstep.config.plain import did_you_mean, nearest
+from lockstep.config.plain import did_you_mean
 from lockstep.errors import ConfigError
 
 METHODS = {"start": ("about",), "log": ("step", "values"), "finish": ("status",)}
-OPTIONAL = {"log_sample": ("sample",)}
 
 Kind = Literal["image", "text", "table"]
 
@@ -37,7 +36,6 @@ class About:
     step: int  # 0, or that of the checkpoint that the run resumes from
     timeout: float  # seconds that `finish` may take
     kept: dict[str, Any] = field(default_factory=dict)  # what `start` returned before a restart
-    calls: int = 0  # of log and log_sample that returned, before a restart
 
 
 @dataclass(frozen=True)
@@ -77,41 +75,11 @@ def takes_samples(logger: Logger) -> bool:
 
 
 def check_methods(cls: Any, path: str, where: str) -> None:
-    """Raises ConfigError if a class lacks a method of a logger, or one takes other arguments."""
-    own = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
-    problems = []
-    for name in METHODS:
-        if name not in own:
-            near = nearest(name, [each for each in own if each not in (*METHODS, *OPTIONAL)], cutoff=0.6)
-            hint = f"; it has {near}, whose name here is {name}" if near else ""
-            problems.append(f"{path}: {where} does not define {_signature(name)}{hint}")
-    if "log_sample" not in own:
-        near = nearest("log_sample", [each for each in own if each not in METHODS], cutoff=0.75)
-        if near:
-            problems.append(
-                f"{path}: {where} defines {near}, which Lockstep does not call: its name here is log_sample"
-            )
-    problems += [
-        problem for name in (*METHODS, *OPTIONAL) if name in own and (problem := _misfit(cls, name, path, where))
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _signature(name: str) -> str:
-    return f"{name}({', '.join(('self', *{**METHODS, **OPTIONAL}[name]))})"
-
-
-def _misfit(cls: Any, name: str, path: str, where: str) -> str | None:
-    given = {**METHODS, **OPTIONAL}[name]
-    bare = isinstance(inspect.getattr_static(cls, name, None), (staticmethod, classmethod)) or not inspect.isclass(cls)
-    try:
-        inspect.signature(getattr(cls, name)).bind(*(given if bare else ("self", *given)))
-    except TypeError as error:
-        return f"{path}: {where}.{name} must take {', '.join(given)} ({error}): write {_signature(name)}"
-    except ValueError:  # no signature to look at
-        return None
-    return None
+    """Raises ConfigError if a class lacks a method of a logger."""
+    missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
+    if missing:
+        signature = f"{missing[0]}({', '.join(('self', *METHODS[missing[0]]))})"
+        raise ConfigError(f"{path}: {where} does not define {signature}")
 
 
 def check_arguments(given: Mapping[str, Any], package: str, ours: Collection[str]) -> None:

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import logging
 import math
-import mmap
 import os
 import secrets
 import threading
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 Find = Callable[[str, str], Any]  # imports an object by its path; the second argument is the path in the YAML
 Construct = Callable[[Any, dict[str, Any], str], Any]
 
-SERVICES = ("tensorboard", "wandb", "mlflow", "trackio")  # the sections of `log`, packages and extras alike
+SERVICES = ("tensorboard", "wandb", "mlflow")  # the sections of `log`, packages and extras alike
 
 
 def check(settings: Log, environment: Mapping[str, str] = os.environ) -> None:
@@ -69,8 +68,6 @@ def create(folder: Path, settings: RunSettings, find: Find, construct: Construct
             made["wandb"] = services.WandbLogger(log.wandb)
         if log.mlflow is not None:
             made["mlflow"] = services.MlflowLogger(log.mlflow)
-        if log.trackio is not None:
-            made["trackio"] = services.TrackioLogger(log.trackio)
     for name, own in log.own.items():
         cls = find(own.type, f"log.{name}")
         check_methods(cls, f"log.{name}", own.type)
@@ -78,62 +75,6 @@ def create(folder: Path, settings: RunSettings, find: Find, construct: Construct
     config = redacted(settings.model_dump(mode="json", by_alias=True)) if made else {}
     about = About(folder.name, "", folder, config, 0, log.timeout)
     return [LoggerQueue(name, each, about) for name, each in made.items()]
-
-
-_BYTES = 512
-_ENDING = ".call"
-
-
-class CallNote:
-    """Notes in shared memory which method a logger is in.
-
-    A logger whose native code holds Python's lock stops its whole process, heartbeats included. The launcher reads
-    here which logger that was.
-    """
-
-    def __init__(self, folder: Path, logger: str) -> None:
-        self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
-        self._memory: mmap.mmap | None = None
-        with contextlib.suppress(OSError, ValueError):  # no room, or a disk that maps no files
-            folder.mkdir(exist_ok=True)
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(descriptor, bytes(_BYTES))
-                self._memory = mmap.mmap(descriptor, _BYTES)
-            finally:
-                os.close(descriptor)
-
-    def enter(self, method: str) -> None:
-        self._write(json.dumps({"logger": self._logger, "method": method, "since": time.time()}).encode())
-
-    def leave(self) -> None:
-        self._write(b"")
-
-    def close(self) -> None:
-        self._memory = None
-        self._file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another logger's files are there
-            self._file.parent.rmdir()
-
-    def _write(self, text: bytes) -> None:
-        if self._memory is not None and len(text) <= _BYTES:
-            self._memory[:] = text.ljust(_BYTES, b"\0")
-
-
-def suspect(run_folder: Path, stalled: str) -> str:
-    """Returns a sentence on the logger that has been in a call longest, where rank 0 went silent."""
-    found = []
-    for file in (run_folder / "loggers").glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(file.read_bytes()[:_BYTES].rstrip(b"\0"))
-            found.append((time.time() - float(note["since"]), str(note["logger"]), str(note["method"])))
-    if not found:
-        return ""
-    seconds, logger, method = max(found)
-    return (
-        f". The logger log.{logger} has been in {method} for {seconds:.0f} s: where its native code does not release "
-        "Python's lock, nothing else in that process runs. Leave it out, or log from another process"
-    )
 
 
 FOLDER = "loggers"  # in the run's folder: the state of each logger, for a restart
@@ -178,7 +119,7 @@ class LoggerQueue:
         """Starts the thread, once it is known at which step the run resumes. Of `backlog`, the rows written before,
         it sends what was never sent: what waits is lost when a process is killed."""
         self._backlog = backlog
-        about = replace(self._about, step=step, id=self._kept.id, kept=self._kept.kept, calls=self._kept.calls)
+        about = replace(self._about, step=step, id=self._kept.id, kept=self._kept.kept)
         self._thread = threading.Thread(target=self._work, args=(about,), name=f"lockstep-{self.name}", daemon=True)
         self._thread.start()
 
@@ -218,17 +159,6 @@ class LoggerQueue:
         if lost:
             self._warn(f"{'; '.join(lost)}. The run's folder has all of it")
 
-    def look(self) -> None:
-        """Warns, once, of a logger that is stuck in a call."""
-        at = self._at
-        if at is not None and time.monotonic() - at[1] > self._about.timeout:
-            with self._news:
-                waiting = len(self._waiting)
-            self._warn_once(
-                "stuck",
-                f"{at[0]} has not returned for {self._about.timeout:g} s. The run goes on; {waiting} calls wait",
-            )
-
     def _row(self, step: int, values: Mapping[str, float]) -> Call | None:
         new = {name: value for name, value in values.items() if step > self._before.get(name, -1)}
         return Call("log", tuple(new), step, lambda: self._logger.log(step, new), 0) if new else None
@@ -250,7 +180,6 @@ class LoggerQueue:
     # The thread
 
     def _work(self, about: About) -> None:
-        self._call_note = CallNote(self._file.parent, self.name)
         self._note()  # a restart must find the id that this one starts with
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls():
@@ -264,7 +193,6 @@ class LoggerQueue:
                 self._note()
         else:
             self._abandon()
-        self._call_note.close()
         self._over = True
 
     def _keep(self, returned: Mapping[str, Any] | None) -> None:
@@ -303,7 +231,6 @@ class LoggerQueue:
 
     def _called(self, method: str, call: Callable[[], None]) -> bool:
         self._at = (method, time.monotonic())
-        self._call_note.enter(method)
         try:
             call()
         except BaseException as error:  # a logger that calls sys.exit ends its own thread, and nothing else
@@ -312,7 +239,6 @@ class LoggerQueue:
             return False
         finally:
             self._at = None
-            self._call_note.leave()
         return True
 
     def _abandon(self) -> None:
@@ -332,8 +258,8 @@ class LoggerQueue:
 class _Kept:
     """The state of a logger from one start of the run to the next."""
 
-    def __init__(self, id: str, kept: dict[str, Any], sent: dict[str, int], calls: int) -> None:
-        self.id, self.kept, self.sent, self.calls = id, kept, sent, calls
+    def __init__(self, id: str, kept: dict[str, Any], sent: dict[str, int]) -> None:
+        self.id, self.kept, self.sent, self.calls = id, kept, sent, 0
         self._recent: deque[tuple[float, Call]] = deque()  # calls that a kill would lose
 
     @classmethod
@@ -341,8 +267,8 @@ class _Kept:
         with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             found = json.loads(run_files.read_text(file, depth=2))
             sent = {str(name): int(step) for name, step in found["sent"].items()}
-            return cls(str(found["id"]), dict(found["kept"]), sent, int(found["calls"]))
-        return cls(secrets.token_hex(8), {}, {}, 0)
+            return cls(str(found["id"]), dict(found["kept"]), sent)
+        return cls(secrets.token_hex(8), {}, {})
 
     def note(self, call: Call, delay: float) -> None:
         """Notes a call that returned; what it sent is safe `delay` seconds later."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +17,6 @@ from lockstep.record.loggers import LoggerQueue
 from lockstep.record.samples import Samples
 from lockstep.record.timeline import Timeline
 from lockstep.record.writers import SPEED, JsonlWriter, Row, drop_rows_after, read_rows
-
-logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -44,7 +41,6 @@ class MetricWriter:
         self._jsonl: JsonlWriter | None = None
         self._opened = False
         self._restored_step = 0
-        self._before: dict[tuple[int, str], Any] = {}  # values of rows that are about to be written again
         self._last = (time.perf_counter(), 0)  # the time, and examples so far
         self.rows = 0  # of the whole run so far
         self._lags: list[float] = []
@@ -52,8 +48,7 @@ class MetricWriter:
     def forget_after(self, step: int, row_step: int, rows: int | None) -> None:
         """Drops what is about to be written again: all but the first `rows`, or the rows of later steps."""
         self._restored_step = step
-        self.rows, dropped = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
-        self._before = {(row.get("step", 0), name): value for row in dropped for name, value in _numbers(row).items()}
+        self.rows = drop_rows_after(self._folder / METRICS_FILE, step, row_step, rows)
         self._samples.forget_after(step)
         if self._best is not None and self.rows:
             for row in read_rows(self._folder / METRICS_FILE)[: self.rows]:
@@ -72,10 +67,8 @@ class MetricWriter:
         if self._jsonl is not None:
             self._jsonl.write(row)
         values = _numbers(row)
-        self._compare(row["step"], values)
         for each in self._loggers:
             each.log(row["step"], values)
-            each.look()
         self.rows += 1
         is_best = self._best is not None and self._best.reached(row)
         self._display.row({**row, NEW_BEST: True} if is_best else row, self._lags)
@@ -93,7 +86,6 @@ class MetricWriter:
         if found is not None:
             for each in self._loggers:
                 each.log_sample(*found)
-                each.look()
 
     def close(self, status: str, limit: float | None = None) -> None:
         """Ends the loggers, which together may take `log.timeout` or a lower limit."""
@@ -114,19 +106,6 @@ class MetricWriter:
         row[SPEED] = round((examples - before) / max(now - then, 1e-9), 1)
         return row
 
-    def _compare(self, step: int, values: Row) -> None:
-        """Warns, once, if a restored run computes other values than the loggers have already."""
-        keeping = [each.name for each in self._loggers if not each.takes_back]
-        changed = [name for name in values if keeping and not _same(self._before.get((step, name)), name, values[name])]
-        if changed:
-            logger.warning(
-                "step %d: %s is %.6g, and was %.6g before the run went back to step %d. %s: what was sent stays; "
-                "metrics.jsonl has the new values. For a separate run there, delete loggers/%s.json",
-                step, changed[0], values[changed[0]], self._before[step, changed[0]], self._restored_step,
-                ", ".join(f"log.{name}" for name in keeping), keeping[0],
-            )  # fmt: skip
-            self._before = {}
-
     def _written(self, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the first rows of metrics.jsonl, which a resumed run has behind it."""
         for row in read_rows(self._folder / METRICS_FILE)[:count] if count else ():
@@ -146,10 +125,6 @@ def _numbers(row: Row) -> dict[str, Any]:
     return {
         name: value for name, value in row.items() if name not in ("step", "epoch") and isinstance(value, (int, float))
     }
-
-
-def _same(before: Any, name: str, now: Any) -> bool:
-    return before is None or name == SPEED or before == now
 
 
 class Best:

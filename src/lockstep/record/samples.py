@@ -125,26 +125,7 @@ def table(columns: Any, rows: Any, path: str) -> Table:
     return Table(names, found)
 
 
-def figure(given: Any, path: str) -> NDArray[np.uint8]:
-    """Draws a matplotlib figure and returns its pixels; it may be closed after that."""
-    if not hasattr(given, "canvas") or not hasattr(given, "set_canvas"):
-        raise ConfigError(f"{path}: a figure of matplotlib's (plt.figure()) is needed, got {_what(given)}")
-    from importlib import import_module
-
-    before = given.canvas
-    try:
-        canvas = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(given)
-        canvas.draw()
-        return np.array(canvas.buffer_rgba(), np.uint8)
-    finally:
-        given.set_canvas(before)
-
-
 def _array(given: Any, path: str) -> NDArray[Any]:
-    if hasattr(given, "full_tensor"):
-        raise ConfigError(
-            f"{path}: the image is spread over ranks (a DTensor): call its full_tensor() on all of them, and log that"
-        )
     if hasattr(given, "detach"):  # a tensor, of whatever device
         there = given.detach().cpu()
         return np.asarray((there.float() if there.is_floating_point() else there).numpy())
@@ -183,14 +164,10 @@ def _bytes(pixels: NDArray[Any], path: str) -> NDArray[np.uint8]:
 
 
 def _cell(cell: Any, path: str) -> Any:
-    value = cell.item() if hasattr(cell, "item") and getattr(cell, "size", None) is not None and _single(cell) else cell
+    value = cell.item() if hasattr(cell, "item") and getattr(cell, "shape", None) == () else cell
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     raise ConfigError(f"{path}: a cell is a number, a text, true, false or None; got {_what(cell)}")
-
-
-def _single(cell: Any) -> bool:
-    return int(np.prod(getattr(cell, "shape", (0,)))) == 1
 
 
 def _what(given: Any) -> str:

@@ -1,18 +1,14 @@
-"""Loggers for TensorBoard, Weights & Biases, MLflow and Trackio, each through its own package.
+"""Loggers for TensorBoard, Weights & Biases and MLflow, each through its own package.
 
-https://docs.wandb.ai/ref/python/, https://huggingface.co/docs/trackio,
+https://docs.wandb.ai/ref/python/,
 https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
 """
 
 from __future__ import annotations
 
-import configparser
-import contextlib
 import html
 import importlib
 import importlib.util
-import json
-import netrc
 import os
 import re
 import sys
@@ -20,15 +16,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from lockstep import run_files
 from lockstep.config.load import to_yaml
-from lockstep.config.loggers import Mlflow, Trackio, Wandb
+from lockstep.config.loggers import Mlflow, Wandb
 from lockstep.config.plain import leaves
 from lockstep.errors import ConfigError
 from lockstep.record.logger import About, Sample, check_arguments
-from lockstep.record.timeline import LIVE_FILE, TIMELINE_FILE
 
 
 class TensorBoardLogger:
@@ -36,7 +29,6 @@ class TensorBoardLogger:
     keeps_nothing = True  # its event files are its whole state
 
     _writer: Any
-    _details: Details
 
     def start(self, about: About) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -44,10 +36,9 @@ class TensorBoardLogger:
         folder = about.folder / "tensorboard"
         self._writer = SummaryWriter(str(folder), purge_step=about.step + 1 if folder.exists() else None)
         self._writer.add_text("config", f"```yaml\n{to_yaml(about.config)}\n```", about.step)
-        self._details = Details(about.folder)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in {**values, **self._details.newest()}.items():
+        for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def log_sample(self, sample: Sample) -> None:
@@ -69,57 +60,6 @@ def _markdown(columns: list[str], rows: list[list[Any]]) -> str:
     )
 
 
-_EVERY_SECONDS = 5.0
-_RANKS = 64  # with more, only the largest lag and memory have a chart
-_PHASES = ("roll call", "compile", "validate", "save")
-
-
-class Details:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._next = 0.0
-
-    def newest(self) -> dict[str, float]:
-        """Returns numbers by name every few seconds, and nothing in between."""
-        if time.monotonic() < self._next:
-            return {}
-        self._next = time.monotonic() + _EVERY_SECONDS
-        return {**self._of_ranks(), **self._of_phases()}
-
-    def _of_ranks(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        try:
-            ranks = json.loads(run_files.read_text(self._folder / LIVE_FILE))["ranks"]
-            for key, name in (("lag", "lag_seconds"), ("memory", "memory_bytes")):
-                values = {int(each["rank"]): float(each[key]) for each in ranks if each[key] is not None}
-                if values:
-                    found[f"{name}/most"] = max(values.values())
-                if len(values) <= _RANKS:
-                    found |= {f"{name}/rank-{rank}": value for rank, value in values.items()}
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return {}
-        return found
-
-    def _of_phases(self) -> dict[str, float]:
-        """Returns the seconds in each phase so far, over all starts of the run."""
-        spent = dict.fromkeys(_PHASES, 0.0)
-        training, since = 0.0, None
-        try:
-            for line in run_files.read_text(self._folder / TIMELINE_FILE).splitlines():
-                entry: dict[str, Any] = json.loads(line)
-                at, until, kind = float(entry["at"]), entry["until"], entry["kind"]
-                if kind in spent and until is not None:
-                    spent[kind] += float(until) - at
-                    training -= float(until) - at if since is not None else 0.0
-                elif kind in ("start", "restart", "end", "train"):
-                    training += at - since if since is not None else 0.0
-                    since = at if kind == "train" else None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return {}
-        training += time.time() - since if since is not None else 0.0
-        return {f"time_seconds/{kind}": each for kind, each in {"train": max(training, 0.0), **spent}.items()}
-
-
 _OURS = ("config", "resume", "dir")
 _EXIT_CODES = {"completed": 0, "stopped early": 0}
 
@@ -135,10 +75,13 @@ class WandbLogger:
     @staticmethod
     def check(settings: Wandb, environment: Mapping[str, str]) -> None:
         """Refuses to start without a key, where one is needed."""
-        mode, server = _mode_and_server(settings, environment)
-        if mode == "online" and not _has_key(server, environment):
+        variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+        files = [environment.get("NETRC", "~/.netrc"), "~/_netrc"]  # where `wandb login` writes
+        mode = settings.mode or environment.get("WANDB_MODE") or "online"
+        has_key = any(map(environment.get, variables)) or any(Path(each).expanduser().is_file() for each in files)
+        if mode == "online" and not has_key:
             raise ConfigError(
-                f"log.wandb: there is no key for {server}: set WANDB_API_KEY (or `wandb login`), or log.wandb.mode: "
+                "log.wandb: there is no key: set WANDB_API_KEY (or `wandb login`), or log.wandb.mode: "
                 "offline, which keeps the run in its folder for `wandb sync`"
             )
 
@@ -194,35 +137,6 @@ class WandbLogger:
         connection._proc._process.kill()
 
 
-def _mode_and_server(settings: Wandb, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns them as wandb finds them: in the config, the environment, its settings files."""
-    files = configparser.ConfigParser()
-    here = Path(environment.get("WANDB_DIR", ".")) / "wandb" / "settings"
-    own = Path(environment.get("WANDB_CONFIG_DIR", Path.home() / ".config" / "wandb")) / "settings"
-    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
-        files.read([own, here])
-    written = dict(files["default"]) if files.has_section("default") else {}
-    mode = settings.mode or environment.get("WANDB_MODE") or written.get("mode")
-    if not mode and written.get("disabled") == "true":
-        mode = "offline"
-    given = settings.arguments.get("settings")
-    asked = given.get("base_url") if isinstance(given, Mapping) else None
-    server = asked or environment.get("WANDB_BASE_URL") or written.get("base_url") or "https://api.wandb.ai"
-    return mode or "online", str(server)
-
-
-def _has_key(server: str, environment: Mapping[str, str]) -> bool:
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    named = [environment["NETRC"]] if environment.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for file in named:
-        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            if netrc.netrc(os.path.expanduser(file)).authenticators(urlsplit(server).netloc):  # noqa: PTH111  as netrc takes it
-                return True
-    return False
-
-
-_ID = "lockstep.id"  # a tag, which finds a run that was made just before its process was killed
 _STATUSES = {"completed": "FINISHED", "stopped early": "FINISHED", "failed": "FAILED"}
 _BY_SERVER = ("http", "https", "databricks")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -250,24 +164,22 @@ class MlflowLogger:
 
     def start(self, about: About) -> dict[str, Any]:
         given = self._settings.tracking_uri or os.environ["MLFLOW_TRACKING_URI"]
-        # A relative folder means the same one after a resume from elsewhere.
-        same = about.kept.get("given") == given
-        place = str(about.kept["tracking_uri"]) if same else _absolute(given)
+        place = _absolute(given)
         if place.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow: Any = importlib.import_module("mlflow")
         self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
         self._client = mlflow.MlflowClient(tracking_uri=place)
         experiment = self._experiment()
-        self._run_id = (about.kept.get("run_id") if same else None) or self._found(experiment, about)
+        self._run_id = about.kept.get("run_id") if about.kept.get("tracking_uri") == place else None
         if self._run_id is None:
             name = self._settings.name or about.name
-            tags = {**self._settings.tags, _ID: about.id}
-            self._run_id = self._client.create_run(experiment, run_name=name, tags=tags).info.run_id
+            made = self._client.create_run(experiment, run_name=name, tags=self._settings.tags)
+            self._run_id = made.info.run_id
             self._log_parameters(about.config)
         else:
             self._client.update_run(self._run_id, status="RUNNING")
-        return {"run_id": self._run_id, "tracking_uri": place, "given": given}
+        return {"run_id": self._run_id, "tracking_uri": place}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -284,10 +196,6 @@ class MlflowLogger:
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(self._settings.experiment)
         return str(found.experiment_id if found else self._client.create_experiment(self._settings.experiment))
-
-    def _found(self, experiment: str, about: About) -> str | None:
-        runs = self._client.search_runs([experiment], filter_string=f"tags.`{_ID}` = '{about.id}'", max_results=1)
-        return str(runs[0].info.run_id) if runs else None
 
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
         named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(config)}
@@ -308,40 +216,3 @@ def _name(name: str) -> str:
     """Returns a name that MLflow takes: it refuses a whole row for one with other characters."""
     parts = [re.sub(r"[^\w.\- :]", "_", part).strip() for part in name.split("/")]
     return "/".join(part if part.strip(".") else "_" for part in parts)[:_LONGEST_NAME]
-
-
-class TrackioLogger:
-    delay = 30.0  # its thread, which sends later, is killed with ours
-
-    def __init__(self, settings: Trackio) -> None:
-        self._settings = settings
-        if settings.arguments:
-            check_arguments(settings.arguments, "trackio", ("config", "resume"))
-
-    def start(self, about: About) -> dict[str, Any]:
-        self._trackio: Any = importlib.import_module("trackio")
-        given = self._settings.arguments
-        # It identifies runs by name, and another run's folder may have the same one elsewhere.
-        name = str(about.kept.get("name") or given.pop("name", None) or f"{about.name}-{about.id[:6]}")
-        chosen = {"project": self._settings.project, **given, "name": name}
-        self._run = self._trackio.init(**chosen, config=about.config, resume="allow")
-        # It would keep a step that is sent again twice. The last step that it has may not be complete.
-        self._has = int(getattr(self._run, "_next_step", 0)) - 1
-        return {"name": name, "project": self._settings.project}
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        if step >= self._has:
-            self._run.log(dict(values), step=step)
-
-    def log_sample(self, sample: Sample) -> None:
-        value = sample.value
-        if sample.kind == "image":
-            shown = self._trackio.Image(str(sample.file))
-        elif sample.kind == "text":
-            shown = self._trackio.Markdown(f"```\n{value}\n```")
-        else:
-            shown = self._trackio.Table(columns=value.columns, data=value.rows)
-        self.log(sample.step, {sample.name: shown})
-
-    def finish(self, status: str) -> None:
-        self._run.finish()

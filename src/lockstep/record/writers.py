@@ -46,22 +46,19 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def drop_rows_after(
-    path: Path, step: int, training_step: int | None = None, keep: int | None = None
-) -> tuple[int, list[Row]]:
-    """Drops rows that a resumed run will write again; returns how many are left, and the dropped ones.
+def drop_rows_after(path: Path, step: int, training_step: int | None = None, keep: int | None = None) -> int:
+    """Drops rows that a resumed run will write again; returns how many are left.
 
     Where the number of rows to keep is unknown, those of later steps go: after `training_step` for rows of training.
     """
     if not path.exists():
-        return 0, []
+        return 0
     rows = read_rows(path)
     last = {True: step if training_step is None else training_step, False: step}
     left = rows[:keep] if keep is not None else [row for row in rows if row.get("step", 0) <= last[SPEED in row]]
     with naming(path):
         run_files.write(path, "".join(json.dumps(row) + "\n" for row in left))
-    stays = set(map(id, left))
-    return len(left), [row for row in rows if id(row) not in stays]
+    return len(left)
 
 
 def write_json(path: Path, value: Any, depth: int = 1) -> None:

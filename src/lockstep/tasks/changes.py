@@ -75,7 +75,7 @@ def _change(
     schedulers = list(_all_of(scheduler))
     for each in schedulers:
         scales = hasattr(each, "base_lrs") or hasattr(each, "_schedulers") or isinstance(each, ReduceLROnPlateau)
-        if isinstance(each, (OneCycleLR, CyclicLR)) or getattr(each, "eta_min", 0) or not scales:
+        if isinstance(each, (OneCycleLR, CyclicLR)) or getattr(each, "eta_min", False) or not scales:
             raise _refused(change, f"{type(each).__name__} has rates that do not scale with it")
     if not before:
         raise _refused(change, "nothing can be scaled from it")

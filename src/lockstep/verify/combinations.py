@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,11 @@ class Combination:
     gpus: int = 0  # that have to be here
     command: tuple[str, ...] = ("-m", "lockstep")  # after the Python interpreter, before `train` or `resume`
     env: Mapping[str, str] = field(default_factory=dict)
-    hosts: bool = False  # on those that the config names, by SSH
 
     @property
     def alone(self) -> bool:
         """Whether nothing else may run meanwhile."""
-        return bool(self.gpus or self.hosts or "ray" in self.packages)
+        return bool(self.gpus or "ray" in self.packages)
 
     @property
     def plain(self) -> bool:
@@ -52,8 +51,6 @@ _UNSHARDED = (
 _ANY_DEVICES = ("devices=auto", "xla.chips=null")
 _PLAIN = (*_HERE, *_ANY_DEVICES, *_UNSHARDED)
 _CPU, _CUDA = ("runtime=cpu", *_PLAIN), ("runtime=cuda", *_PLAIN)
-# As many ranks as hosts: one on each.
-_HOSTS = ("runtime=cpu", "launch.type=ssh", "processes=auto", *_ANY_DEVICES, *_UNSHARDED)
 _XLA = ("runtime=xla", "xla.device=CPU", *_PLAIN)
 _ON_RAY = "launch.type=ray"
 _RAY = ("runtime=cpu", *_PLAIN, _ON_RAY)
@@ -91,7 +88,6 @@ COMBINATIONS = (
     Combination("cpu-torchrun-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP), command=_torchrun(2)),
     Combination("cpu-ray-fsdp-2", (*_OVER_CPUS, _TWO, _MESH_ALL, _FSDP, _ON_RAY), packages=("ray",)),
     Combination("cpu-ray-2", (*_RAY, _TWO, _DDP), packages=("ray",)),
-    Combination("cpu-hosts", (*_HOSTS, _DDP), hosts=True),
     Combination("xla-single", (*_XLA, _ONE, _SINGLE), **_TORCH_XLA),
     Combination("xla-ddp-2", (*_XLA, _TWO, _DDP), **_TORCH_XLA),
     Combination("xla-torchrun-2", (*_XLA, _TWO, _DDP), **_TORCH_XLA, command=_torchrun(2)),
@@ -152,10 +148,8 @@ def named(patterns: Iterable[str], option: str) -> set[str]:
     return found
 
 
-def missing(combination: Combination, hosts: Sequence[str] = ()) -> str | None:
-    """Says what a combination lacks here, or with a config that names these hosts; None if it can run."""
-    if combination.hosts and not hosts:
-        return "the config names no hosts (launch: ssh)"
+def missing(combination: Combination) -> str | None:
+    """Says what a combination lacks here; None if it can run."""
     for package in combination.packages:
         if version_of(package) is None:
             return f"{package} is not installed"

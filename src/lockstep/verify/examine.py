@@ -17,7 +17,6 @@ from lockstep.checkpoint import manifest, merge
 from lockstep.config.load import load
 from lockstep.config.schema import RunConfig
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launchers.ssh.commands import host_names
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
@@ -51,9 +50,7 @@ def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:
         report = Report(asked, config.train.precision, allowed, [Row(REFERENCE, runs.reference())], required=required)
         if report.rows[0].fresh.verdict != "reference":
             return report  # there is nothing to compare the others with
-        as_written = load(asked.config, overrides)
-        on = host_names(as_written)[: as_written.launch.nodes] if as_written.launch.type == "ssh" else []
-        not_here = {each.name: lacking for each in chosen if (lacking := missing(each, on)) is not None}
+        not_here = {each.name: lacking for each in chosen if (lacking := missing(each)) is not None}
         chosen = [each for each in chosen if each.name not in not_here]
         return _compared(runs, chosen, replace(report, not_here=not_here))
 
@@ -121,10 +118,7 @@ class _Runs:
         return None if run.failure else compare(reference.losses, run.losses, self.allowed)
 
     def ring(self, rows: list[Row], reference: Trial) -> list[Row]:
-        """Resumes every good run from the half-way checkpoint of the good one before it, and the first from the last.
-
-        Runs on hosts give a checkpoint and take none: a run is brought from there, and none is brought there.
-        """
+        """Resumes every good run from the half-way checkpoint of the one before it, and the first from the last."""
         half = halfway(self.asked.steps)
         rest = {step: loss for step, loss in reference.losses.items() if step > half}
         good = [row for row in rows if row.good]
@@ -142,14 +136,14 @@ class _Runs:
             resumed = trial.resume(combination, run, self.asked.limit, self.pool)
             return replace(self._judge(resumed, rest, reference.metrics), resumed_from=before)
 
-        resumed = self.each([row.combination for row in good if not row.combination.hosts], resume, "resumed")
+        resumed = self.each([row.combination for row in good], resume, "resumed")
         return [replace(row, resumed=resumed.get(row.combination.name)) for row in rows]
 
     def _train(self, combination: Combination) -> Trial:
         self.say(f"{combination.name}: {self.asked.steps} steps")
         overrides = (*USUAL, *self.asked.overrides, *needed(self.asked.steps), *combination.overrides)
-        given = (combination, self.asked.config, overrides, self.work / combination.name, self.asked.limit)
-        return trial.train_on_hosts(*given) if combination.hosts else trial.train(*given, self.pool)
+        out = self.work / combination.name
+        return trial.train(combination, self.asked.config, overrides, out, self.asked.limit, self.pool)
 
     def _judge(self, run: Trial, reference: Losses, metrics: Mapping[str, float]) -> Judged:
         if run.failure:

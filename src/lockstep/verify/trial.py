@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.distributed.failure import describe_exit
@@ -22,8 +21,6 @@ from lockstep.verify.pool import RunPool, end
 
 LOSS = "train/loss"  # what training rows call it
 _LOOK_SECONDS = 0.5
-# How long a pod's own commands may take, and how often a run is asked to end before its pod is removed.
-_COMMAND_SECONDS, _TRIES = 120.0, 5
 _EXCEPTION = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*")
 
 
@@ -43,65 +40,22 @@ def train(
 ) -> Trial:
     """Starts a new run of the config, in a folder below `out`."""
     out.mkdir(parents=True)
-    settings = _settings(combination, overrides)
+    settings = [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
     return _run(combination, ["train", str(config), *settings, "--out", str(out / "runs")], out, limit, pool)
-
-
-def _settings(combination: Combination, overrides: Sequence[str]) -> list[str]:
-    return [f"--set={each}" for each in (*overrides, f"name={combination.name}")]
 
 
 def resume(combination: Combination, run: Path, limit: float, pool: RunPool) -> Trial:
     return _run(combination, ["resume", str(run)], run.parents[1], limit, pool)
 
 
-def train_on_hosts(combination: Combination, config: Path, overrides: Sequence[str], out: Path, limit: float) -> Trial:
-    """Starts a new run of the config on its hosts; its folder is below `out` afterwards."""
-    out.mkdir(parents=True)
-    pod, settings = f"verify-{secrets.token_hex(4)}", _settings(combination, overrides)
-
-    def run(log: str, *arguments: str, seconds: float = _COMMAND_SECONDS) -> int | None:
-        return execute(_command(combination, arguments), environment(), out / log, seconds)
-
-    made = ["pod", "create", pod, "--config", str(config), *settings]
-    began = time.monotonic()
-    code = run("output.log", *made)
-    if code != 0:  # not all hosts can take part; nothing is remembered, and nothing is on them yet
-        return _concluded(_command(combination, made), out, code, time.monotonic() - began, _COMMAND_SECONDS)
-    command = ["train", str(config), *settings, "--pod", pod]
-    try:
-        code = run("output.log", *command, seconds=limit)
-        seconds = time.monotonic() - began
-        pulled = run("pull.log", "pod", "pull", pod, "--out", str(out / "runs"))
-    finally:
-        _remove(pod, run)
-    found = _concluded(_command(combination, command), out, code, seconds, limit)
-    if pulled != 0 and not found.failure:
-        return replace(found, failure=f"the run's folder could not be brought here; see {out / 'pull.log'}")
-    return found
-
-
-def _remove(pod: str, run: Callable[..., int | None]) -> None:
-    """Ends a job that is still running first, as Ctrl-C does."""
-    for _ in range(_TRIES):
-        if run("delete.log", "pod", "delete", pod, "--yes") == 0:
-            return
-        run("stop.log", "pod", "stop", pod, "--now")
-        time.sleep(1.0)
-
-
 def _run(combination: Combination, arguments: list[str], out: Path, limit: float, pool: RunPool) -> Trial:
-    command, log = _command(combination, arguments), out / "output.log"
+    command, log = [sys.executable, "-P", *combination.command, *arguments], out / "output.log"
     began = time.monotonic()
     if combination.plain:
         code = pool.command(arguments, log, limit)
     else:
         code = execute(command, {**environment(), **combination.env}, log, limit, pool.stopping)
     return _concluded(command, out, code, time.monotonic() - began, limit)
-
-
-def _command(combination: Combination, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-P", *combination.command, *arguments]
 
 
 def _concluded(command: Sequence[str], out: Path, code: int | None, seconds: float, limit: float) -> Trial:

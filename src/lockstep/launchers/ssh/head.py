@@ -28,7 +28,6 @@ from lockstep.launchers.ssh.line import GONE_SECONDS, HEAD_KEY, closed_key, clos
 from lockstep.launchers.ssh.record import Order, RankRange, spread
 from lockstep.mirror.mirror import Mirror
 from lockstep.record import timeline as timelines
-from lockstep.record.loggers import suspect
 from lockstep.record.run_folder import note_end, read_summary
 from lockstep.record.timeline import Timeline
 from lockstep.runs.report import leave_report
@@ -193,7 +192,6 @@ class Head:
     def _stalled(self, rank: int, message: str) -> Result:
         self._say(stacks=True)
         time.sleep(_DUMP_SECONDS)
-        message += suspect(Path(self._order.folder), message)
         cause = f"{message}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
         code = RankStalled.exit_code
         failure = Failure(rank, self._host_of(rank), cause, code, RankStalled.__name__, concerns_all_ranks=True)
