@@ -59,7 +59,7 @@ def test_every_parameter_is_in_one_group_that_of_the_first_match(caplog: pytest.
         (["head.weight"], "head*"),
     ]
     assert [group.get("weight_decay") for group in found] == [None, 0, None]
-    assert "           1       12  the rest" in caplog.text and "weight_decay 0" in caplog.text
+    assert "the rest: 1 parameters, 12 numbers" in caplog.text and "weight_decay 0" in caplog.text
 
 
 @pytest.mark.parametrize(

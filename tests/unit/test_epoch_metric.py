@@ -247,19 +247,6 @@ def test_what_is_no_metric_is_refused_before_training() -> None:
         tried(Twice())
 
 
-def test_a_metric_that_would_be_given_nothing_is_refused_with_what_there_is() -> None:
-    class Task(Scored):
-        def torchmetrics(self) -> Any:
-            return {"largest": torchmetrics.MaxMetric()}
-
-    with pytest.raises(ConfigError) as refused:
-        tried(Task())
-    assert str(refused.value) == (
-        "task: torchmetrics()['largest']: MaxMetric is updated with value, and outputs() has preds, target, number, "
-        "name, not value: return it under that name, or define update_metrics(self, metrics, outputs)"
-    )
-
-
 def test_a_collection_is_taken_apart_into_its_metrics() -> None:
     class Task(Scored):
         def torchmetrics(self) -> Any:

@@ -174,18 +174,6 @@ def test_a_method_that_is_missing_is_told_with_the_one_in_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "right"),
-    [("metric", "metrics"), ("vall_data", "val_data"), ("shedule", "scheduler"), ("schedule_warm_up", None)],
-)
-def test_a_method_that_is_spelled_almost_like_ours_is_told_once(
-    method: str, right: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_names(defining(method), Task)
-    told = [f"task: Mine defines {method}, which Lockstep does not call; did you mean {right}?"] if right else []
-    assert [record.getMessage() for record in caplog.records] == told
-
-
-@pytest.mark.parametrize(
     "methods",
     [
         ("training_step", "criterion", "compute_loss"),

@@ -20,7 +20,6 @@ from lockstep.errors import ConfigError
 from lockstep.evaluation.metric_states import (
     computed,
     plain,
-    require_arguments,
     require_metrics,
     require_reducible,
     states_of,
@@ -44,10 +43,10 @@ class Computes(Protocol):
 class EpochMetrics:
     """The epoch metrics of a task."""
 
-    def __init__(self, task: Computes, runtime: Runtime, *, keeps_outputs: bool, updates: bool) -> None:
-        """`keeps_outputs`: the task defines epoch_metrics; `updates`: it defines update_metrics."""
+    def __init__(self, task: Computes, runtime: Runtime, *, keeps_outputs: bool) -> None:
+        """`keeps_outputs`: the task defines epoch_metrics."""
         self._task, self._runtime = task, runtime
-        self._keeps_outputs, self._updates = keeps_outputs, updates
+        self._keeps_outputs = keeps_outputs
         self._name = type(task).__name__
         # Where every new shape is compiled, leaving rows out is for the host to do, and so is all that follows.
         self._device = torch.device("cpu") if runtime.fixed_shapes else runtime.device
@@ -113,8 +112,6 @@ class EpochMetrics:
 
         self.begin()
         if self.metrics:
-            if not self._updates:
-                require_arguments(self.metrics, outputs)
             require_reducible(self.metrics, update, rows)
         try:
             collected = self.begin()

@@ -9,7 +9,7 @@ put together, and what `compute` makes of that is its own affair.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,20 +92,6 @@ def require_reducible(
                 f"few examples give {_brief(expected)} at once, and {_brief(found)} in two parts. "
                 f'{_unreduced(metrics[name])}Give its states a dist_reduce_fx that adds up ("sum", "cat", "min", '
                 '"max"), or compute it in epoch_metrics(outputs), which is given all examples at once'
-            )
-
-
-def require_arguments(metrics: Mapping[str, Any], outputs: Collection[str]) -> None:
-    """Refuses a metric whose update has an argument that is no output."""
-    for name, metric in metrics.items():
-        parameters = metric._update_signature.parameters.values()
-        plainly = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        missing = [each.name for each in plainly if each.default is each.empty and each.name not in outputs]
-        if missing and not any(each.kind is each.VAR_KEYWORD for each in parameters):
-            raise ConfigError(
-                f"task: torchmetrics()[{name!r}]: {type(metric).__name__} is updated with "
-                f"{', '.join(each.name for each in plainly)}, and outputs() has {', '.join(outputs) or 'nothing'}, not "
-                f"{missing[0]}: return it under that name, or define update_metrics(self, metrics, outputs)"
             )
 
 

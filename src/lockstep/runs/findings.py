@@ -10,12 +10,6 @@ from lockstep.runs.records import number, seconds_by_kind, text, typical_lags
 
 # A rank is slow when it is behind the fastest by this fraction of a step and by so many seconds.
 _SLOW_FRACTION, _SLOW_SECONDS = 0.1, 0.001
-# A phase other than training is reported when it took this fraction of a run of at least so many seconds.
-_LARGE_FRACTION, _SHORTEST = 0.25, 60.0
-_PHASE_NAMES = {
-    "start": "getting started", "roll call": "the roll call", "compile": "compiling the first step",
-    "validate": "validation", "save": "saving", "restart": "restarting",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,6 @@ def findings(run: Run) -> list[Finding]:
     found += [Finding("bad", f"stalled: {first_line(each.note)}") for each in run.timeline if each.kind == "stall"]
     found += _not_finite(run)
     found += _slow_ranks(run)
-    found += _phases(run)
     found += [Finding("bad", f"checkpoint step-{each.step:08d}: {each.problem}") for each in run.checkpoints
               if each.problem]  # fmt: skip
     return found
@@ -107,18 +100,6 @@ def _slow_ranks(run: Run) -> list[Finding]:
     )
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     return [Finding("note", f"behind the fastest rank in a step: {named}{more}; the others wait for it")]
-
-
-def _phases(run: Run) -> list[Finding]:
-    spent = seconds_by_kind(run.spans)
-    whole = sum(spent.values())
-    if whole < _SHORTEST:
-        return []
-    return [
-        Finding("note", f"{_PHASE_NAMES[kind]} took {100 * seconds / whole:.0f} % of the time ({duration(seconds)})")
-        for kind, seconds in spent.items()
-        if kind in _PHASE_NAMES and seconds > _LARGE_FRACTION * whole
-    ]
 
 
 def first_line(message: str) -> str:

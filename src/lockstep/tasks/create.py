@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import logging
 from collections.abc import Collection
 
 from lockstep.config.objects import construct, import_object
 from lockstep.config.schema import Component
 from lockstep.errors import ConfigError
 from lockstep.tasks.task import Task, defines
-
-logger = logging.getLogger(__name__)
 
 
 def create_task(component: Component) -> Task:
@@ -31,7 +27,8 @@ def task_class(component: Component) -> type[Task]:
         missing.insert(0, "loss")
     if missing:
         lacking = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
-        has = [(name, near) for name in missing if (near := instead_of(name, cls, Task))]
+        own = methods(cls, Task)
+        has = [(name, near) for name in missing for near in sorted(own) if ALIASES.get(near) == name]
         hint = "".join(f"; it has {near}, whose name here is {name}" for name, near in has)
         raise ConfigError(f"task: {cls.__name__} in {component.type} does not define {lacking}{hint}")
     check_names(cls, Task)
@@ -66,12 +63,8 @@ ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in oth
 WITHOUT_BASE = ("collate", "training_step")
 
 
-# How similar a name has to be before somebody is asked whether they meant ours.
-_SIMILAR = 0.8
-
-
 def check_names(cls: type, base: type) -> None:
-    """Refuses a method that has a well-known other name; warns of one that is spelled almost like ours."""
+    """Refuses a method that has a well-known other name."""
     own = methods(cls, base)
     ours = names(base)
     absent = ours - own
@@ -87,19 +80,6 @@ def check_names(cls: type, base: type) -> None:
                 for name, right in wrong.items()
             )
         )
-    for name in sorted(own - ours):
-        similar = difflib.get_close_matches(name, sorted(absent), n=1, cutoff=_SIMILAR)
-        if similar:
-            logger.warning(
-                "task: %s defines %s, which Lockstep does not call; did you mean %s?", cls.__name__, name, similar[0]
-            )
-
-
-def instead_of(name: str, cls: type, base: type) -> str | None:
-    """Returns the method that a task probably has in place of one of ours."""
-    own = sorted(methods(cls, base))
-    alias = next((each for each in own if ALIASES.get(each) == name), None)
-    return alias or next(iter(difflib.get_close_matches(name, own, n=1, cutoff=_SIMILAR)), None)
 
 
 def names(base: type) -> set[str]:

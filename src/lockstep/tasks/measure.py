@@ -136,6 +136,4 @@ def epoch_metrics_of_task(task: Task, runtime: Runtime) -> EpochMetrics | None:
             'is computed from: return tensors with a row for every example, such as {"preds": ..., "target": ...}. Or '
             "have evaluate_step(self, model, batch) return `metrics, outputs`"
         )
-    return EpochMetrics(
-        task, runtime, keeps_outputs=defines(task, "epoch_metrics"), updates=defines(task, "update_metrics")
-    )
+    return EpochMetrics(task, runtime, keeps_outputs=defines(task, "epoch_metrics"))

@@ -19,8 +19,6 @@ from lockstep.strategy.parameters import named_parameters, prefixed
 
 logger = logging.getLogger(__name__)
 
-_REST = "the rest"
-
 
 def parameter_groups(
     models: Mapping[str, nn.Module], groups: Sequence[ParameterGroup]
@@ -73,21 +71,13 @@ def _chosen(named: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup])
 
 def _log(found: Mapping[str, list[dict[str, Any]]]) -> None:
     for name, groups in found.items():
-        rows = [("parameters", "numbers", "group", "with")]
-        rows += [
-            (
-                str(len(group["params"])),
-                f"{sum(each.numel() for each in group['params']):,}",
-                str(group.get(MATCH, _REST)),
-                ", ".join(f"{key} {value}" for key, value in group.items() if key not in ("params", MATCH)) or "-",
-            )
-            for group in groups
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            f"  {row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}".rstrip() for row in rows
-        ]
-        logger.info("parameter groups%s:\n%s", f" of {name}" if len(found) > 1 else "", "\n".join(lines))
+        of = f" of {name}" if len(found) > 1 else ""
+        for group in groups:
+            count = f"{sum(each.numel() for each in group['params']):,} numbers"
+            settings = {key: value for key, value in group.items() if key not in ("params", MATCH)}
+            given = ", ".join(f"{key} {value}" for key, value in settings.items()) or "the optimizer's arguments"
+            match = group.get(MATCH, "the rest")
+            logger.info("parameter group%s: %s: %d parameters, %s, %s", of, match, len(group["params"]), count, given)
 
 
 def matching(setting: str, pattern: str, names: Collection[str], others: Collection[str] = ()) -> list[str]:
