@@ -176,9 +176,8 @@ class Profile(Section):
     regions: tuple[Region, ...] = Field(REGIONS, strict=False, description="the parts of a step that are named in it")
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, strict=False, description="null: all ranks")
     port: int | None = Field(
-        9012, gt=0, lt=65536, description="of the server, plus the local rank; null: start no server"
+        9012, gt=0, lt=65536, description="of the server on loopback, plus the local rank; null: start no server"
     )
-    address: str = Field("127.0.0.1", min_length=1, description="the address the server listens on")
 
 
 class RunSettings(Section):
