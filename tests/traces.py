@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+REGIONS = ("data", "forward", "backward", "optimizer", "checkpoint", "validate")
+
 
 def torch_traces(run: Path, rank: int = 0) -> list[Path]:
     return sorted((run / "profile" / f"proc_{rank}").glob("*.pt.trace.json.gz"))

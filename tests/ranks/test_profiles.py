@@ -8,8 +8,7 @@ import bodies
 import pytest
 
 import lockstep
-from lockstep.config.schema import REGIONS
-from traces import named, slices, torch_traces
+from traces import REGIONS, named, slices, torch_traces
 
 
 @pytest.mark.requirement("P10")

@@ -61,13 +61,8 @@ def test_list(run: Path) -> None:
     assert aside == "set aside: aside-step-00000015"
 
 
-def test_show(run: Path) -> None:
-    found = lockstep("show", run, "--step", 5)
-    assert found.exit_code == 0, found.output
-    assert "step 5, epoch 1, saved 2026-01-01 by one rank" in found.stdout and "val/loss 0.5" in found.stdout
-    assert "F32  w [2, 3]" in found.stdout and "3 weights, 59 B; beside them 1 tensors, 28 B" in found.stdout
-    assert "step-00000010" in lockstep("show", run).stdout
-    missing = lockstep("show", run, "--step", 6)
+def test_a_step_that_there_is_not(run: Path, tmp_path: Path) -> None:
+    missing = lockstep("merge", run, "--step", 6, "--out", tmp_path / "out")
     assert missing.exit_code == 5 and "there is no checkpoint of step 6 (steps with one: 5, 10)" in missing.output
 
 
@@ -127,7 +122,7 @@ def test_checkpoints_of_a_run_at_work_are_not_damaged(run: Path) -> None:
     assert not [each.problem for page in pages for each in page.checkpoints if each.problem]
 
 
-@pytest.mark.parametrize("verb", ["list", "show", "verify", "merge"])
+@pytest.mark.parametrize("verb", ["list", "verify", "merge"])
 def test_where_there_is_nothing(run: Path, tmp_path: Path, verb: str) -> None:
     more = ["--out", tmp_path / "out"] if verb == "merge" else []
     nothing = lockstep(verb, tmp_path / "nowhere", *more)
@@ -140,7 +135,7 @@ def test_where_there_is_nothing(run: Path, tmp_path: Path, verb: str) -> None:
 
 
 def test_none_of_it_imports_torch(run: Path, tmp_path: Path) -> None:
-    commands = [["list", run], ["show", run], ["verify", run], ["merge", run, "--out", tmp_path / "merged"]]
+    commands = [["list", run], ["verify", run], ["merge", run, "--out", tmp_path / "merged"]]
     code = (
         "import json, sys\nfrom lockstep.cli import main\n"
         "for each in json.loads(sys.argv[1]): main(['checkpoint', *each], standalone_mode=False)\n"

@@ -73,7 +73,6 @@ def looks(folder: Path, out: Path) -> dict[str, str]:
     commands = {
         "list": ["checkpoint", "list", run],
         "json": ["checkpoint", "list", run, "--json"],
-        "show": ["checkpoint", "show", run, "--step", "2"],
         "verify": ["checkpoint", "verify", run],
         "merge": ["checkpoint", "merge", run, "--step", "2", "--weights", "ema", "--out", out / "merged.safetensors"],
         "report": ["report", run, "--out", out / "report.html"],
@@ -330,7 +329,7 @@ def test_looking_imports_nothing_from_a_run(made: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text(f"task: {{type: '{run}/task.py:A'}}\noptimizer: {{type: 'task:B'}}\n")
     commands = [
         ["report", "."], ["runs", ".."], ["watch", ".", "--once"],
-        ["checkpoint", "list", "."], ["checkpoint", "show", "."], ["checkpoint", "verify", "."],
+        ["checkpoint", "list", "."], ["checkpoint", "verify", "."],
         ["checkpoint", "merge", ".", "--out", "../m.safetensors"],
     ]  # fmt: skip
     code = _ALL.format(commands=commands, run=str(run))

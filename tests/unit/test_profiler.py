@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.load import validate
-from lockstep.config.schema import REGIONS, Profile, RunSettings
+from lockstep.config.schema import Profile, RunSettings
 from lockstep.distributed.activity import Activity
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import Place, Topology
@@ -36,7 +36,7 @@ from lockstep.profiler.torch import TorchBackend
 from lockstep.profiler.window import Window
 from lockstep.record.display import Display
 from lockstep.runtime.cpu import CpuRuntime
-from traces import named, slices, torch_traces
+from traces import REGIONS, named, slices, torch_traces
 
 DATA = TensorDataset(torch.randn(20, 3))
 Training = Callable[..., Run]
@@ -100,15 +100,14 @@ def test_regions_follow_each_other_within_their_step(train: Training, tmp_path: 
     assert begin <= times["data"][0] and times["optimizer"][1] <= end
 
 
-def test_only_the_regions_that_are_asked_for_and_those_of_ones_own(train: Training, tmp_path: Path) -> None:
+def test_a_region_of_ones_own(train: Training, tmp_path: Path) -> None:
     def meanwhile(run: Run) -> None:
         with run.region("mine"):
             torch.ones(3).sum()
 
-    train({"start_step": 4, "steps": 2, "regions": ["forward"]}, meanwhile=meanwhile)
+    train({"start_step": 4, "steps": 2}, meanwhile=meanwhile)
     found = named(torch_traces(tmp_path)[0])
     assert found["mine"] == found["forward"] == 2
-    assert not {*REGIONS} - {"forward"} & {*found}
 
 
 def test_a_batch_in_parts_is_one_step(train: Training, tmp_path: Path) -> None:
@@ -317,16 +316,11 @@ def test_how_long_a_request_asks_for(message: bytes, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (
-            {"regions": ["data", "forwards"]},
-            "profile.regions[1]: must be one of data, forward, backward, optimizer, checkpoint or validate; "
-            "did you mean forward?, got 'forwards'",
-        ),
         ({"steps": 1001}, "profile.steps: input should be less than or equal to 1000, got 1001"),
         ({"start_step": 0}, "profile.start_step: input should be greater than 0, got 0"),
         ({"port": 70000}, "profile.port: input should be less than 65536, got 70000"),
         ({"ranks": [-1]}, "profile.ranks[0]: input should be greater than or equal to 0, got -1"),
-        ({"region": ["data"]}, "profile.region: unknown key, did you mean regions?"),
+        ({"rank": [0]}, "profile.rank: unknown key, did you mean ranks?"),
     ],
 )
 def test_bad_settings(profile: dict[str, Any], message: str) -> None:

@@ -18,10 +18,7 @@ from lockstep.mirror.url import Url
 from lockstep.shown import in_a_line, size, visible
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.merge import Weight
     from lockstep.checkpoint.storage import CheckpointStorage
-
-STEP = click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step; else the newest.")
 
 
 @click.group(cls=Group)
@@ -43,42 +40,6 @@ def list_(run_dir: Path | Url, as_json: bool) -> None:
         _echo(line)
     for name in storage.all_set_aside():
         _echo(f"set aside: {in_a_line(name)}")
-
-
-@checkpoint.command(epilog=examples("lockstep checkpoint show runs/digits-20260101-120000 --step 20"))
-@RUN_DIR
-@STEP
-@JSON
-def show(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
-    """What a checkpoint of the run in RUN_DIR holds: where it is from, its files, its weights."""
-    from lockstep.checkpoint import manifest, merge
-
-    folder, read = _chosen(_storage(run_dir), step)
-    with _naming(folder):
-        weights, _ = merge.weights(folder, read)
-        state, _ = merge.weights(folder, read, "state")
-    versions, metrics, files = read.get("versions") or {}, read.get("metrics") or {}, manifest.files(read)
-    if as_json:
-        _print_json({
-            "folder": str(folder), **_facts(read), "versions": versions, "metrics": metrics,
-            "files": [{"name": name, "bytes": read["files"][name]["bytes"]} for name in files],
-            "weights": list(map(_tensor, weights)), "other_tensors": list(map(_tensor, state)),
-        })  # fmt: skip
-        return
-    ranks = "one rank" if read["format"] == 1 else f"{read.get('world_size')} ranks"
-    _echo(f"{folder}")
-    _echo(f"step {read['step']}, epoch {read.get('epoch')}, saved {read.get('created')} by {ranks}, "
-          f"Lockstep {versions.get('lockstep')} and torch {versions.get('torch')}")  # fmt: skip
-    for name, value in metrics.items():
-        _echo(in_a_line(f"{name} {value}"))
-    _echo("")
-    for name in files:
-        _echo(f"{size(read['files'][name]['bytes']):>10}  {name}")
-    _echo("")
-    for entry in (each.entry for each in weights):
-        _echo(in_a_line(f"{entry.dtype:>5}  {entry.name} {list(entry.shape)}"))
-    total, beside = (size(sum(each.entry.nbytes for each in tensors)) for tensors in (weights, state))
-    _echo(f"\n{len(weights)} weights, {total}; beside them {len(state)} tensors, {beside}")
 
 
 @checkpoint.command(epilog=examples("lockstep checkpoint verify runs/digits-20260101-120000"))
@@ -115,7 +76,7 @@ def verify(run_dir: Path | Url, step: int | None, as_json: bool) -> None:
 @checkpoint.command(epilog=examples("lockstep checkpoint merge runs/digits-20260101-120000 --out model.safetensors"))
 @RUN_DIR
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write: model.safetensors.")
-@STEP
+@click.option("--step", type=click.IntRange(min=0), default=None, help="That of this step; else the newest.")
 @WEIGHTS
 def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> None:
     """All weights of a checkpoint of the run in RUN_DIR in one safetensors file, once they match their digests."""
@@ -123,7 +84,9 @@ def merge(run_dir: Path | Url, out: Path, step: int | None, weights: str) -> Non
 
     require_new(out)
     storage = _storage(run_dir)
-    folder, read = _chosen(storage, step)
+    step = storage.steps()[-1] if step is None else step
+    storage.require(step)
+    folder, read = storage.path(step), _manifest(storage, step)
     problem = storage.problem(read["step"])
     if problem is not None:
         raise CheckpointError(f"{folder} is damaged: {problem}. Name another step with --step")
@@ -151,15 +114,6 @@ def _storage(run_dir: Path | Url) -> CheckpointStorage:
         hint = f"; set aside: {', '.join(aside)}" if aside else ""
         raise ConfigError(f"RUN_DIR {run_dir}: there is no checkpoint in {storage.folder}{hint}")
     return storage
-
-
-def _chosen(storage: CheckpointStorage, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """Returns the folder and the manifest of a checkpoint, the newest where no step is given."""
-    if step is None:
-        step = storage.steps()[-1]
-    else:
-        storage.require(step)
-    return storage.path(step), _manifest(storage, step)
 
 
 def _manifest(storage: CheckpointStorage, step: int) -> dict[str, Any]:
@@ -213,11 +167,6 @@ def _row(listed: dict[str, Any]) -> tuple[str, ...]:
     cells = [str("" if listed[name] is None else listed[name]) for name in ("step", "epoch", "created", "world_size")]
     number = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return (*cells, str(listed["format"]), size(listed["bytes"]), number, "")
-
-
-def _tensor(weight: Weight) -> dict[str, Any]:
-    entry = weight.entry
-    return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.nbytes}
 
 
 def _print_json(value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
@@ -19,8 +19,6 @@ from lockstep.config.values import Interval, Seconds, as_mapping, require
 from lockstep.config.values import Section as Section
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8"]
-Region = Literal["data", "forward", "backward", "optimizer", "checkpoint", "validate"]
-REGIONS: tuple[Region, ...] = get_args(Region)
 
 
 # A bare number counts steps.
@@ -173,7 +171,6 @@ class Profile(Section):
     enabled: bool = Field(True, description="false: ignore this section")
     start_step: int | None = Field(None, gt=0, description="the first traced step; null: the tenth of the process")
     steps: int = Field(5, ge=0, le=1000, description="how many steps; the trace is kept in memory until it is written")
-    regions: tuple[Region, ...] = Field(REGIONS, strict=False, description="the parts of a step that are named in it")
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, strict=False, description="null: all ranks")
     port: int | None = Field(
         9012, gt=0, lt=65536, description="of the server on loopback, plus the local rank; null: start no server"

@@ -9,13 +9,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep import run_files
-from lockstep.config.schema import REGIONS, Profile
+from lockstep.config.schema import Profile
 from lockstep.distributed.activity import Activity
 from lockstep.profiler import Backend, Profiler
 from lockstep.profiler.demand import Demand, Request
@@ -48,7 +46,6 @@ class Window(Profiler):
     def __init__(self, backend: Backend, settings: Profile, folder: Path, activity: Activity, demand: Demand) -> None:
         self._backend, self._folder, self._activity, self._demand = backend, folder, activity, demand
         self._first, self._steps = settings.start_step, settings.steps
-        self._left_out = {*REGIONS} - {*settings.regions}  # other regions are the user's
         self._wanted = settings.steps > 0  # a window that is still to come
         self._began: int | None = None  # the first step of this process
         self._next = 0
@@ -76,14 +73,14 @@ class Window(Profiler):
         if region == "forward":  # there was a batch, so there is a step
             self._trace.last_step = self._next
         if region is not None:
-            self._region.enter_context(self._mark(region))
+            self._region.enter_context(self._backend.mark(region))
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
         if self._trace is None:
             yield
             return
-        with self._mark(name):
+        with self._backend.mark(name):
             yield
 
     def close(self) -> None:
@@ -154,9 +151,6 @@ class Window(Profiler):
             self._backend.abandon()
         if trace.request is not None:
             trace.request.answer(reason)
-
-    def _mark(self, region: str) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if region in self._left_out else self._backend.mark(region)
 
     def _leave_step(self) -> None:
         self._region.close()
