@@ -39,7 +39,6 @@ from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
 from lockstep.mirror.mark import mirrored
 from lockstep.record import display, folder_lock, run_folder
 from lockstep.record import timeline as timelines
-from lockstep.record.code import keep_code
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.run_folder import brought_here
@@ -330,7 +329,7 @@ class Rank:
         logger.info("on %s, %s, pid %d", topology.place.host, self.runtime.device, os.getpid())
         if topology.place.rank != 0:
             return
-        keep_code(folder, self.source.root, self.source.digests, logger.warning)
+        run_folder.note_code(folder, self.source.root, self.source.digests, logger.warning)
         found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
         write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
         if topology.world_size > 1:
