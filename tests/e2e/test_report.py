@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from browser import measured, needs_browser
-from conftest import ROOT, Project, rank_pids, wait_until
+from browser import measured, needs_browser, run_browser
+from conftest import ROOT, Project, rank_pids, summary, wait_until
 from lockstep.cli.runs import report
 from lockstep.runs.findings import findings, verdict
 from lockstep.runs.reader import read_run
-from lockstep.runs.records import seconds_by_kind
+from lockstep.runs.records import read_live, seconds_by_kind
+from lockstep.runs.server import RunsFolder, Server
 from run_folders import completed, failed
 
 # Ranks of one's own speed, of which one fails where it is told to.
@@ -127,3 +131,42 @@ def test_a_slow_rank_is_named_and_digits_need_no_explaining(project: Project) ->
     for each in seen([slow, digits], project.folder):
         assert each["text"].splitlines()[2] == "completed" and "failures" not in each["sections"]
         assert ("rank 2 by" in each["text"]) == (each["name"] == slow.name)
+
+
+@needs_browser
+@pytest.mark.long
+def test_a_run_at_work_is_followed_in_a_browser(project: Project) -> None:
+    started = project.start("train", uneven(project, 4000, 2))
+    run = wait_until(lambda: next((project.folder / "runs").glob("tiny-*"), None), 120, "the run's folder")
+    with Server(RunsFolder(project.folder / "runs"), "127.0.0.1", 0) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        serving.start()
+        try:
+
+            def shown() -> dict[str, Any]:
+                with urllib.request.urlopen(f"{server.url}data.json?run={run.name}", timeout=30) as answer:
+                    return json.loads(answer.read())["runs"][0]  # type: ignore[no-any-return]
+
+            wait_until(lambda: len(shown()["series"].get("train/loss", {}).get("x", [])) > 3, 120, "rows")
+            live = wait_until(
+                lambda: (found := read_live(run)) and found.total_steps == 4000 and found, 60, "live.json"
+            )
+            assert live.age() < 30
+            assert [each.rank for each in live.ranks] == [0, 1] and all(each.memory for each in live.ranks)
+            before = shown()["series"]["train/loss"]["x"][-1]
+            wait_until(lambda: shown()["series"]["train/loss"]["x"][-1] > before, 60, "another row")
+            opened = run_browser(
+                ["--virtual-time-budget=8000", "--dump-dom"], f"{server.url}run?run={run.name}", False, project.folder
+            )
+            assert "Ranks now" in opened.stdout and "running, at step" in opened.stdout and "all runs" in opened.stdout
+            opened = run_browser(["--virtual-time-budget=4000", "--dump-dom"], server.url, False, project.folder)
+            assert run.name in opened.stdout and "compare" in opened.stdout
+        finally:
+            started.process.send_signal(signal.SIGTERM)
+            finished = started.wait(120)
+            server.shutdown()
+            serving.join(10)
+    assert finished.code == 75, finished.text
+    found = read_run(run)
+    assert found.status == "preempted" and "preempt" in [each.kind for each in found.timeline]
+    assert summary(run)["status"] == "preempted" and (run / "report.html").is_file()

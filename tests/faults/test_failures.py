@@ -69,7 +69,7 @@ class Greedy:
 """
 
 
-def test_a_logger_that_holds_pythons_lock_ends_the_run_as_stalled(project: Project) -> None:
+def test_a_logger_that_holds_pythons_lock_is_named(project: Project) -> None:
     (project.folder / "greedy.py").write_text(GREEDY)
     finished = project.run("train", project.config(
         task={"type": TINY, "sleep": 0.05}, log={"every": "1 step", "mine": {"type": "greedy.py:Greedy"}},
@@ -77,6 +77,7 @@ def test_a_logger_that_holds_pythons_lock_ends_the_run_as_stalled(project: Proje
     ))  # fmt: skip
     assert finished.code == 4, finished.text
     assert "rank 0: no sign of life since" in finished.err
+    assert "The logger log.mine has been in log for " in finished.err and "release Python's lock" in finished.err
 
 
 def test_diverging_again_is_not_worth_a_restart(project: Project) -> None:

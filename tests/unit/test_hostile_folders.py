@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,9 @@ from lockstep.checkpoint.writer import write
 from lockstep.cli import main
 from lockstep.distributed.group import Group
 from lockstep.errors import CheckpointError
-from lockstep.runs.data import page_data
 from lockstep.runs.reader import read_run
 from lockstep.runs.report import report_page
+from lockstep.runs.server import RunsFolder, Server
 from run_folders import completed, lines
 
 LIMIT = 10.0  # seconds for any one look, on a machine that is busy
@@ -67,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def looks(folder: Path, out: Path) -> dict[str, str]:
-    """All commands that only look at a run, by one of its checkpoints, and what resume does first; what they
+    """All commands that only look at a run, by one of its checkpoints, and what resume and serve do first; what they
     printed. Each has its time."""
     run = folder.parents[1]
     commands = {
@@ -92,6 +94,9 @@ def looks(folder: Path, out: Path) -> dict[str, str]:
         storage.newest_good()
     with limit(), contextlib.suppress(CheckpointError):
         reader.restore(storage, Group(0, 1, timeout=0.0))
+    with limit():
+        RunsFolder(run.parent).listed()
+        RunsFolder(run.parent).read(run.name)
     return printed
 
 
@@ -236,10 +241,23 @@ def test_a_record_of_another_kind_is_left_out(hostile: Callable[[], Path], tmp_p
     looks(folder, tmp_path)
 
 
-# What report shows
+# What serve and report show
 
 
-def test_looking_reads_through_no_link(tmp_path: Path, made: Path) -> None:
+def served(folder: Path, *paths: str) -> str:
+    """What a browser gets of these pages."""
+    server = Server(RunsFolder(folder), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        return "".join(urllib.request.urlopen(f"{server.url}{path}", timeout=10).read().decode() for path in paths)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_serve_reads_through_no_link(tmp_path: Path, made: Path) -> None:
     home, run = tmp_path / "home", Path(shutil.copytree(made, tmp_path / "runs" / "gift"))
     shutil.copytree(made, home / "run")
     for secret, name in enumerate(("config.yaml", "topology.json", "metrics.jsonl", "timeline.jsonl", "summary.json")):
@@ -254,9 +272,8 @@ def test_looking_reads_through_no_link(tmp_path: Path, made: Path) -> None:
     (run / "checkpoints").symlink_to(home / "run/checkpoints")
     (run / "launch.yaml").write_text("settings: {}\n")
     (run.parent / "lent").symlink_to(home / "run")
-    listed = CliRunner().invoke(main, ["runs", str(tmp_path / "runs")]).output
-    for text in (json.dumps(page_data([read_run(run)])), listed):
-        assert "hidden" not in text and "2026-01-01" not in text and "lent" not in text
+    text = served(tmp_path / "runs", "runs.json", "data.json?run=gift")
+    assert "gift" in text and "hidden" not in text and "2026-01-01" not in text and "lent" not in text
 
 
 def test_a_line_without_an_end_costs_no_memory(made: Path, tmp_path: Path) -> None:
@@ -270,7 +287,8 @@ def test_a_line_without_an_end_costs_no_memory(made: Path, tmp_path: Path) -> No
         stream.write(b'"}\n{"step": 12, "loss": 1.0}\n')
     tracemalloc.start()
     try:
-        assert read_run(run).rows[-1]["step"] == 12
+        runs = RunsFolder(run.parent)
+        assert [each["step"] for each in (runs.read("gift").rows[-1], read_run(run).rows[-1])] == [12, 12]
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()
@@ -282,10 +300,10 @@ def test_secrets_are_left_out_of_pages(tmp_path: Path, monkeypatch: pytest.Monke
     (run / "config.yaml").write_text(
         "task: {type: a.py:A, api_key: sk-1234567890, url: 'https://me:pass-word@host/x'}\nlog: {every: 1 step}\n"
     )
-    text = report_page([read_run(run)])
-    assert "task.api_key" in text and "https://" in text
-    for secret in ("sk-1234567890", "pass-word", "hf_of_the_environment"):
-        assert secret not in text
+    for text in (report_page([read_run(run)]), served(run.parent, "runs.json", "data.json?run=mine")):
+        assert "task.api_key" in text and "https://" in text
+        for secret in ("sk-1234567890", "pass-word", "hf_of_the_environment"):
+            assert secret not in text
 
 
 def test_a_status_is_written_out_on_a_terminal(made: Path, tmp_path: Path) -> None:
@@ -317,6 +335,10 @@ from lockstep.cli import main
 for command in {commands!r}:
     told = CliRunner().invoke(main, command)
     assert told.exit_code == 0, (command, told.output)
+from lockstep.runs.server import RunsFolder
+from lockstep.runs.data import page_data
+runs = RunsFolder(__import__("pathlib").Path({parent!r}))
+runs.listed(), page_data([runs.read({name!r})])
 print([name for name, each in sys.modules.items() if (getattr(each, "__file__", "") or "").startswith({run!r})])
 """
 
@@ -332,7 +354,7 @@ def test_looking_imports_nothing_from_a_run(made: Path, tmp_path: Path) -> None:
         ["checkpoint", "list", "."], ["checkpoint", "verify", "."],
         ["checkpoint", "merge", ".", "--out", "../m.safetensors"],
     ]  # fmt: skip
-    code = _ALL.format(commands=commands, run=str(run))
+    code = _ALL.format(commands=commands, parent=str(run.parent), name=run.name, run=str(run))
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=run, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == "[]", done.stdout + done.stderr
     assert not list(run.rglob("imported"))

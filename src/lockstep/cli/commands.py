@@ -62,7 +62,7 @@ _MODULES = {
     "plan": ("plan",),
     "pod": ("pod",),
     "run": ("run",),
-    "runs": ("runs", "report", "sweep", "profile"),
+    "runs": ("runs", "report", "serve", "sweep", "profile"),
     "train": ("train", "resume"),
     "watch": ("watch",),
 }

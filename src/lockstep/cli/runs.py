@@ -1,4 +1,4 @@
-"""`lockstep runs`, `report`, `sweep` and `profile`: commands that look at runs. Need no torch."""
+"""`lockstep runs`, `report`, `serve`, `sweep` and `profile`: commands that look at runs. Need no torch."""
 
 from __future__ import annotations
 
@@ -106,6 +106,26 @@ def report(run_dirs: tuple[Path | Url, ...], out: Path | None) -> None:
     write_report(folders, file)
     named = folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} runs"
     say(f"{file}: {named}, {file.stat().st_size / 1000:,.0f} kB")
+
+
+@click.command(epilog=examples("lockstep serve", "lockstep serve experiments --port 8000"))
+@click.argument("runs", type=click.Path(path_type=Path), default="runs")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0 is any that is free.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; off loopback, with a token.")
+def serve(runs: Path, port: int, host: str) -> None:
+    """Show all runs in the folder RUNS in a browser, until Ctrl-C."""
+    from lockstep.runs.server import RunsFolder, Server
+
+    if not runs.is_dir():
+        raise ConfigError(f"RUNS {runs}: there is no such folder")
+    with Server(RunsFolder(runs), host, port) as server:
+        if server.token is not None:
+            say(f"--host {host}: not for this machine alone. Whoever has the token in the address sees the runs; it "
+                "travels in the clear: use a network that is yours, or SSH to a port on loopback")  # fmt: skip
+        say(f"{len(server.runs.names())} runs of {runs} at the address below; Ctrl-C ends it")
+        click.echo(server.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 @click.command(epilog=examples("lockstep sweep runs/digits-sweep-20260101-120000"))

@@ -173,8 +173,9 @@ class Profile(Section):
     steps: int = Field(5, ge=0, le=1000, description="how many steps; the trace is kept in memory until it is written")
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, strict=False, description="null: all ranks")
     port: int | None = Field(
-        9012, gt=0, lt=65536, description="of the server on loopback, plus the local rank; null: start no server"
+        9012, gt=0, lt=65536, description="of the server, plus the local rank; null: start no server"
     )
+    address: str = Field("127.0.0.1", min_length=1, description="the address the server listens on")
 
 
 class RunSettings(Section):

@@ -64,7 +64,7 @@ def create(settings: Profile | None, runtime: str, topology: Topology, folder: P
     from lockstep.profiler.demand import Demand
     from lockstep.profiler.window import Window
 
-    demand = Demand.listening(settings.port, place.local_rank)
+    demand = Demand.listening(settings.address, settings.port, place.local_rank)
     return Window(_backend(runtime), settings, folder / FOLDER / f"proc_{place.rank}", activity, demand)
 
 

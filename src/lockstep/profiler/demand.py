@@ -1,24 +1,29 @@
 """Traces on demand: the service that TensorBoard's "Capture profile" asks.
 
 The servers that come with XLA (torch_xla, jax) listen at all addresses of the machine, let a second process share the
-port silently, and write wherever the request says. This one listens on loopback, refuses a port that is taken, and
-writes into the run's folder. The training thread takes a trace, between two steps.
+port silently, and write wherever the request says. This one listens on loopback by default, refuses a port that is
+taken, and writes into the run's folder. The training thread takes a trace, between two steps.
 
-Processes of the run's user on this host may ask; from another host, through a tunnel.
+Processes of the run's user on this host may ask. From another host, whoever knows the user's secret (LOCKSTEP_SECRET)
+may; TensorBoard does not, and has to come through a tunnel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import unquote
 
 from lockstep.distributed.listener import owner
+from lockstep.distributed.store import wire as run_secret
 from lockstep.errors import ConfigError
 from lockstep.runtime import with_variables
 
@@ -34,6 +39,8 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 5000),
 ]
 _NOT_YOURS = "this run is another user's"
+_TIME, _PROOF = "lockstep-time", "lockstep-proof"
+_PROOF_SECONDS = 60.0
 _DURATION_MS = b"\x08"  # the key of the first field of a ProfileRequest, an integer
 
 
@@ -64,11 +71,12 @@ class Demand:
         self._heard.set()
 
     @classmethod
-    def listening(cls, port: int | None, local_rank: int) -> Demand:
+    def listening(cls, address: str, port: int | None, local_rank: int) -> Demand:
         """Starts a server if it can; a problem is logged and does not stop the training."""
         demand = cls()
         if port is not None:
-            demand._serve(port + local_rank)
+            at = f"[{address}]:{port + local_rank}" if ":" in address else f"{address}:{port + local_rank}"
+            demand._serve(at)
         return demand
 
     def take(self) -> Request | None:
@@ -96,8 +104,7 @@ class Demand:
             self._server.stop(grace=None).wait(5.0)
             self._server = None
 
-    def _serve(self, port: int) -> None:
-        at = f"127.0.0.1:{port}"
+    def _serve(self, at: str) -> None:
         try:
             grpc = _import_grpc()
         except ImportError:
@@ -105,7 +112,7 @@ class Demand:
             return
 
         def profile(message: bytes, context: Any) -> bytes:
-            if not permitted(context.peer(), port):
+            if not permitted(context.peer(), dict(context.invocation_metadata()), int(at.rpartition(":")[2])):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, _NOT_YOURS)
             self._heard.clear()
             context.add_callback(self._heard.set)
@@ -123,8 +130,8 @@ class Demand:
                 raise RuntimeError("it cannot be listened at")
         except RuntimeError:
             logger.warning(
-                "profile: %s is in use: no profiles on demand on this rank. Set profile.port (each local rank takes "
-                "the next one)",
+                "profile: %s is in use, or is no address of this host: no profiles on demand on this rank. "
+                "Set profile.port (each local rank takes the next one) or profile.address",
                 at,
             )
             return
@@ -144,7 +151,7 @@ def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
         channels = {each: stack.enter_context(grpc.insecure_channel(each)) for each in addresses}
         limit = seconds + _ANSWER_SECONDS + 10
         answers = {
-            address: channel.unary_unary(f"/{SERVICE}/Profile").future(request, timeout=limit)
+            address: channel.unary_unary(f"/{SERVICE}/Profile").future(request, timeout=limit, metadata=_proof())
             for address, channel in channels.items()
         }
         for address, answer in answers.items():
@@ -153,7 +160,7 @@ def capture(addresses: Sequence[str], seconds: float) -> dict[str, str]:
     return failures
 
 
-def permitted(peer: str, port: int) -> bool:
+def permitted(peer: str, metadata: Mapping[str, Any], port: int) -> bool:
     """Whether a client may have a trace taken; gRPC writes `peer` as `ipv4:127.0.0.1:41234`."""
     try:
         _, _, place = unquote(peer).partition(":")
@@ -161,7 +168,25 @@ def permitted(peer: str, port: int) -> bool:
         uid = owner((host.strip("[]"), int(number)), port)
     except ValueError:
         return False
-    return uid in (os.geteuid(), 0)
+    if uid is not None:
+        return uid in (os.geteuid(), 0)
+    secret, sent = _secret(), str(metadata.get(_TIME, ""))
+    if secret is None or not sent.isdigit() or abs(time.time() - int(sent)) > _PROOF_SECONDS:
+        return False
+    return hmac.compare_digest(_proven(secret, sent), str(metadata.get(_PROOF, "")))
+
+
+def _proof() -> tuple[tuple[str, str], ...]:
+    secret, now = _secret(), str(int(time.time()))
+    return () if secret is None else ((_TIME, now), (_PROOF, _proven(secret, now)))
+
+
+def _proven(secret: str, now: str) -> str:
+    return hmac.new(secret.encode(), b"profile at " + now.encode(), hashlib.sha256).hexdigest()
+
+
+def _secret() -> str | None:
+    return os.environ.get(run_secret.VARIABLE) or run_secret.from_file()
 
 
 def _import_grpc() -> Any:

@@ -120,7 +120,9 @@ def is_run(folder: Path) -> bool:
     return any(run_files.is_file(folder / name) for name in (CONFIG_FILE, SUMMARY_FILE, _LAUNCH_FILE))
 
 
-def read_run(folder: Path, now: float | None = None, over: bool = False) -> Run:
+def read_run(
+    folder: Path, now: float | None = None, over: bool = False, rows: Sequence[Mapping[str, Any]] | None = None
+) -> Run:
     """Reads a run; raises ConfigError where there is none. `over` says that no process works on it any more."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not the folder of a run: there is no such folder")
@@ -137,7 +139,7 @@ def read_run(folder: Path, now: float | None = None, over: bool = False) -> Run:
         config=config,
         summary=summary,
         status=status,
-        rows=_rows(folder),
+        rows=_rows(folder) if rows is None else rows,
         timeline=timeline,
         spans=spans_of(timeline, until),
         lags=read_lags(folder),

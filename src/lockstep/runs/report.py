@@ -64,22 +64,32 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 
 # Nothing is fetched from anywhere, whatever a run's names and messages say.
-_ALLOWED = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'none'"
-)
+_ALLOWED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src {}"
 
 
 def report_page(runs: Sequence[Run]) -> str:
     from lockstep.runs.data import page_data
 
     title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
-    # No text inside may end the script element.
-    plain = json.dumps(page_data(runs), separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+    return _page(title, page_data(runs), "'none'")
 
+
+def served_page(title: str, source: str) -> str:
+    """Returns the page for a server: it polls `source` for what it shows."""
+    return _page(title, {"source": source}, "'self'")
+
+
+def policy(connect: str) -> str:
+    return _ALLOWED.format(connect)
+
+
+def _page(title: str, data: Any, connect: str) -> str:
+    # No text inside may end the script element.
+    plain = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
     style = f"{_static('uPlot.min.css')}\n{_static('report.css')}"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(_ALLOWED)}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy(connect))}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}</style>"
         '<body><main id="page"><noscript>This page draws its charts with JavaScript.</noscript></main>'

@@ -1,4 +1,4 @@
-// The page of runs. It shows what is in the element #data.
+// The page of runs. It shows what is in the element #data, or what a server says where that names a source.
 // Text of others (names, messages, values of a config) becomes text of the page, never HTML.
 (() => {
 "use strict";
@@ -164,7 +164,7 @@ function build(chart, data, into) {
       }
     }]},
   }, aligned(curves), into);
-  return {plot, key, into};
+  return {plot, key, into, shape: JSON.stringify(series.length), update: fresh => plot.setData(aligned(curvesOf(chart, fresh)))};
 }
 const seen = new IntersectionObserver(entries => entries.forEach(entry => {
   if (!entry.isIntersecting) return;
@@ -359,12 +359,49 @@ function config(data) {
     el("details", {}, el("summary", {}, many ? `all ${paths.length} values` : `${paths.length} values; config.yaml has them too`), table(paths)));
 }
 
+// All runs of a folder, where there is a server
+
+function list(data) {
+  const chosen = new Set(state.chosen || []);
+  const compare = el("button", {onclick: () => { if (chosen.size) location.href = `${data.link}?${[...chosen].map(name => `run=${encodeURIComponent(name)}`).join("&")}`; }}, "compare");
+  const row = run => {
+    const box = el("input", {type: "checkbox", "aria-label": `compare ${run.name}`, onchange: event => { event.target.checked ? chosen.add(run.name) : chosen.delete(run.name); state.chosen = [...chosen]; }});
+    box.checked = chosen.has(run.name);
+    return el("tr", {}, el("td", {}, box), el("td", {}, el("a", {href: `${data.link}?run=${encodeURIComponent(run.name)}`}, run.name)),
+      el("td", {}, el("span", {class: `badge ${run.kind}`}, run.status)), el("td", {class: "n"}, run.step), el("td", {}, run.metrics), el("td", {}, clock(run.at, true)));
+  };
+  return [el("h1", {}, data.title), data.list.length ? el("div", {class: "scroll"}, el("table", {class: "list"}, el("tr", {}, ["", "run", "status", "step", "metrics", "changed"].map(name => el("th", {}, name))), data.list.map(row)))
+    : el("p", {class: "soft"}, "There are no runs in this folder yet."), data.list.length > 1 ? el("p", {}, compare) : null, data.more ? el("p", {class: "soft"}, `and ${data.more} older ones`) : null];
+}
+
 function render(data) {
+  const before = state.data;
   state.data = data;
-  const parts = [heading(data), ranksNow(data), failures(data), charts(data), timeline(data), topology(data), checkpoints(data), config(data)];
+  if (data.error) { page.replaceChildren(el("h1", {}, data.error)); return; }
+  if (data.list) { page.replaceChildren(...list(data).filter(Boolean)); return; }
+  const same = before && !before.error && JSON.stringify(before.charts) === JSON.stringify(data.charts) && before.runs.length === data.runs.length;
+  const old = same && document.getElementById("charts");
+  const parts = [given.source ? el("p", {}, el("a", {href: "./"}, "all runs")) : null, heading(data), ranksNow(data), failures(data), old || charts(data), timeline(data), topology(data), checkpoints(data), config(data)];
+  const open = [...document.querySelectorAll("#config details")].map(each => each.open);
   page.replaceChildren(...parts.filter(Boolean));
+  document.querySelectorAll("#config details").forEach((each, at) => { each.open = open[at] || false; });
+  if (old) state.charts.forEach(each => each.update(data));
   draw();
 }
-dark.addEventListener("change", () => { chooseColours(); render(given); });
-render(given);
+async function follow() {
+  let known = "";
+  for (;;) {
+    const asked = Date.now();
+    try {
+      const answer = await fetch(given.source, {cache: "no-store"});
+      const text = await answer.text();
+      if (text !== known) { known = text; render(JSON.parse(text)); document.body.dataset.at = Date.now(); }
+    } catch (error) { /* the server is gone, or busy: what is shown stays */ }
+    // A server that takes long, for runs that are long, is asked less often.
+    const pause = Math.max(2000, 4 * (Date.now() - asked));
+    await new Promise(resolve => setTimeout(resolve, document.hidden ? Math.max(pause, 10000) : pause));
+  }
+}
+dark.addEventListener("change", () => { chooseColours(); const data = state.data; state.data = null; if (data) render(data); });
+if (given.source) follow(); else render(given);
 })();
