@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from conftest import TASK_FILE
 from lockstep.config.load import load, with_values
@@ -17,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.planner.devices import Device, Target
 from lockstep.planner.figures import Estimate, Step
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.search import Tried, lines, plain, search, write
+from lockstep.planner.search import Tried, search, write
 from planned_steps import DEVICE, step
 
 
@@ -156,15 +153,3 @@ def test_the_best_is_written_with_its_processes_on_all_hosts(tmp_path: Path) -> 
     write(own, searched(table, own)[0], TWO_HOSTS, tmp_path / "best.yaml")
     written = load(tmp_path / "best.yaml")
     assert written.processes == 16 and written.strategy.type == "fsdp" and written.strategy.mesh == {"data": 16}
-
-
-@pytest.mark.parametrize("price", [None, 2.0])
-def test_prices_are_those_of_an_epoch(price: float | None) -> None:
-    found = searched(Table(ONE_HOST, 1, 1))
-    first = found[0].plan
-    assert first is not None
-    cost = plain(found, price)[0]["price_per_epoch"]
-    assert cost == (None if price is None else first.price_per_epoch(price))
-    assert ("an epoch" in "\n".join(lines(found, price))) is (price is not None)
-    unknown = [replace(found[0], plan=replace(first, step=replace(first.step, examples=None)))]
-    assert price is None or "unknown" in "\n".join(lines(unknown, price))

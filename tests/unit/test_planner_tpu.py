@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import platform
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,8 +17,7 @@ from lockstep.planner.devices import known, slice_of, target, topology
 from lockstep.planner.tpu import engine
 from lockstep.planner.tpu.engine import refused
 from lockstep.planner.tpu.program import Program, group_of, padded_bytes
-from lockstep.planner.tpu.stored import REPLICATED, Argument, Entry, Traced, part, read, words, write
-from lockstep.planner.tpu.trace import of_crash
+from lockstep.planner.tpu.trace import REPLICATED, Entry, of_crash, part, words
 
 MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 2, "model": 2}]
 
@@ -219,34 +216,6 @@ def test_a_slice_is_a_target_with_the_devices_that_a_mesh_is_made_of() -> None:
         target("v4x8")
 
 
-TRACED = Traced(
-    slice="v4-32", devices=16, replicas=1, mesh={"data": 16}, batch=32, programs=1, examples=100, parameters=1024,
-    weights_bytes=4096, optimizer_bytes=8192, precision="bf16",
-    arguments=[Argument("weights", "w", [16, 64], "float32", "{devices=[16,1]<=[16]}", 0)],
-    results=["{devices=[16,1]<=[16]}"], seconds=1.0, name="t", versions={},
-)  # fmt: skip
-
-
-def test_a_traced_step_comes_back_as_it_was(tmp_path: Path) -> None:
-    write(TRACED, b"program", tmp_path / "a.step")
-    assert read(tmp_path / "a.step") == (TRACED, b"program")
-
-
-def test_files_that_are_no_steps_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.step"
-    with pytest.raises(ConfigError, match="no step"):
-        read(file)
-    file.write_bytes(b"no archive")
-    with pytest.raises(ConfigError, match="no step"):
-        read(file)
-    for facts, why in (({"format": 99}, "another version"), ({**TRACED.facts(), "batch": 1, "more": 2}, "damaged")):
-        with zipfile.ZipFile(file, "w") as out:
-            out.writestr("step.json", json.dumps(facts))
-            out.writestr("step.hlo", b"")
-        with pytest.raises(ConfigError, match=why):
-            read(file)
-
-
 def test_a_crash_over_a_value_names_the_line_that_asked_for_it(tmp_path: Path) -> None:
     task = tmp_path / "reads.py"
     task.write_text("def loss():\n    return loss.item()\n")
@@ -268,7 +237,7 @@ Extension modules: numpy (total: 1)
 def test_where_libtpu_does_not_exist_it_is_said_what_to_run_where() -> None:
     if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         pytest.skip("it does exist here")
-    with pytest.raises(ConfigError, match=r"Linux on x86_64 only, and this is .*--trace mine\.step"):
+    with pytest.raises(ConfigError, match=r"Linux on x86_64 only, and this is .*the same lockstep plan"):
         engine.require_compiler()
     with pytest.raises(ConfigError, match="Linux on x86_64 only"):
         engine.require_tracer()

@@ -354,10 +354,10 @@ def exchange(plan: Plan) -> str:
 # A search: every way as a bar of its time, the fastest that fits first, and of the memory that it takes.
 
 
-def ways(found: Sequence[Tried], price: float | None) -> str:
+def ways(found: Sequence[Tried]) -> str:
     traced = [(each, each.plan) for each in found if each.plan is not None]
     most = max((plan.estimate.step for _, plan in traced), default=0.0) or 1.0
-    rows = "".join(_way(each, plan, most, n == 0 and plan.fits, price) for n, (each, plan) in enumerate(traced))
+    rows = "".join(_way(each, plan, most, n == 0 and plan.fits) for n, (each, plan) in enumerate(traced))
     others = "".join(
         f"<li><b>{escape(each.way.title)}</b>: {escape(each.why_not.splitlines()[0])}</li>"
         for each in found
@@ -368,11 +368,9 @@ def ways(found: Sequence[Tried], price: float | None) -> str:
     return f'<div class="bars ways" role="img" aria-label="ways by their time">{rows}</div>{key(colours)}{left}'
 
 
-def _way(each: Tried, plan: Plan, most: float, best: bool, price: float | None) -> str:
+def _way(each: Tried, plan: Plan, most: float, best: bool) -> str:
     held = plan.step.peak / plan.capacity
     text = [milliseconds(plan.estimate.step), f"{short(plan.step.peak / GIB)} of {gib(plan.capacity)}"]
-    if price is not None and (cost := plan.price_per_epoch(price)) is not None:
-        text.append(f"{cost:,.2f} an epoch")
     verdict = ' <b class="fits">the best</b>' if best else "" if plan.fits else ' <b class="not">does not fit</b>'
     return (
         f'<div class="row"><span class="of">{escape(each.way.title)}{verdict}</span><span class="track">'

@@ -235,28 +235,24 @@ def search(
     return sorted(at_work.found, key=lambda each: each.rank)
 
 
-def lines(found: Sequence[Tried], price: float | None = None) -> Iterator[str]:
+def lines(found: Sequence[Tried]) -> Iterator[str]:
     width = max(len(each.way.title) for each in found)
-    yield f"{'':<{width}}  {'per device':>10}  {'at least':>10}" + (f"  {'an epoch':>10}" if price is not None else "")
+    yield f"{'':<{width}}  {'per device':>10}  {'at least':>10}"
     for each in found:
         if each.plan is None:
             yield f"{each.way.title:<{width}}  {each.why_not.splitlines()[0]}"
             continue
         text = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
-        if price is not None:
-            cost = each.plan.price_per_epoch(price)
-            text += f"  {'unknown' if cost is None else format(cost, ',.2f'):>10}"
         yield f"{each.way.title:<{width}}  {text}{'' if each.plan.fits else '  does not fit'}"
 
 
-def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, Any]]:
+def plain(found: Sequence[Tried]) -> list[dict[str, Any]]:
     return [
         {
             "way": one.way.title,
             "values": one.way.values,
             "why_not": one.why_not or None,
             "plan": one.plan.plain() if one.plan is not None else None,
-            "price_per_epoch": one.plan.price_per_epoch(price) if one.plan is not None and price is not None else None,
         }
         for one in found
     ]

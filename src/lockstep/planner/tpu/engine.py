@@ -18,10 +18,10 @@ from typing import Any
 
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError
-from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
-from lockstep.planner.tpu.stored import Traced, part, read
-from lockstep.planner.tpu.trace import of_crash
-from lockstep.planner.traces import NotPlanned, kept, run_module
+from lockstep.planner.figures import Collective, Step, Tensor, Work
+from lockstep.planner.plan import NotPlanned, kept, run_module
+from lockstep.planner.tpu.compile import COMPILED
+from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
 _USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
@@ -80,38 +80,33 @@ _LIMIT_SECONDS = 1800.0
 _SHOWN = 300
 
 
-def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path) -> None:
+def planned(config: Path, overrides: Sequence[str], target: Accelerator) -> Step:
     require_tracer()
-    said = out.with_suffix(".json")
-    arguments = [str(config), target.type, str(out), *overrides]
-    try:
-        log, code = run_module("lockstep.planner.tpu.trace", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
-        found = json.loads(said.read_text(encoding="utf-8")) if said.exists() else {}
-    finally:
-        said.unlink(missing_ok=True)
+    require_compiler()
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        traced = _traced(config, overrides, target, Path(folder))
+        return _compiled(traced, target, Path(folder))
+
+
+def _traced(config: Path, overrides: Sequence[str], target: Accelerator, folder: Path) -> Traced:
+    arguments = [str(config), target.type, str(folder), *overrides]
+    log, code = run_module("lockstep.planner.tpu.trace", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
+    found = json.loads((folder / TRACED).read_text(encoding="utf-8")) if (folder / TRACED).exists() else {}
     if "error" in found:
         raise ConfigError(f"{config}: {found['error']}")
-    if code != 0 or not out.exists():
+    if code != 0 or not found:
         why = of_crash(log) or f"the step cannot be traced: {_crash(log, code)}"
         raise NotPlanned(f"{config}: {why}. {kept(log)}")
+    return Traced.parse(found)
 
 
-def compile(step: Path, target: Accelerator) -> Step:
-    require_compiler()
-    traced, _ = read(step)
-    if traced.devices != target.devices:
-        raise ConfigError(
-            f"{step}: was traced for the {traced.devices} devices of {traced.slice}, and {target}: trace it again for "
-            f"{target.type}"
-        )
-    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        out = Path(folder) / "compiled.json"
-        log, code = run_module(
-            "lockstep.planner.tpu.compile", [str(step), target.type, str(out)], _LIMIT_SECONDS, f"{step}: compiling"
-        )
-        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
-    if found is None or code != 0:
+def _compiled(traced: Traced, target: Accelerator, folder: Path) -> Step:
+    log, code = run_module(
+        "lockstep.planner.tpu.compile", [str(folder), target.type], _LIMIT_SECONDS, f"compiling for {target.type}"
+    )
+    if code != 0 or not (folder / COMPILED).exists():
         raise NotPlanned(f"libtpu ended while it compiled for {target.type}: {_crash(log, code)}. {kept(log)}")
+    found = json.loads((folder / COMPILED).read_text(encoding="utf-8"))
     if "error" in found:
         raise ConfigError(f"--on {target.type}: {found['error']}")
     if "refused" in found:
@@ -152,9 +147,7 @@ def _require_processor() -> None:
     if here != "Linux on x86_64":
         raise ConfigError(
             "plans for TPUs are made by torch_xla and libtpu, which exist for Linux on x86_64 only, and this is "
-            f"{here}. On such a machine (any, it needs no TPU): {INSTALL}, then the same lockstep plan. Or trace the "
-            "step on one of them (lockstep plan CONFIG --on v4-32 --trace mine.step) and compile it on another "
-            "(lockstep plan mine.step)"
+            f"{here}. On such a machine (any, it needs no TPU): {INSTALL}, then the same lockstep plan"
         )
 
 
@@ -217,12 +210,6 @@ def _step(traced: Traced, **values: Any) -> Step:
         parameters=traced.parameters,
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
-        uneven=[],
-        weights=weights_of(
-            (each.name, each.shape, part(each.shape, each.sharding), _width(each.dtype), each.result is not None)
-            for each in traced.arguments
-            if each.kind == "weights"
-        ),
         mesh=traced.mesh,
         events=len(values["timeline"]),
         **values,
