@@ -17,7 +17,7 @@ import pytest
 from lockstep.planner.figures import Collective, Work
 from lockstep.planner.page import plans_page, search_page
 from lockstep.planner.plan import GIB, lines
-from lockstep.planner.search import Tried, Way
+from lockstep.planner.search import Way
 from planned_steps import compiled, plan, step
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -50,8 +50,8 @@ def plans() -> str:
 
 def searched() -> str:
     fast, slow, large = plan(), plan(TENSOR), plan(peak=20 * GIB)
-    found = [Tried(Way("fsdp", {}), fast), Tried(Way(LONG_NAME, {}), slow), Tried(Way("ddp, in 8 parts", {}), large),
-             Tried(Way("hsdp 2 x 8", {}), None, "not traced: <it> has no less of the model than fsdp")]  # fmt: skip
+    found = [Way("fsdp", {}, fast), Way(LONG_NAME, {}, slow), Way("ddp, in 8 parts", {}, large),
+             Way("hsdp 2 x 8", {}, None, "not traced: <it> has no less of the model than fsdp")]  # fmt: skip
     return search_page("gpt", [(fast.target, found)], "bf16")
 
 

@@ -122,7 +122,7 @@ def _search(
             click.echo(visible("\n".join([each.title, *search.lines(found)])) + "\n")
         if write is not None and best.plan is not None and best.plan.fits:
             search.write(config, best, each, write)
-            click.echo(visible(f"{write}: {best.way.title}"), err=True)
+            click.echo(visible(f"{write}: {best.title}"), err=True)
     if page is not None:
         from lockstep.planner.page import search_page, write_page
 

@@ -103,19 +103,16 @@ def largest(peak: Peak, books: Books) -> list[Tensor]:
 
 
 def work_of(books: Books, start: int) -> list[Work]:
-    """Groups operations by dtype, and by FLOPs and bytes."""
-    found: dict[tuple[str, bool], list[int]] = {}
-    single: list[Work] = []
+    """Groups products by dtype, FLOPs and bytes, and adds up all others of a dtype."""
+    products: Counter[tuple[str, int, int]] = Counter()
+    others: dict[str, list[int]] = {}
     for each in books.operations[start:]:
         if each.flops:
-            single.append(Work(each.dtype, each.flops, each.bytes, 1))
-        else:
-            total = found.setdefault((each.dtype, False), [0, 0])
-            total[0] += each.bytes
-            total[1] += 1
-    alike: Counter[tuple[str, int, int]] = Counter((each.dtype, each.flops, each.bytes) for each in single)
-    products = [Work(dtype, flops, size, count) for (dtype, flops, size), count in alike.items()]
-    return products + [Work(dtype, 0, size, count) for (dtype, _), (size, count) in found.items() if size]
+            products[each.dtype, each.flops, each.bytes] += 1
+        elif each.bytes:
+            others.setdefault(each.dtype, []).append(each.bytes)
+    found = [Work(dtype, flops, size, count) for (dtype, flops, size), count in products.items()]
+    return found + [Work(dtype, 0, sum(sizes), len(sizes)) for dtype, sizes in others.items()]
 
 
 def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: int) -> list[Collective]:

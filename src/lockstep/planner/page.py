@@ -11,20 +11,20 @@ from lockstep.planner.charts import exchange, gib, memory, mesh, milliseconds, r
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import KINDS
 from lockstep.planner.plan import Plan
-from lockstep.planner.search import Tried
+from lockstep.planner.search import Way
 
 
 def plans_page(name: str, plans: Sequence[Plan], precision: str) -> str:
     return _page(f"{name}: a plan", "".join(part for plan in plans for part in _sections(plan, precision)))
 
 
-def search_page(name: str, found: Sequence[tuple[Target, Sequence[Tried]]], precision: str) -> str:
+def search_page(name: str, found: Sequence[tuple[Target, Sequence[Way]]], precision: str) -> str:
     parts = []
     for target, tried in found:
         parts.append(f"<h2>Ways to spread it over {escape(target.title)}</h2>{ways(tried)}")
         best = tried[0]
         if best.plan is not None and best.fits:
-            parts.append(f"<h2>The best: {escape(best.way.title)}</h2>")
+            parts.append(f"<h2>The best: {escape(best.title)}</h2>")
             parts += _sections(best.plan, precision)
     return _page(f"{name}: a search", "".join(parts))
 

@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import strategy as strategies
 from lockstep.config.load import check_strategy, load
@@ -107,7 +106,7 @@ class FakeGroup(Group):
 class FakeDdp(Strategy):
     """The memory and traffic of DistributedDataParallel, which cannot run on fake tensors.
 
-    powerSGD and custom hooks are planned as if gradients were not compressed.
+    A `comm_hook` is planned as if gradients were not compressed.
     """
 
     name = "ddp"
@@ -116,11 +115,6 @@ class FakeDdp(Strategy):
         super().__init__(runtime, world_size)
         self._settings = settings
         self.buckets: list[torch.Tensor] = []
-        self._norms: list[int] = []  # the features of every layer that normalises by the batches of all ranks
-
-    def convert(self, model: nn.Module) -> None:
-        if self._settings.sync_batchnorm:
-            self._norms += [each.num_features for each in model.modules() if isinstance(each, _BatchNorm)]
 
     def place(self, model: nn.Module) -> nn.Module:
         most = self._settings.bucket_mb * 2**20
@@ -139,23 +133,8 @@ class FakeDdp(Strategy):
         return self._settings.has_bucket_views(on_gpu=True)
 
     def computed(self, last: bool) -> None:
-        for features in self._norms:  # what torch's layer gathers on its way forward, and sums up on its way back
-            mine = torch.empty(2 * features + 1)
-            dist.all_gather_into_tensor(mine.new_empty(self.world_size * len(mine)), mine)
-            dist.all_reduce(torch.empty(2 * features))
-        if last:
-            for bucket in self.buckets:
-                self._exchange(bucket)
-
-    def _exchange(self, bucket: torch.Tensor) -> None:
-        hook = self._settings.comm_hook
-        short = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}.get(hook.type if hook else "")
-        if short is None:
+        for bucket in self.buckets if last else ():
             dist.all_reduce(bucket)
-            return
-        sent = bucket.to(short)
-        dist.all_reduce(sent)
-        bucket.copy_(sent)
 
 
 def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
