@@ -163,27 +163,17 @@ def _crash(log: str, code: int) -> str:
 
 def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     sizes, times = found["sizes"], traced.programs
-    given = _by_kind(found["by_argument"], sizes["arguments"])
     made = sizes["temporaries"] + max(sizes["results"] - sizes["shared"], 0) + sizes["code"]
-    # What libtpu lays out is a little less or more than what its text says, whose course and kinds are kept.
-    listed = sum(found["peak"].values())
-    scale = made / listed if listed else 0.0
-    by_kind = {**given, **{kind: round(size * scale) for kind, size in found["peak"].items()}}
-    if not listed:
-        by_kind["temporaries"] = made
     flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
     return _step(
         traced,
         peak=sizes["arguments"] + made,
-        phase=found["phase"],
-        by_kind=by_kind,
-        largest=[Tensor(**each) for each in found["largest"]],
+        by_kind={**_by_kind(found["by_argument"], sizes["arguments"]), "temporaries": made},
+        largest=[],
         flops=flops,
         bytes=moved,
         work=[Work("bfloat16", flops, moved, 1)],
         collectives=collectives(found["exchanges"], traced.mesh, traced.devices, times),
-        timeline=[{**given, **{kind: round(size * scale) for kind, size in at.items()}} for at in found["timeline"]],
-        phases=[(name, at) for name, at in found["phases"]],
         seconds=traced.seconds + found["seconds"],
     )
 
@@ -197,8 +187,8 @@ def _not_fitting(traced: Traced, said: Refused) -> Step:
     by_kind = {**_by_kind(exact, given), "temporaries": said.program}
     largest = [Tensor(kind="temporaries", **each) for each in said.largest]
     return _step(
-        traced, peak=given + said.program, phase="program", by_kind=by_kind, largest=largest, flops=0, bytes=0,
-        work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
+        traced, peak=given + said.program, by_kind=by_kind, largest=largest, flops=0, bytes=0, work=[],
+        collectives=[], seconds=traced.seconds,
     )  # fmt: skip
 
 
@@ -211,7 +201,9 @@ def _step(traced: Traced, **values: Any) -> Step:
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
         mesh=traced.mesh,
-        events=len(values["timeline"]),
+        phase="",
+        timeline=[],
+        phases=[],
         **values,
     )
 
