@@ -23,7 +23,7 @@ from lockstep.planner.plan import NotPlanned, kept, run_module
 from lockstep.planner.tpu.compile import COMPILED
 from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
-_USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
+_USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^\s*\d+\. Size: (?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
 _SHAPE = re.compile(r"Shape: (?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
@@ -35,7 +35,6 @@ _MOST = 10
 
 @dataclass(frozen=True)
 class Refused:
-    capacity: int
     program: int
     arguments: int  # 0 where it does not count them, as for a slice that is not there
     largest: list[dict[str, Any]]
@@ -51,7 +50,6 @@ def refused(text: str) -> Refused | None:
     found = list(_ALLOCATION.finditer(text))
     ends = [each.start() for each in found[1:]] + [len(text)]
     return Refused(
-        size(used["capacity"]),
         parts.get("program", size(used["used"]) - arguments),
         arguments,
         [_allocation(each["size"], text[each.end() : end]) for each, end in zip(found, ends, strict=True)][:_MOST],
@@ -81,8 +79,7 @@ _SHOWN = 300
 
 
 def planned(config: Path, overrides: Sequence[str], target: Accelerator) -> Step:
-    require_tracer()
-    require_compiler()
+    require_tools()
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         traced = _traced(config, overrides, target, Path(folder))
         return _compiled(traced, target, Path(folder))
@@ -119,36 +116,26 @@ def _compiled(traced: Traced, target: Accelerator, folder: Path) -> Step:
     return _fitting(traced, found)
 
 
-def require_tracer() -> None:
-    _require_processor()
-    if importlib.util.find_spec("torch_xla") is None:
-        raise ConfigError(f"a step for TPUs is traced by torch_xla, which is not installed here: {INSTALL}")
-
-
-def require_compiler() -> None:
-    _require_processor()
-    for name, wanted in WANTED.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(
-                f"a step for TPUs is compiled by libtpu {WANTED['libtpu']} through jax {WANTED['jax']}, and {name} is "
-                f"not installed here: {INSTALL}"
-            ) from None
-        if found != wanted:
-            raise ConfigError(
-                f"{name} is {found}, and a step is compiled with {name} {wanted}: torch_xla, jax and libtpu have to be "
-                f"of versions that belong together: {INSTALL}"
-            )
-
-
-def _require_processor() -> None:
+def require_tools() -> None:
+    """Raises ConfigError where torch_xla, jax and libtpu are not installed in versions that belong together."""
     here = f"{platform.system()} on {platform.machine()}"
     if here != "Linux on x86_64":
         raise ConfigError(
             "plans for TPUs are made by torch_xla and libtpu, which exist for Linux on x86_64 only, and this is "
             f"{here}. On such a machine (any, it needs no TPU): {INSTALL}, then the same lockstep plan"
         )
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError(f"a step for TPUs is traced by torch_xla, which is not installed here: {INSTALL}")
+    for name, wanted in WANTED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        if found != wanted:
+            raise ConfigError(
+                f"{name} is {found}, and a step for TPUs is compiled with {name} {wanted}: torch_xla, jax and libtpu "
+                f"have to be of versions that belong together: {INSTALL}"
+            )
 
 
 def _crash(log: str, code: int) -> str:

@@ -26,6 +26,7 @@ from lockstep.config.accelerators import Accelerator, check_slice
 from lockstep.config.load import load
 from lockstep.config.schema import Checkpoint, Log, RunConfig, Xla
 from lockstep.config.values import Interval
+from lockstep.distributed.watch.stacks import is_users
 from lockstep.errors import LockstepError
 from lockstep.planner.devices import slice_of
 
@@ -190,14 +191,11 @@ def _joined(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-_OURS = Path(__file__).resolve().parents[2]
-_LIBRARIES = ("site-packages", "dist-packages", "torch", "torch_xla")
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
-_FATAL = "Fatal Python error"
 
 
 def describe(error: Exception) -> str:
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
     where = f" at {_place(frames[-1].filename, frames[-1].lineno or 0)}" if frames else ""
     first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     return f"the step cannot be traced: {type(error).__name__}{where}: {first}"
@@ -208,8 +206,8 @@ def of_crash(log: str) -> str | None:
 
     Python's fault handler prints where that was, the innermost line first.
     """
-    _, found, after = log.partition(_FATAL)
-    frames = [each for each in _FRAME.finditer(after) if _is_users(each["file"])] if found else []
+    _, found, after = log.partition("Fatal Python error")
+    frames = [each for each in _FRAME.finditer(after) if is_users(each["file"])] if found else []
     if not frames:
         return None
     place = _place(frames[0]["file"], int(frames[0]["line"]))
@@ -221,13 +219,6 @@ def of_crash(log: str) -> str | None:
 
 def _place(file: str, line: int) -> str:
     return f"{file}:{line} ({linecache.getline(file, line).strip()})"
-
-
-def _is_users(file: str) -> bool:
-    path = Path(file)
-    standard = Path(traceback.__file__).parent
-    mine = path.is_relative_to(_OURS) or path.is_relative_to(standard) or file.startswith("<")
-    return not mine and not set(_LIBRARIES) & set(path.parts)
 
 
 def main(config: str, target: str, folder: str, *overrides: str) -> int:
