@@ -29,6 +29,10 @@ import torch
 import yaml
 from gpt_sizes import size_of, text_bytes
 
+from lockstep.errors import LockstepError
+from lockstep.planner.devices import target
+from lockstep.planner.plan import traced
+
 TASKS = Path(__file__).with_name("plan_task.py")
 GIB = 2**30
 BEGAN = time.monotonic()
@@ -188,12 +192,11 @@ def compared(case: Case, folder: Path, chosen: argparse.Namespace, room: Room | 
 
 def planned(case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
     config = written(case, folder / "planned.yaml", tiny, notes="")
-    command = [*report.lockstep(), "plan", str(config), "--on", "h200", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode not in (0, 1):
-        raise report.MeasurementFailed(done.stderr)
-    (plan,) = json.loads(done.stdout)
-    return {"planned": plan["peak"], "seconds": plan["seconds"], "by_kind": plan["by_kind"]}
+    try:
+        step = traced(config, [], target("h200"))
+    except LockstepError as error:
+        raise report.MeasurementFailed(str(error)) from None
+    return {"planned": step.peak, "seconds": step.seconds, "by_kind": step.by_kind}
 
 
 def measured(case: Case, folder: Path) -> dict[str, Any]:

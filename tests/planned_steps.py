@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.planner.devices import Device, Target
-from lockstep.planner.figures import Collective, Step, Tensor, Weight, Work, estimate
+from lockstep.planner.figures import Collective, Step, Tensor, Work, estimate
 from lockstep.planner.plan import GIB, Plan
 
 DEVICE = Device(memory=16.8, peak={"float32": 20, "bf16": 200}, bandwidth=1000, link=300, network=12, per_host=8)
@@ -27,10 +27,7 @@ def step(**values: Any) -> Step:
         flops=8 * 10**12, bytes=10**11,
         work=[Work("bfloat16", 10**11, 10**9, 60), Work("float32", 10**9, 10**8, 9), Work("float32", 0, 10**10, 9)],
         collectives=[Collective("allreduce", "data", 16, 16, 20, weights)],
-        uneven=[], timeline=timeline, phases=phases, seconds=3.0, events=1000,
-        weights=[Weight("tokens.weight", 1, [65536, 4096], [65536, 4096], GIB, GIB, True),
-                 Weight("blocks.*.out.weight", 16, [4096, 4096], [4096, 4096], GIB // 16, GIB // 16, True)],
-        mesh={"data": 16}, axes=[],
+        timeline=timeline, phases=phases, seconds=3.0, events=1000, mesh={"data": 16}, axes=[],
     )  # fmt: skip
     return replace(made, **values)
 
@@ -43,5 +40,5 @@ def plan(made: Step | None = None, device: Device = DEVICE, name: str = "card", 
 
 def compiled(world_size: int = 16) -> Step:
     """As a compiler tells it: no timeline, no phases, no products."""
-    return step(world_size=world_size, phase="", largest=[], work=[], timeline=[], phases=[], events=0, weights=[],
-                mesh={}, collectives=[])  # fmt: skip
+    return step(world_size=world_size, phase="", largest=[], work=[], timeline=[], phases=[], events=0, mesh={},
+                collectives=[])  # fmt: skip

@@ -123,13 +123,11 @@ class Stacked(Tiny):
 class Hungry(Tiny):
     """Computes every example so many times over: memory for as little as one likes, or for as much."""
 
-    def __init__(self, times: int = 1, fraction: float | None = None, **rest: Any) -> None:
+    def __init__(self, times: int = 1, **rest: Any) -> None:
         super().__init__(**rest)
-        self.times, self.fraction = times, fraction
+        self.times = times
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        if self.fraction is not None and batch[0].is_cuda:
-            torch.cuda.set_per_process_memory_fraction(self.fraction)
         if self.fail_at.get("how") == "memory" and self.fail_at["rank"] == int(os.environ.get("RANK", "0")):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 14.58 GiB in all")
         return super().loss(model, [each.repeat_interleave(self.times, 0) for each in batch])

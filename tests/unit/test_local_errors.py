@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.distributed import failure
-from lockstep.distributed.failure import report
+from lockstep.distributed.failure import ended_by_the_kernel, find_cause, report
 from lockstep.distributed.group import Group
 from lockstep.errors import PeerLost
+from lockstep.launchers.local import limits
 
 WORKER = "DataLoader worker (pid 4711) is killed by signal: Killed. "
 BUS = (
@@ -103,3 +105,13 @@ def test_a_worker_that_was_killed_in_earnest() -> None:
         list(DataLoader(Dying(), num_workers=1))
     found = failure.local_error(raised.value)
     assert found is not None and found.message.startswith("a data worker died: DataLoader worker (pid")
+
+
+def test_kills_by_the_kernel_are_told_from_others(tmp_path: Path) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("pgfault 12\noom_kill 3\n")
+    assert limits.kills_for_memory(counters) == 3 and limits.kills_for_memory(tmp_path / "none") == 0
+    killed = ended_by_the_kernel(find_cause([], {0: -9}, "box"))
+    assert (killed.memory, killed.cause) == ("host", "killed by SIGKILL: the kernel has ended it for lack of memory")
+    left = find_cause([], {0: 1}, "box")
+    assert ended_by_the_kernel(left) is left

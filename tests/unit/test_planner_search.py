@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from conftest import TASK_FILE
 from lockstep.config.load import load, with_values
@@ -17,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.planner.devices import Device, Target
 from lockstep.planner.figures import Estimate, Step
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.search import Tried, lines, plain, search, write
+from lockstep.planner.search import Way, search, write
 from planned_steps import DEVICE, step
 
 
@@ -57,12 +54,12 @@ class Table:
         return Plan(self.target, made, Estimate(time, 0, 0, 0), None, False)
 
 
-def searched(table: Table, settings: RunConfig | None = None) -> list[Tried]:
+def searched(table: Table, settings: RunConfig | None = None) -> list[Way]:
     return search(settings or config(), table.target, table)
 
 
-def titles(found: Sequence[Tried], fits: bool | None = None) -> list[str]:
-    return [each.way.title for each in found if fits is None or each.fits is fits]
+def titles(found: Sequence[Way], fits: bool | None = None) -> list[str]:
+    return [each.title for each in found if fits is None or each.fits is fits]
 
 
 ONE_HOST, TWO_HOSTS = Target("card", DEVICE, 8), Target("card", DEVICE, 16)
@@ -88,7 +85,7 @@ def test_what_has_more_of_the_model_than_one_that_is_too_large_is_not_traced() -
     table = Table(ONE_HOST, 8 * 10, 1)
     found = searched(table)
     assert titles(found, True) == ["fsdp"]
-    left = {each.way.title: each.why_not for each in found if each.plan is None}
+    left = {each.title: each.why_not for each in found if each.plan is None}
     assert left == {"hsdp 4 x 2": "not traced: has no less of the model than hsdp 2 x 4"}
     assert len(table.asked) == 3, table.asked  # ddp, fsdp, hsdp 2 x 4: neither parts nor activation checkpointing help
 
@@ -98,8 +95,8 @@ def test_axes_that_a_task_has_rules_for_are_tried_within_hosts() -> None:
     sizes = {"2 x 8 model", "4 x 4 model", "8 x 2 model"}
     assert sizes | {f"fsdp {each}" for each in sizes} <= set(titles(found))
     assert not [each for each in titles(found) if "16 model" in each]
-    (one,) = [each for each in found if each.way.title == "fsdp 4 x 4 model"]
-    assert one.way.values["strategy"]["mesh"] == {"data": 4, "model": 4}
+    (one,) = [each for each in found if each.title == "fsdp 4 x 4 model"]
+    assert one.values["strategy"]["mesh"] == {"data": 4, "model": 4}
     assert {"hsdp 2 x 8", "hsdp 4 x 4", "hsdp 8 x 2"} <= set(titles(found))
 
 
@@ -107,7 +104,7 @@ def test_rules_of_the_config_go_along_where_the_mesh_has_their_axes() -> None:
     rules = {"a.*": ["model", None], "b.*": ["expert", None]}
     own = config(type="tensor", mesh={"data": 2, "model": 2, "expert": 2}, shard=rules)
     found = searched(Table(ONE_HOST, 1, 1, ["expert", "model"]), own)
-    strategies = {each.way.title: each.way.values["strategy"] for each in found}
+    strategies = {each.title: each.values["strategy"] for each in found}
     assert set(strategies["fsdp 4 x 2 model"]["shard"]) == {"a.*"}
     assert set(strategies["fsdp 2 x 2 expert x 2 model"]["shard"]) == {"a.*", "b.*"}
     assert "shard" not in strategies["fsdp"]
@@ -115,7 +112,7 @@ def test_rules_of_the_config_go_along_where_the_mesh_has_their_axes() -> None:
 
 def test_options_of_ddp_stay() -> None:
     found = searched(Table(ONE_HOST, 1, 1), config(type="ddp", find_unused_parameters=True))
-    assert found[0].way.values["strategy"] == {"type": "ddp", "find_unused_parameters": True}
+    assert found[0].values["strategy"] == {"type": "ddp", "find_unused_parameters": True}
 
 
 def test_there_is_an_end_to_traces() -> None:
@@ -130,8 +127,8 @@ def test_what_is_slower_than_one_that_fits_is_not_made_slower_still() -> None:
     """Of ddp four parts fit, in less time than fsdp takes as it is."""
     table = Table(ONE_HOST, 1, 8 * 50)
     found = searched(table)
-    assert found[0].way.title == "ddp, in 4 parts"
-    left = {each.way.title: each.why_not for each in found if each.plan is None}
+    assert found[0].title == "ddp, in 4 parts"
+    left = {each.title: each.why_not for each in found if each.plan is None}
     assert left["fsdp, in parts or activation checkpointing"] == "not traced: no faster than ddp, in 4 parts"
     assert len([each for each in table.asked if '"fsdp"' in each]) == 1
 
@@ -156,15 +153,3 @@ def test_the_best_is_written_with_its_processes_on_all_hosts(tmp_path: Path) -> 
     write(own, searched(table, own)[0], TWO_HOSTS, tmp_path / "best.yaml")
     written = load(tmp_path / "best.yaml")
     assert written.processes == 16 and written.strategy.type == "fsdp" and written.strategy.mesh == {"data": 16}
-
-
-@pytest.mark.parametrize("price", [None, 2.0])
-def test_prices_are_those_of_an_epoch(price: float | None) -> None:
-    found = searched(Table(ONE_HOST, 1, 1))
-    first = found[0].plan
-    assert first is not None
-    cost = plain(found, price)[0]["price_per_epoch"]
-    assert cost == (None if price is None else first.price_per_epoch(price))
-    assert ("an epoch" in "\n".join(lines(found, price))) is (price is not None)
-    unknown = [replace(found[0], plan=replace(first, step=replace(first.step, examples=None)))]
-    assert price is None or "unknown" in "\n".join(lines(unknown, price))

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import json
 import math
 import platform
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,9 +17,8 @@ from lockstep.errors import ConfigError
 from lockstep.planner.devices import known, slice_of, target, topology
 from lockstep.planner.tpu import engine
 from lockstep.planner.tpu.engine import refused
-from lockstep.planner.tpu.program import Program, group_of, padded_bytes
-from lockstep.planner.tpu.stored import REPLICATED, Argument, Entry, Traced, part, read, words, write
-from lockstep.planner.tpu.trace import of_crash
+from lockstep.planner.tpu.program import group_of, padded_bytes, parsed
+from lockstep.planner.tpu.trace import REPLICATED, Entry, of_crash, part, words
 
 MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 4, "model": 2}, {"replica": 2, "data": 2, "model": 2}]
 
@@ -92,21 +90,12 @@ ENTRY %main (a: f32[8,128], b: s32[4]) -> (f32[8,128]) {
 """
 
 
-def test_a_program_says_what_it_exchanges_and_what_lies_in_memory() -> None:
-    found = Program(PROGRAM).plain(["weights", "batch"])
+def test_a_program_says_what_it_exchanges_and_what_it_is_given() -> None:
+    found = parsed(PROGRAM, ["weights", "batch"])
     exchanges = {each["name"]: each for each in found["exchanges"]}
     assert exchanges["all-gather"] == {"name": "all-gather", "group": [0, 4, 8, 12], "bytes": 128 * 128 * 4, "count": 1}
     assert exchanges["reduce-scatter"]["bytes"] == 16 * 128 * 4  # an all-reduce that keeps a part is one
     assert found["by_argument"] == {"weights": 8 * 128 * 4, "batch": 128 * 4}
-    # What is gathered goes before the backward pass, what gelu made is read there; the copy is on the chip, and what
-    # takes the argument's place is no memory of its own.
-    assert found["peak"] == {"temporaries": 128 * 128 * 4, "activations": 256 * 128 * 2}
-    assert found["phase"] == "forward"
-    largest = found["largest"][0]
-    assert (largest["bytes"], largest["shape"]) == (128 * 128 * 4, [128, 128])
-    assert found["largest"][1]["line"] == "task.py:7"
-    last = found["timeline"][-2]
-    assert last["gradients"] == 8 * 128 * 4
 
 
 @pytest.mark.parametrize(
@@ -186,7 +175,7 @@ Program hbm requirement 102.14G:
 def test_what_does_not_fit_is_read_of_the_compilers_refusal() -> None:
     found = refused(REFUSED)
     assert found is not None
-    assert (found.capacity, found.program, found.arguments) == (15.75 * 2**30, round(102.14 * 2**30), 0)
+    assert (found.program, found.arguments) == (round(102.14 * 2**30), 0)
     first, second = found.largest
     assert (first["shape"], first["dtype"], first["operation"]) == ([32768, 50304], "bf16", "xla__cast")
     assert (second["bytes"], second["line"]) == (2 * 2**30, "gpt.py:31")
@@ -219,34 +208,6 @@ def test_a_slice_is_a_target_with_the_devices_that_a_mesh_is_made_of() -> None:
         target("v4x8")
 
 
-TRACED = Traced(
-    slice="v4-32", devices=16, replicas=1, mesh={"data": 16}, batch=32, programs=1, examples=100, parameters=1024,
-    weights_bytes=4096, optimizer_bytes=8192, precision="bf16",
-    arguments=[Argument("weights", "w", [16, 64], "float32", "{devices=[16,1]<=[16]}", 0)],
-    results=["{devices=[16,1]<=[16]}"], seconds=1.0, name="t", versions={},
-)  # fmt: skip
-
-
-def test_a_traced_step_comes_back_as_it_was(tmp_path: Path) -> None:
-    write(TRACED, b"program", tmp_path / "a.step")
-    assert read(tmp_path / "a.step") == (TRACED, b"program")
-
-
-def test_files_that_are_no_steps_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.step"
-    with pytest.raises(ConfigError, match="no step"):
-        read(file)
-    file.write_bytes(b"no archive")
-    with pytest.raises(ConfigError, match="no step"):
-        read(file)
-    for facts, why in (({"format": 99}, "another version"), ({**TRACED.facts(), "batch": 1, "more": 2}, "damaged")):
-        with zipfile.ZipFile(file, "w") as out:
-            out.writestr("step.json", json.dumps(facts))
-            out.writestr("step.hlo", b"")
-        with pytest.raises(ConfigError, match=why):
-            read(file)
-
-
 def test_a_crash_over_a_value_names_the_line_that_asked_for_it(tmp_path: Path) -> None:
     task = tmp_path / "reads.py"
     task.write_text("def loss():\n    return loss.item()\n")
@@ -268,18 +229,21 @@ Extension modules: numpy (total: 1)
 def test_where_libtpu_does_not_exist_it_is_said_what_to_run_where() -> None:
     if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
         pytest.skip("it does exist here")
-    with pytest.raises(ConfigError, match=r"Linux on x86_64 only, and this is .*--trace mine\.step"):
-        engine.require_compiler()
-    with pytest.raises(ConfigError, match="Linux on x86_64 only"):
-        engine.require_tracer()
+    with pytest.raises(ConfigError, match=r"Linux on x86_64 only, and this is .*the same lockstep plan"):
+        engine.require_tools()
 
 
 def test_versions_that_do_not_belong_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(engine, "WANTED", {"numpy": "0.1"})
-    with pytest.raises(ConfigError, match=rf"numpy is {np.__version__}, and a step is compiled with numpy 0\.1"):
-        engine.require_compiler()
-    monkeypatch.setattr(engine, "WANTED", {"jax": "0.7.1", "libtpu": "0.0.21", "no-such-package": "1"})
-    with pytest.raises(ConfigError, match=r"not installed here: pip install 'lockstep-train\[tpu-plan\]'|jax is "):
-        engine.require_compiler()
+    with pytest.raises(
+        ConfigError, match=rf"numpy is {np.__version__}, and a step for TPUs is compiled with numpy 0\.1"
+    ):
+        engine.require_tools()
+    monkeypatch.setattr(engine, "WANTED", {"no-such-package": "1"})
+    with pytest.raises(
+        ConfigError, match=r"no-such-package is not installed.*pip install 'lockstep-train\[tpu-plan\]'"
+    ):
+        engine.require_tools()

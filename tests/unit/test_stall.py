@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from lockstep.config.schema import Timeouts
 from lockstep.distributed.activity import LEFT, Activity, Beat
 from lockstep.distributed.topology import Place, Topology
+from lockstep.distributed.watch import heartbeat as heartbeats
 from lockstep.distributed.watch.heartbeat import Heartbeat, interval, user_line
 from lockstep.distributed.watch.stall import APART_SECONDS, Limits, RunningClock, Seen, Watcher, find_slow, find_stall
 
@@ -202,6 +205,26 @@ def test_a_store_is_lost_while_it_owes_an_answer_and_not_while_the_beats_are_lat
     answered.set()
     heartbeat.stop()
     assert bool(ended) == slow_store, ended
+
+
+def test_a_beat_keeps_no_tensor_of_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that is looked at has its locals for as long as it is held: logits, into the backward pass."""
+    monkeypatch.setattr(heartbeats, "_INTERVAL", -1.0)
+    beating = Heartbeat(None, Topology(), Activity(), Limits(600, 600))
+    lines: list[str] = []
+
+    def forward() -> weakref.ref[Any]:
+        logits = {1}
+        thread = threading.Thread(target=lambda: lines.append(beating._now().where))
+        thread.start()
+        thread.join()
+        return weakref.ref(logits)
+
+    gc.disable()
+    try:
+        assert forward()() is None and lines[0].startswith("test_stall.py:")
+    finally:
+        gc.enable()
 
 
 def test_a_beat_survives_its_way_through_the_store() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xla_ways import needs_torch_xla
 
-from conftest import Finished, Project
+from conftest import Project
+from lockstep.planner.devices import slice_of, target
+from lockstep.planner.plan import NotPlanned, traced
+from lockstep.planner.tpu import engine
+from lockstep.planner.tpu.compile import COMPILED
+from lockstep.planner.tpu.trace import PROGRAM
 
 pytestmark = [
     needs_torch_xla,
@@ -26,63 +29,44 @@ FSDP = {"type": "fsdp", "mesh": {"data": -1}}
 LIMIT = 240.0
 
 
-def plan(project: Project, *arguments: str, **values: Any) -> Finished:
+def config(project: Project, **values: Any) -> Path:
     base: dict[str, Any] = {"task": GPT, "train": {"steps": 2, "batch_size": 32}, "data": {"drop_last": True}}
-    chosen = {**base, "optimizer": {"type": "torch.optim.AdamW", "lr": 0.001}, **values}
-    return project.run("plan", project.config(**chosen), *arguments, limit=LIMIT)
+    return Path(project.config(**{**base, "optimizer": {"type": "torch.optim.AdamW", "lr": 0.001}, **values}))
 
 
 def test_a_step_is_compiled_for_a_slice_that_nobody_has(project: Project) -> None:
-    finished = plan(project, "--on", "v4-32", "--quick", "--json", strategy=FSDP)
-    assert finished.code == 0, finished.text
-    (found,) = json.loads(finished.out)
-    assert found["fits"] and found["world_size"] == 16
+    found = traced(config(project, strategy=FSDP), [], target("v4-32"))
+    assert found.world_size == 16
     # AdamW has two numbers for each of a parameter's, and a count of steps for each parameter, on the host.
-    numbers = 4 * found["parameters"]
-    assert 2 * numbers <= found["optimizer_bytes"] < 2.01 * numbers
+    numbers = 4 * found.parameters
+    assert 2 * numbers <= found.optimizer_bytes < 2.01 * numbers
     # Each chip has a sixteenth, but for what is small and whole, in tiles of 8 x 128.
-    assert numbers / 16 <= found["by_kind"]["weights"] < numbers / 16 + 2**20
-    assert found["by_kind"]["optimizer"] == pytest.approx(2 * found["by_kind"]["weights"], rel=0.05)
+    assert numbers / 16 <= found.by_kind["weights"] < numbers / 16 + 2**20
+    assert found.by_kind["optimizer"] == pytest.approx(2 * found.by_kind["weights"], rel=0.05)
     tokens = 32 * 64
     least = 6 * tokens * (12 * 2 * 256**2 + 512 * 256) / 16
-    assert least <= found["flops"] < 2 * least  # the compiler counts every addition, not the products alone
-    assert {each["axis"] for each in found["collectives"]} == {"data"}
-    assert found["timeline"] and [name for name, _ in found["phases"]] == ["forward", "backward"]
-    assert all(each["operation"] for each in found["largest"])
+    assert least <= found.flops < 2 * least  # the compiler counts every addition, not the products alone
+    assert {each.axis for each in found.collectives} == {"data"}
+    assert found.by_kind["temporaries"] > 0
 
 
-def test_a_step_is_traced_here_and_compiled_there(project: Project) -> None:
-    """A replica on every chip, in two parts of a batch, with an average; for another slice of as many chips as well."""
+def test_a_replica_on_every_chip(project: Project, tmp_path: Path) -> None:
+    """In two parts of a batch, with an average."""
     train = {"steps": 2, "batch_size": 32, "accumulate": 2, "ema": {"decay": 0.99}}
-    traced = plan(project, "--on", "v4-32", "--trace", "mine.step", train=train)
-    assert traced.code == 0, traced.text
-    with zipfile.ZipFile(project.folder / "mine.step") as file:
-        facts = json.loads(file.read("step.json"))
-    assert facts["replicas"] == 16 and facts["programs"] == 2
-    kinds = {each["kind"] for each in facts["arguments"]}
-    assert {"weights", "optimizer", "averages", "gradients", "batch"} <= kinds
+    made = engine._traced(config(project, train=train), [], slice_of("v4-32"), tmp_path)
+    assert made.replicas == 16 and made.programs == 2
+    assert {"weights", "optimizer", "averages", "gradients", "batch"} <= {each.kind for each in made.arguments}
     # Whatever a step writes to takes the place of what it was.
-    written = [each for each in facts["arguments"] if each["kind"] in ("weights", "optimizer", "averages")]
-    assert all(each["result"] is not None for each in written)
-    compiled = project.run("plan", "mine.step", "--on", "v4-32", "--on", "v5e-16", "--json", limit=LIMIT)
-    assert compiled.code == 0, compiled.text
-    for found in json.loads(compiled.out):
-        (reduced,) = [each for each in found["collectives"] if each["name"] == "all-reduce"]
-        assert reduced["bytes"] >= 2 * 4 * found["parameters"]  # of both micro-batches, in float32
-    other = project.run("plan", "mine.step", "--on", "v4-8", limit=LIMIT)
-    assert other.code == 2 and "was traced for the 16 devices of v4-32" in other.err
-
-
-def test_a_program_that_cannot_be_compiled_is_named_with_all_that_was_said(project: Project) -> None:
-    assert plan(project, "--on", "v4-8", "--trace", "mine.step", strategy=FSDP).code == 0
-    with zipfile.ZipFile(project.folder / "mine.step") as file:
-        facts = file.read("step.json")
-    with zipfile.ZipFile(project.folder / "broken.step", "w") as file:
-        file.writestr("step.json", facts)
-        file.writestr("step.hlo", b"\x08\x01 this is no program")
-    finished = project.run("plan", "broken.step", limit=LIMIT)
-    assert finished.code == 2 and "v4-8" in finished.err and "Traceback" not in finished.err
-    assert Path(finished.err.rpartition("All that was said: ")[2].strip()).read_text()
+    written = [each for each in made.arguments if each.kind in ("weights", "optimizer", "averages")]
+    assert all(each.result is not None for each in written)
+    found = engine._compiled(made, slice_of("v4-32"), tmp_path)
+    (reduced,) = [each for each in found.collectives if each.name == "all-reduce"]
+    assert reduced.bytes >= 2 * 4 * found.parameters  # of both micro-batches, in float32
+    (tmp_path / PROGRAM).write_bytes(b"\x08\x01 this is no program")
+    (tmp_path / COMPILED).unlink()
+    with pytest.raises(NotPlanned, match="v4-32") as raised:
+        engine._compiled(made, slice_of("v4-32"), tmp_path)
+    assert Path(str(raised.value).rpartition("All that was said: ")[2].strip()).read_text()
 
 
 READS = """
@@ -106,7 +90,7 @@ class Reads(TextModel):
 )
 def test_what_cannot_be_planned_is_told_in_a_sentence(project: Project, values: dict[str, Any], message: str) -> None:
     (project.folder / "reads.py").write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})" + READS)
-    finished = plan(project, "--on", "v4-32", "--quick", **values)
+    finished = project.run("plan", config(project, **values), "--on", "v4-32", limit=LIMIT)
     assert finished.code == 2
     assert re.search(message, finished.err), finished.err
     assert "Traceback" not in finished.err

@@ -13,7 +13,6 @@ import click
 
 from lockstep.cli.common import say
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind
-from lockstep.launchers import checks
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
@@ -66,6 +65,7 @@ def _uploaded(result: Result, config: RunConfig, mirror: Mirror) -> str | None:
 
 def _say_end(folder: Path, result: Result, config: RunConfig, where: Path | Url) -> int:
     """Returns the exit code: that of the run, and 75 only where there is a checkpoint to resume from."""
+    from lockstep.distributed.failure import how_to_plan
     from lockstep.runs.report import closing_lines
 
     saved = any((folder / "checkpoints").glob("step-*"))
@@ -74,7 +74,8 @@ def _say_end(folder: Path, result: Result, config: RunConfig, where: Path | Url)
         log = folder / "logs" / f"rank-{result.failure.rank}.log"
         if log.exists():  # from the roll call on
             say(f"log: {log}")
-        checks.explain_out_of_memory(result.failure, config, folder, say)
+        if result.failure.memory and config.after is None:
+            say(how_to_plan(str(folder / "config.yaml"), int(config.processes)))
         if saved:
             say(f"go on from the last checkpoint with: lockstep resume {where}")
         return result.exit_code

@@ -26,7 +26,6 @@ from lockstep.cli.common import (
 )
 from lockstep.cli.ending import conclude, saved_before
 from lockstep.errors import ConfigError
-from lockstep.launchers import checks
 from lockstep.launchers import resume as resuming
 from lockstep.launchers.base import Ended, Launcher, Out, launcher_of, run_name, trains_here
 from lockstep.launchers.resume import Wanted
@@ -202,7 +201,6 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
             "name a folder on a disk. A single run can be kept in a bucket"
         )
     sweep = load_sweep(file, config)
-    checks.memory_not_checked(config, "for the trials of a sweep", say)
     if config.launch.type == "slurm":
         _sweep_in_queue(config, sweep, out, dry_run)
         return

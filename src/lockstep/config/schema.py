@@ -225,9 +225,6 @@ class RunConfig(RunSettings):
         (), strict=False, description="classes like lockstep.Callback, created on every rank"
     )
     init_from: Annotated[InitFrom, as_mapping(InitFrom, "path")] | None = None
-    plan: Literal["off", "check"] = Field(
-        "off", description="check: before training, report whether a step fits the devices of this machine"
-    )
     _after: After | None = PrivateAttr(None)
 
     @property

@@ -274,7 +274,7 @@ def ended_by_the_kernel(failure: Failure) -> Failure:
 
 def how_to_plan(config: str, devices: int) -> str:
     return (
-        f"what fills the memory, and what would make it fit: lockstep plan {config} --on DEVICEx{devices} "
+        f"what fills the memory: lockstep plan {config} --on DEVICEx{devices}, and with --search what would fit "
         "(lockstep plan --list has the devices)"
     )
 

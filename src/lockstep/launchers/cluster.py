@@ -39,7 +39,6 @@ def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunCon
 def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
     from lockstep.mirror.mark import mirrored
 
-    checks.memory_not_checked(config, describe(config), say)
     out = _shared_by_nodes(config, out)
     _check(config)
     from lockstep.ray.controller import launch
@@ -61,7 +60,6 @@ def resume(config: RunConfig, run: Resumed, say: Say) -> Iterator[Ended]:
     from lockstep.mirror.mark import mirrored
     from lockstep.record import folder_lock
 
-    checks.memory_not_checked(config, describe(config), say)
     folder = run.folder()
     with folder_lock.locked(folder), mirrored(folder, config, say) as mirror:
         _check(config)

@@ -41,7 +41,7 @@ def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunCon
 
 @contextmanager
 def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
-    yield _train(config, lambda: out.new(config), lambda folder: None, say)
+    yield _train(config, lambda: out.new(config), lambda folder: None)
 
 
 @contextmanager
@@ -49,19 +49,17 @@ def resume(config: RunConfig, run: Resumed, say: Say) -> Iterator[Ended]:
     def prepare(folder: Path) -> None:
         run.prepare(folder, None)
 
-    yield _train(config, run.folder, prepare, say)
+    yield _train(config, run.folder, prepare)
 
 
 def describe(config: RunConfig) -> str:
     return "where another launcher starts the ranks"
 
 
-def _train(config: RunConfig, make_folder: Callable[[], Path], prepare: Callable[[Path], None], say: Say) -> Ended:
+def _train(config: RunConfig, make_folder: Callable[[], Path], prepare: Callable[[Path], None]) -> Ended:
     """Rank 0 makes the folder, and prepares it once it holds it."""
     task = check_processes(config, os.environ)
     topology = Topology.from_env(os.environ)
-    if topology.place.rank == 0 and topology.attempt == 0:
-        checks.memory_not_checked(config, describe(config), say)
     if task is not None:
         _set_up(config, topology)
     from lockstep import worker

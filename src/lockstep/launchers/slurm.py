@@ -45,7 +45,6 @@ def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunCon
 
 @contextmanager
 def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
-    checks.memory_not_checked(config, describe(config), say)
     place = out.on_disk()
     config = resolved(config)
     checks.check_names(config)
@@ -60,7 +59,6 @@ def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
 def resume(config: RunConfig, run: Resumed, say: Say) -> Iterator[Ended]:
     from lockstep.record import folder_lock
 
-    checks.memory_not_checked(config, describe(config), say)
     folder = run.folder()
     config = resolved(config)
     checks.check_names(config)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.objects import loading
 from lockstep.errors import INTERRUPTED_EXIT_CODE, BucketBehind, ConfigError, LaunchError, WorkerFailed
-from lockstep.launchers import checks, script
+from lockstep.launchers import script
 from lockstep.launchers.base import DETACHED, Ended, Out, launcher_of, run_name, trains_here
 from lockstep.mirror.url import place
 from lockstep.terminal import tell
@@ -80,7 +80,6 @@ def _in_this_process(config: RunConfig, out: Out) -> dict[str, Any] | None:
     check_parts(config, (CannotImport,))
     check_made(config)
     folder = out.new(config)
-    checks.check_memory(config, folder, _say)
     return _train_here(config, folder)
 
 

@@ -14,7 +14,7 @@ from html import escape
 from lockstep.planner.figures import KINDS, Collective, Work, seconds
 from lockstep.planner.figures import peak as peak_of
 from lockstep.planner.plan import GIB, Plan
-from lockstep.planner.search import Tried
+from lockstep.planner.search import Way
 
 SIDE = 1000  # of a plot, in the units of its shapes
 # Told apart by those who see no red or green as well (Okabe and Ito's).
@@ -354,12 +354,12 @@ def exchange(plan: Plan) -> str:
 # A search: every way as a bar of its time, the fastest that fits first, and of the memory that it takes.
 
 
-def ways(found: Sequence[Tried], price: float | None) -> str:
+def ways(found: Sequence[Way]) -> str:
     traced = [(each, each.plan) for each in found if each.plan is not None]
     most = max((plan.estimate.step for _, plan in traced), default=0.0) or 1.0
-    rows = "".join(_way(each, plan, most, n == 0 and plan.fits, price) for n, (each, plan) in enumerate(traced))
+    rows = "".join(_way(each, plan, most, n == 0 and plan.fits) for n, (each, plan) in enumerate(traced))
     others = "".join(
-        f"<li><b>{escape(each.way.title)}</b>: {escape(each.why_not.splitlines()[0])}</li>"
+        f"<li><b>{escape(each.title)}</b>: {escape(each.why_not.splitlines()[0])}</li>"
         for each in found
         if each.plan is None
     )
@@ -368,14 +368,12 @@ def ways(found: Sequence[Tried], price: float | None) -> str:
     return f'<div class="bars ways" role="img" aria-label="ways by their time">{rows}</div>{key(colours)}{left}'
 
 
-def _way(each: Tried, plan: Plan, most: float, best: bool, price: float | None) -> str:
+def _way(each: Way, plan: Plan, most: float, best: bool) -> str:
     held = plan.step.peak / plan.capacity
     text = [milliseconds(plan.estimate.step), f"{short(plan.step.peak / GIB)} of {gib(plan.capacity)}"]
-    if price is not None and (cost := plan.price_per_epoch(price)) is not None:
-        text.append(f"{cost:,.2f} an epoch")
     verdict = ' <b class="fits">the best</b>' if best else "" if plan.fits else ' <b class="not">does not fit</b>'
     return (
-        f'<div class="row"><span class="of">{escape(each.way.title)}{verdict}</span><span class="track">'
+        f'<div class="row"><span class="of">{escape(each.title)}{verdict}</span><span class="track">'
         f'<span style="width:{100 * plan.estimate.step / most:.2f}%;background:{BLUE if plan.fits else GREY}"></span>'
         f'<span style="width:{100 * min(held, 1):.2f}%;background:{GREEN if plan.fits else RED}"></span></span>'
         f'<span class="text">{escape(" · ".join(text))}</span></div>'

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,28 +56,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Weight:
-    """Parameters that differ only in the number of their block."""
-
-    name: str  # with * for the number
-    count: int
-    shape: list[int]
-    local: list[int]
-    bytes: int  # of one, whole
-    local_bytes: int
-    trained: bool
-
-
-@dataclass(frozen=True)
-class UnevenSize:
-    """A matrix size that is no multiple of 8, a line that has it, and its part of the arithmetic."""
-
-    size: int
-    line: str
-    flops: int
-
-
-@dataclass(frozen=True)
 class Step:
     world_size: int
     batch: int  # examples of the whole batch
@@ -96,12 +71,10 @@ class Step:
     bytes: int
     work: list[Work]
     collectives: list[Collective]
-    uneven: list[UnevenSize]  # sizes of matrices that are no multiple of 8
     timeline: list[dict[str, int]]
     phases: list[tuple[str, int]]  # each with the event at which it began
     seconds: float  # that tracing took
     events: int = 0  # that the timeline is thinned from, and phases count
-    weights: list[Weight] = field(default_factory=list)  # the largest first
     mesh: dict[str, int] = field(default_factory=dict)  # axes in the order of ranks, the last running fastest
     axes: list[str] = field(default_factory=list)  # that there are rules for, in the config or by the task
     host_bytes: int = 0  # that the rank keeps in the memory of its host (strategy.offload)
@@ -117,8 +90,6 @@ class Step:
                 "largest": [Tensor(**each) for each in raw["largest"]],
                 "work": [Work(**each) for each in raw["work"]],
                 "collectives": [Collective(**each) for each in raw["collectives"]],
-                "uneven": [UnevenSize(**each) for each in raw.get("uneven", [])],
-                "weights": [Weight(**each) for each in raw.get("weights", [])],
                 "phases": [(name, at) for name, at in raw["phases"]],
             }
         )
@@ -132,44 +103,16 @@ def largest(peak: Peak, books: Books) -> list[Tensor]:
 
 
 def work_of(books: Books, start: int) -> list[Work]:
-    """Groups operations by dtype, and by FLOPs and bytes."""
-    found: dict[tuple[str, bool], list[int]] = {}
-    single: list[Work] = []
+    """Groups products by dtype, FLOPs and bytes, and adds up all others of a dtype."""
+    products: Counter[tuple[str, int, int]] = Counter()
+    others: dict[str, list[int]] = {}
     for each in books.operations[start:]:
         if each.flops:
-            single.append(Work(each.dtype, each.flops, each.bytes, 1))
-        else:
-            total = found.setdefault((each.dtype, False), [0, 0])
-            total[0] += each.bytes
-            total[1] += 1
-    alike: Counter[tuple[str, int, int]] = Counter((each.dtype, each.flops, each.bytes) for each in single)
-    products = [Work(dtype, flops, size, count) for (dtype, flops, size), count in alike.items()]
-    return products + [Work(dtype, 0, size, count) for (dtype, _), (size, count) in found.items() if size]
-
-
-def uneven_of(books: Books, start: int) -> list[UnevenSize]:
-    """Returns uneven sizes, the most arithmetic first."""
-    flops: Counter[int] = Counter()
-    for each in books.operations[start:]:
-        for size in each.uneven:
-            flops[size] += each.flops
-    return [UnevenSize(size, books.lines[size], count) for size, count in flops.most_common()]
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-Named = tuple[str, Sequence[int], Sequence[int], int, bool]  # a parameter: its shape, the rank's, bytes per number
-
-
-def weights_of(parameters: Iterable[Named]) -> list[Weight]:
-    alike: Counter[tuple[str, tuple[int, ...], tuple[int, ...], int, bool]] = Counter(
-        (_NUMBER.sub("*", name), tuple(shape), tuple(local), size, trained)
-        for name, shape, local, size, trained in parameters
-    )
-    found = [
-        Weight(name, count, list(shape), list(local), math.prod(shape) * size, math.prod(local) * size, trained)
-        for (name, shape, local, size, trained), count in alike.items()
-    ]
-    return sorted(found, key=lambda each: -each.bytes * each.count)
+            products[each.dtype, each.flops, each.bytes] += 1
+        elif each.bytes:
+            others.setdefault(each.dtype, []).append(each.bytes)
+    found = [Work(dtype, flops, size, count) for (dtype, flops, size), count in products.items()]
+    return found + [Work(dtype, 0, sum(sizes), len(sizes)) for dtype, sizes in others.items()]
 
 
 def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: int) -> list[Collective]:

@@ -6,9 +6,8 @@ optimizers work on all parameters at once. For a process that does nothing but p
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ _FLOAT32 = [
 # The same, of operations that take the type of their result.
 _FLOAT32_RESULT = ["prod", "prod.dim_int", "cumprod", "cumsum", "sum", "sum.dim_IntList"]
 
-_tracing = False
 _kept: list[Any] = []  # a library ends with the object
 
 
@@ -89,43 +87,9 @@ def _to_float32(operation: Any) -> Any:
 def _softmax(operation: Any) -> Any:
     def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
         with _without_autocast():
-            if not _is_short(tensor) or dtype is not None:
-                return operation(tensor, dim, dtype)
-            if _tracing:
-                return operation(tensor, dim, torch.float32)
-            return _Wider.apply(tensor)  # type: ignore[no-untyped-call]
+            return operation(tensor, dim, torch.float32 if dtype is None and _is_short(tensor) else dtype)
 
     return kernel
-
-
-class _Wider(torch.autograd.Function):
-    """A float32 softmax of shorter numbers: one kernel without an intermediate copy.
-
-    Only sizes matter: fake tensors have no values.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.dtype = tensor.dtype
-        made = tensor.new_empty(tensor.shape, dtype=torch.float32)
-        ctx.save_for_backward(made)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _ = ctx.saved_tensors
-        return gradient.new_empty(gradient.shape, dtype=ctx.dtype)
-
-
-@contextlib.contextmanager
-def for_kernels() -> Iterator[None]:
-    """Suspends the rules while torch traces what it compiles: kernels are made of the plain operations."""
-    global _tracing
-    _tracing = True
-    try:
-        yield
-    finally:
-        _tracing = False
 
 
 def _without_autocast() -> Any:
@@ -250,7 +214,7 @@ def _walked(forward: Forward, ledger: Ledger) -> Forward:
         )
         if key not in made:
             made[key] = _traced(forward, module, list(state), leaves, at, structure, ledger)
-            with ledger.paused(), for_kernels(), _keeping_apart():
+            with ledger.paused(), _keeping_apart():
                 made[key](*tensors)
         return made[key](*tensors)
 

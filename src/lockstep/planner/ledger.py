@@ -33,7 +33,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.errors import ConfigError
 
 _WORTH_ASKING = 2**16  # bytes: who made smaller ones does not matter
-_ALIGNED, _SMALL = 8, 64  # numbers of 16 bits: what matrix units load at once, and what is too small to matter
 _ROUNDED_TO = 512  # bytes: what the allocator of GPUs hands out is a multiple of it
 _ALIKE = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TORCH, _LOCKSTEP, _PROCESSES = (
@@ -72,7 +71,6 @@ class Operation:
     flops: int
     bytes: int
     dtype: str
-    uneven: tuple[int, ...] = ()  # sizes of its matrices that no unit is made for
 
 
 @dataclass
@@ -88,7 +86,6 @@ class Books:
     events: list[tuple[Allocation, int]] = field(default_factory=list)  # with the change in bytes
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    lines: dict[int, str] = field(default_factory=dict)  # of awkward sizes: the first that has it
     phases: list[tuple[str, int]] = field(default_factory=list)  # with the event at which each began
 
     @functools.cached_property
@@ -210,14 +207,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
         dtype = _name_of(inputs[0].dtype if inputs else outputs[0].dtype) if inputs or outputs else ""
-        uneven: tuple[int, ...] = ()
-        if flops and moved and inputs[0].element_size() <= 2:
-            sizes = {size for each in inputs[:3] for size in each.shape[-2:] if size > _SMALL}
-            uneven = tuple(sorted(size for size in sizes if size % _ALIGNED))
-            for size in uneven:
-                self.books.lines.setdefault(size, self._line(phase))
         if not (self._optimizes_on_host and phase == "optimizer"):
-            self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype, uneven))
+            self.books.operations.append(Operation(_short(func), phase, flops, moved, dtype))
 
     def _is_in_memory(self, tensor: Tensor) -> bool:
         found = self._of.get(tensor.untyped_storage())

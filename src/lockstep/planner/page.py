@@ -7,33 +7,25 @@ from html import escape
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.planner.advice import Advice
 from lockstep.planner.charts import exchange, gib, memory, mesh, milliseconds, roofline, step_time, ways
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import KINDS
 from lockstep.planner.plan import Plan
-from lockstep.planner.search import Tried
+from lockstep.planner.search import Way
 
 
-def plans_page(
-    name: str, plans: Sequence[Plan], advised: Sequence[Sequence[Advice]], precision: str, price: float | None = None
-) -> str:
-    body = "".join(
-        part for plan, text in zip(plans, advised, strict=True) for part in _sections(plan, text, precision, price)
-    )
-    return _page(f"{name}: a plan", body)
+def plans_page(name: str, plans: Sequence[Plan], precision: str) -> str:
+    return _page(f"{name}: a plan", "".join(part for plan in plans for part in _sections(plan, precision)))
 
 
-def search_page(
-    name: str, found: Sequence[tuple[Target, Sequence[Tried]]], precision: str, price: float | None = None
-) -> str:
+def search_page(name: str, found: Sequence[tuple[Target, Sequence[Way]]], precision: str) -> str:
     parts = []
     for target, tried in found:
-        parts.append(f"<h2>Ways to spread it over {escape(target.title)}</h2>{ways(tried, price)}")
+        parts.append(f"<h2>Ways to spread it over {escape(target.title)}</h2>{ways(tried)}")
         best = tried[0]
         if best.plan is not None and best.fits:
-            parts.append(f"<h2>The best: {escape(best.way.title)}</h2>")
-            parts += _sections(best.plan, (), precision, price)
+            parts.append(f"<h2>The best: {escape(best.title)}</h2>")
+            parts += _sections(best.plan, precision)
     return _page(f"{name}: a search", "".join(parts))
 
 
@@ -52,14 +44,12 @@ def _page(title: str, body: str) -> str:
     )
 
 
-def _sections(plan: Plan, advised: Sequence[Advice], precision: str, price: float | None) -> Iterator[str]:
+def _sections(plan: Plan, precision: str) -> Iterator[str]:
     step = plan.step
     verdict = f"{gib(plan.margin)} left" if plan.fits else f"{gib(-plan.margin)} too much"
     kind, word = ("fits", "fits") if plan.fits else ("not", "does not fit")
     yield f'<h2>{escape(plan.target.title)}: <span class="{kind}">{word}</span>, {verdict}</h2>'
-    yield f"<p>{escape(_summary(plan, price))}</p>"
-    if advised:
-        yield "<h3>Advice</h3><ul>" + "".join(f"<li>{escape(each.text)}</li>" for each in advised) + "</ul>"
+    yield f"<p>{escape(_summary(plan))}</p>"
     yield "<h3>Memory of a device over a step, in GiB</h3>" + memory(plan) + _kinds(plan)
     if step.largest:
         yield "<h3>The largest tensors at the peak</h3>" + _largest(plan)
@@ -71,7 +61,7 @@ def _sections(plan: Plan, advised: Sequence[Advice], precision: str, price: floa
         yield "<h3>What a device exchanges, by axis</h3>" + exchange(plan)
 
 
-def _summary(plan: Plan, price: float | None) -> str:
+def _summary(plan: Plan) -> str:
     step = plan.step
     at_least = milliseconds(plan.estimate.step)
     text = [f"{step.parameters:,} parameters, {step.batch} examples in a step of at least {at_least}"]
@@ -79,8 +69,6 @@ def _summary(plan: Plan, price: float | None) -> str:
         text.append(f"the largest batch that fits is {plan.largest_batch}")
     if step.host_bytes:
         text.append(f"{gib(step.host_bytes)} for each device are in the memory of its host")
-    if price is not None and (cost := plan.price_per_epoch(price)) is not None:
-        text.append(f"an epoch costs {cost:,.2f}")
     return "; ".join(text) + "."
 
 

@@ -1,24 +1,26 @@
-"""A plan: whether a config fits a target, what it needs there and what it would cost."""
+"""A plan: whether a config fits a target, and what it needs there."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
 from lockstep.planner.figures import KINDS, Estimate, Step, estimate
-from lockstep.planner.traces import NotPlanned, kept, run_module
 
 GIB = 2**30
 # Kept back for what a process has on a GPU beside its tensors: the driver's context and libraries. On an H200 it was
 # 0.82 GiB (benchmarks/plan.py).
-RESERVED = 0.82 * GIB
+_RESERVED = 0.82 * GIB
 _LIMIT_SECONDS = 900.0
 _PATIENT_SECONDS = 60.0  # a step that is traced in less is traced again, to try a batch size
 _TRIES = 3
@@ -39,7 +41,7 @@ class Plan:
     @property
     def reserved(self) -> float:
         """A TPU's compiler counts everything itself."""
-        return RESERVED if self.target.slice is None else 0.0
+        return _RESERVED if self.target.slice is None else 0.0
 
     @property
     def fits(self) -> bool:
@@ -48,12 +50,6 @@ class Plan:
     @property
     def margin(self) -> float:
         return self.capacity - self.step.peak
-
-    def price_per_epoch(self, per_hour: float) -> float | None:
-        if self.step.examples is None:
-            return None
-        steps = self.step.examples / self.step.batch
-        return per_hour * self.target.count * steps * self.estimate.step / 3600
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -128,27 +124,15 @@ def traced(config: Path, overrides: Sequence[str], target: Target) -> Step:
         return _on_fake_tensors(config, overrides, target.count)
     from lockstep.planner.tpu import engine
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        file = Path(folder) / "traced.step"
-        engine.trace(config, overrides, target.slice, file)
-        return engine.compile(file, target.slice)
-
-
-def of_file(file: Path, target: Target) -> Plan:
-    """Plans a step that was traced before, maybe on another machine."""
-    from lockstep.planner.tpu import engine
-
-    assert target.slice is not None
-    step = engine.compile(file, target.slice)
-    return Plan(target, step, estimate(step, target, "bf16"), None, False)
+    return engine.planned(config, overrides, target.slice)
 
 
 def _on_fake_tensors(config: Path, overrides: Sequence[str], world_size: int) -> Step:
-    """Runs in a separate process, which patches torch."""
+    """Runs in a separate process, since tracing patches torch."""
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
         out = Path(folder) / "step.json"
         arguments = [str(config), str(world_size), str(out), *overrides]
-        log, code = run_module("lockstep.planner.traces", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
+        log, code = run_module("lockstep.planner.step", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
         found = json.loads(out.read_text(encoding="utf-8")) if code == 0 and out.exists() else None
     if found is None:
         lines = log.strip().splitlines()
@@ -159,16 +143,48 @@ def _on_fake_tensors(config: Path, overrides: Sequence[str], world_size: int) ->
     return Step.parse(found)
 
 
+class NotPlanned(LockstepError):
+    """The step could not be traced or compiled."""
+
+    exit_code = 2
+
+
+def run_module(module: str, arguments: Sequence[str], limit: float, what: str) -> tuple[str, int]:
+    """Runs `python -m MODULE` without the variables of a rank or of XLA, and returns its output and exit code."""
+    left_out = ("RANK", "WORLD_SIZE", "PJRT_DEVICE", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # a plan is the same on machines with GPUs and without
+    with tempfile.TemporaryFile() as log:
+        try:
+            code = subprocess.run(
+                [sys.executable, "-P", "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, timeout=limit, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise NotPlanned(f"{what} took more than {limit:g} s") from None
+        log.seek(0)
+        return log.read().decode(errors="replace"), code
+
+
+def kept(log: str) -> str:
+    """Keeps the output of a process in a temporary file, and returns a sentence that names it."""
+    descriptor, file = tempfile.mkstemp(prefix="lockstep-plan-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
+        out.write(log)
+    return f"All that was said: {file}"
+
+
 _SHOWN = 10
-WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
+_WHEN = {"forward": "the forward pass", "backward": "the backward pass", "optimizer": "the optimizer's step"}
 
 
-def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
+def lines(plan: Plan) -> Iterator[str]:
     step, target = plan.step, plan.target
     verdict = f"{plan.margin / GIB:.1f} GiB left" if plan.fits else f"{-plan.margin / GIB:.1f} GiB too much"
     yield f"{target.title}: {'fits' if plan.fits else 'DOES NOT FIT'}, {verdict}"
     kept = f", of which {plan.reserved / GIB:.1f} are kept back for the driver" if plan.reserved else ""
-    when = f" in {WHEN[step.phase]}" if step.phase in WHEN else ""  # a compiler says nothing of it
+    when = f" in {_WHEN[step.phase]}" if step.phase in _WHEN else ""  # a compiler says nothing of it
     yield f"memory per device, at its peak{when}: {step.peak / GIB:.2f} of {target.device.memory:.1f} GiB{kept}"
     for kind in KINDS:
         if size := step.by_kind.get(kind):
@@ -196,11 +212,3 @@ def lines(plan: Plan, per_hour: float | None = None) -> Iterator[str]:
     if plan.largest_batch:
         how = "traced" if plan.tried else "worked out from this one, not traced"
         yield f"largest batch that fits: {plan.largest_batch} ({how})"
-    if per_hour is not None:
-        price = plan.price_per_epoch(per_hour)
-        text = (
-            "of a stream nobody knows the length"
-            if price is None
-            else f"{price:,.2f} at {per_hour:g} per device and hour"
-        )
-        yield f"an epoch: {text}"

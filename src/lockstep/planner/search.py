@@ -45,16 +45,7 @@ class Spread:
 @dataclass(frozen=True)
 class Way:
     title: str
-    values: Mapping[str, Any]
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{path}={json.dumps(value)}" for path, value in self.values.items()]
-
-
-@dataclass(frozen=True)
-class Tried:
-    way: Way
+    values: Mapping[str, Any]  # of the config
     plan: Plan | None
     why_not: str = ""
 
@@ -127,7 +118,7 @@ class _Search:
     make: Callable[[Sequence[str]], Plan]
     note: Callable[[str], None]
     traces: int = 0
-    found: list[Tried] = field(default_factory=list)
+    found: list[Way] = field(default_factory=list)
     too_much: dict[str, str] = field(default_factory=dict)  # by family: the first whose model alone does not fit
 
     def all_of(self, spread: Spread) -> None:
@@ -142,7 +133,7 @@ class _Search:
         if fastest is not None and fastest.rank[1] <= first.estimate.step:
             self._leave_out(
                 f"{spread.title}, in parts or activation checkpointing",
-                f"not traced: no faster than {fastest.way.title}",
+                f"not traced: no faster than {fastest.title}",
             )
             return
         parts = self._in_parts(spread, None, first, math.inf)
@@ -179,34 +170,27 @@ class _Search:
         return None
 
     def _try(self, spread: Spread, activation_checkpointing: str | None, parts: int) -> Plan | None:
-        title = ", ".join(
-            [
-                spread.title,
-                *["activation checkpointing"] * bool(activation_checkpointing),
-                *[f"in {parts} parts"] * (parts > 1),
-            ]
-        )
-        way = Way(
-            title,
-            {
-                "strategy": spread.strategy,
-                "train.activation_checkpointing": activation_checkpointing,
-                "train.accumulate": parts,
-            },
-        )
+        title = spread.title + ", activation checkpointing" * bool(activation_checkpointing)
+        title += f", in {parts} parts" * (parts > 1)
         if self.traces >= _MOST:
             self._leave_out(title, f"not traced: {_MOST} are traced at most")
             return None
         self.note(title)
         self.traces += 1
+        values = {
+            "strategy": spread.strategy,
+            "train.activation_checkpointing": activation_checkpointing,
+            "train.accumulate": parts,
+        }
         try:
-            self.found.append(Tried(way, self.make(way.overrides)))
+            made = self.make([f"{path}={json.dumps(value)}" for path, value in values.items()])
+            self.found.append(Way(title, values, made))
         except LockstepError as error:  # refused, or beyond tracing: others may not be
-            self.found.append(Tried(way, None, str(error)))
+            self.found.append(Way(title, values, None, str(error)))
         return self.found[-1].plan
 
     def _leave_out(self, title: str, why: str) -> None:
-        self.found.append(Tried(Way(title, {}), None, why))
+        self.found.append(Way(title, {}, None, why))
 
 
 def _lower_bound(step: Step, parts: float) -> float:
@@ -220,7 +204,7 @@ def search(
     target: Target,
     make: Callable[[Sequence[str]], Plan],
     note: Callable[[str], None] = lambda title: None,
-) -> list[Tried]:
+) -> list[Way]:
     """Returns all ways, the fastest that fits first; `note` is called before each trace."""
     at_work = _Search(config, target, make, note)
     own = [axis for axis in config.strategy.mesh or {} if axis not in BATCH_AXES]
@@ -235,40 +219,36 @@ def search(
     return sorted(at_work.found, key=lambda each: each.rank)
 
 
-def lines(found: Sequence[Tried], price: float | None = None) -> Iterator[str]:
-    width = max(len(each.way.title) for each in found)
-    yield f"{'':<{width}}  {'per device':>10}  {'at least':>10}" + (f"  {'an epoch':>10}" if price is not None else "")
+def lines(found: Sequence[Way]) -> Iterator[str]:
+    width = max(len(each.title) for each in found)
+    yield f"{'':<{width}}  {'per device':>10}  {'at least':>10}"
     for each in found:
         if each.plan is None:
-            yield f"{each.way.title:<{width}}  {each.why_not.splitlines()[0]}"
+            yield f"{each.title:<{width}}  {each.why_not.splitlines()[0]}"
             continue
         text = f"{each.plan.step.peak / GIB:6.3g} GiB  {each.plan.estimate.step * 1e3:7.3g} ms"
-        if price is not None:
-            cost = each.plan.price_per_epoch(price)
-            text += f"  {'unknown' if cost is None else format(cost, ',.2f'):>10}"
-        yield f"{each.way.title:<{width}}  {text}{'' if each.plan.fits else '  does not fit'}"
+        yield f"{each.title:<{width}}  {text}{'' if each.plan.fits else '  does not fit'}"
 
 
-def plain(found: Sequence[Tried], price: float | None = None) -> list[dict[str, Any]]:
+def plain(found: Sequence[Way]) -> list[dict[str, Any]]:
     return [
         {
-            "way": one.way.title,
-            "values": one.way.values,
+            "way": one.title,
+            "values": one.values,
             "why_not": one.why_not or None,
             "plan": one.plan.plain() if one.plan is not None else None,
-            "price_per_epoch": one.plan.price_per_epoch(price) if one.plan is not None and price is not None else None,
         }
         for one in found
     ]
 
 
-def write(config: RunConfig, best: Tried, target: Target, file: Path) -> None:
+def write(config: RunConfig, best: Way, target: Target, file: Path) -> None:
     """Writes the config with the best way; `processes` counts all hosts."""
     # On a slice the hosts count their own processes.
     there = {"processes": target.count} if target.slice is None else {"runtime": "xla", "processes": "auto"}
-    values = {**best.way.values, **there}
+    values = {**best.values, **there}
     chosen = with_values(config, values).model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    text = f"# Found by lockstep plan --search for {target.title}: {best.way.title}.\n" + to_yaml(chosen)
+    text = f"# Found by lockstep plan --search for {target.title}: {best.title}.\n" + to_yaml(chosen)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -1,5 +1,6 @@
-"""Traces two steps of a run on fake tensors: the first creates the optimizer's state, the second is planned.
+"""`python -m lockstep.planner.step CONFIG WORLD_SIZE OUT [KEY=VALUE ...]` traces a step on fake tensors.
 
+Of two steps the first creates the optimizer's state, and the second is planned.
 One process stands for rank 0 of a world of any size. The run, its strategy and its task are the real ones; other ranks
 answer what this one says, and the device computes on fake tensors.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import logging
 import sys
 import tempfile
 import time
@@ -27,10 +30,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import strategy as strategies
-from lockstep.config.load import check_strategy
+from lockstep.config.load import check_strategy, load
 from lockstep.config.schema import Checkpoint, Log, RunConfig
 from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, MAIN, resolve_meshes
 from lockstep.config.strategy import Strategy as StrategySettings
@@ -40,6 +42,7 @@ from lockstep.distributed.topology import Topology
 from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
+from lockstep.errors import LockstepError
 from lockstep.planner import figures, gpu_rules
 from lockstep.planner.figures import Step
 from lockstep.planner.ledger import Ledger, NotTraced, replay
@@ -103,7 +106,7 @@ class FakeGroup(Group):
 class FakeDdp(Strategy):
     """The memory and traffic of DistributedDataParallel, which cannot run on fake tensors.
 
-    powerSGD and custom hooks are planned as if gradients were not compressed.
+    A `comm_hook` is planned as if gradients were not compressed.
     """
 
     name = "ddp"
@@ -112,11 +115,6 @@ class FakeDdp(Strategy):
         super().__init__(runtime, world_size)
         self._settings = settings
         self.buckets: list[torch.Tensor] = []
-        self._norms: list[int] = []  # the features of every layer that normalises by the batches of all ranks
-
-    def convert(self, model: nn.Module) -> None:
-        if self._settings.sync_batchnorm:
-            self._norms += [each.num_features for each in model.modules() if isinstance(each, _BatchNorm)]
 
     def place(self, model: nn.Module) -> nn.Module:
         most = self._settings.bucket_mb * 2**20
@@ -135,23 +133,8 @@ class FakeDdp(Strategy):
         return self._settings.has_bucket_views(on_gpu=True)
 
     def computed(self, last: bool) -> None:
-        for features in self._norms:  # what torch's layer gathers on its way forward, and sums up on its way back
-            mine = torch.empty(2 * features + 1)
-            dist.all_gather_into_tensor(mine.new_empty(self.world_size * len(mine)), mine)
-            dist.all_reduce(torch.empty(2 * features))
-        if last:
-            for bucket in self.buckets:
-                self._exchange(bucket)
-
-    def _exchange(self, bucket: torch.Tensor) -> None:
-        hook = self._settings.comm_hook
-        short = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}.get(hook.type if hook else "")
-        if short is None:
+        for bucket in self.buckets if last else ():
             dist.all_reduce(bucket)
-            return
-        sent = bucket.to(short)
-        dist.all_reduce(sent)
-        bucket.copy_(sent)
 
 
 def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -273,12 +256,10 @@ def trace(config: RunConfig, world_size: int) -> Step:
             bytes=sum(each.bytes for each in books.operations[start.operation :]),
             work=figures.work_of(books, start.operation),
             collectives=figures.collectives_of(books, start.collective, _axes(run, world_size), world_size),
-            uneven=figures.uneven_of(books, start.operation),
             timeline=figures.thinned(timeline, peak.at),
             phases=_phases(books.phases, start.event),
             seconds=round(time.monotonic() - began, 1),
             events=len(timeline),
-            weights=figures.weights_of(_parameters(run)),
             mesh=_mesh_of(config, world_size),
             axes=_ruled_axes(config, task),
             host_bytes=figures.held_by_the_host(books),
@@ -355,13 +336,6 @@ def _phases(phases: list[tuple[str, int]], start: int) -> list[tuple[str, int]]:
     return [(name, 0) for name in before] + [(name, at - start) for name, at in phases if at > start]
 
 
-def _parameters(run: Run) -> Iterator[figures.Named]:
-    for owner, module in run.modules.items():
-        for name, each in module.named_parameters():
-            full = f"{owner}.{name}" if len(run.modules) > 1 else name
-            yield full, each.shape, local_part(each).shape, each.element_size(), each.requires_grad
-
-
 def _mesh_of(config: RunConfig, world_size: int) -> dict[str, int]:
     if not config.strategy.has_mesh:
         return {DATA_AXIS: world_size}
@@ -399,3 +373,18 @@ def _copy_offloaded() -> None:
         return [each.clone() for each in of_the_host.fget(parameter)]
 
     FSDPParam.all_gather_inputs = property(copied)  # type: ignore[assignment]
+
+
+def main(config: str, world_size: str, out: str, *overrides: str) -> int:
+    logging.disable(logging.WARNING)
+    gpu_rules.install()
+    try:
+        found = trace(load(Path(config), overrides), int(world_size)).plain()
+    except LockstepError as error:
+        found = {"error": str(error)}
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -134,6 +134,8 @@ class Heartbeat:
             self._reported, self._debugged = (now.number, self._clock.paused), 0.0
         taken = time.monotonic() - now.since - (self._clock.paused - self._reported[1])
         stacks = sys._current_frames() if taken > _INTERVAL / 2 else {}
+        # With its own frame this one would be a cycle, which keeps the tensors of all others until the next collection.
+        stacks.pop(threading.get_ident(), None)
         frame = stacks.get(self._training_thread)
         if in_debugger(frame):
             self._debugged = taken

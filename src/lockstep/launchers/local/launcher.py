@@ -99,7 +99,6 @@ def _launch(folder: Path, config: RunConfig, mirror: Mirror | None, say: Say) ->
     from lockstep.distributed.watch.stall import Limits
     from lockstep.launchers.local import supervisor
 
-    checks.check_memory(config, folder, say)
     plan = _plan(config, str(folder))
     count = len(plan.processes)
     threads = f", {plan.threads} thread{'s' if plan.threads > 1 else ''} each" if config.runtime != "xla" else ""

@@ -83,7 +83,6 @@ def plan_pod(config: RunConfig, name: str, folder: str | None = None) -> PodPlan
 
 @contextmanager
 def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
-    checks.memory_not_checked(config, describe(config), say)
     pod = Pod(out.pod or str(config.name), config)
     code = _follow_to_the_end(pod, _start(pod, out.place))
     message = "done on the pod; its console has what it found" if config.after is not None and not code else ""
@@ -99,7 +98,6 @@ def resume_pod(name: str, config: RunConfig) -> int:
     refuse_wrong_changes(found, config.plain())
     for change in found:
         tell(f"lockstep: changed: {described_change(change)}")
-    checks.memory_not_checked(config, describe(config), lambda text: tell(f"lockstep: {text}"))
     pod = Pod(name, config)
     pod.make_ready()
     return _follow_to_the_end(pod, _start(pod, Path(), known))

@@ -1,23 +1,22 @@
-"""`python -m lockstep.planner.tpu.compile STEP SLICE OUT`: compiles a traced step with libtpu.
+"""`python -m lockstep.planner.tpu.compile FOLDER SLICE`: compiles a traced step with libtpu.
 
 It runs in a separate process, which libtpu may abort. It needs jax and libtpu, no TPU and no torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from lockstep.planner.devices import slice_of, topology
-from lockstep.planner.tpu.program import Program
-from lockstep.planner.tpu.stored import Traced, read
+from lockstep.planner.tpu.program import parsed
+from lockstep.planner.tpu.trace import PROGRAM, TRACED, Traced
 
+COMPILED = "compiled.json"
 _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -80,9 +79,6 @@ _SIZES = {
 }
 
 
-_TRIM_SECONDS = 2.0
-
-
 def prepare() -> None:
     os.environ.update(
         JAX_PLATFORMS="cpu",
@@ -91,14 +87,6 @@ def prepare() -> None:
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_LOG_DIR="disabled",
     )
-
-
-def give_back_memory() -> None:
-    """Returns freed memory to the system every other second: the compiler frees gigabytes in fragments."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
-        time.sleep(_TRIM_SECONDS)
-        trim(0)
 
 
 def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
@@ -136,19 +124,12 @@ def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
     memory = made.get_compiled_memory_stats()
     costs = made.cost_analysis()
     costs = costs[0] if isinstance(costs, list) else costs
-    written = made.hlo_modules()[0].to_string()
-    if keep := os.environ.get("LOCKSTEP_PLAN_KEEP_PROGRAM"):
-        Path(keep).write_text(written, encoding="utf-8")
     return {
         "sizes": {name: int(getattr(memory, field)) for name, field in _SIZES.items()},
         "flops": float(costs.get("flops", 0.0)),
         "bytes": float(costs.get("bytes accessed", 0.0)),
         "seconds": round(took, 1),
-        "kind": devices[0].device_kind,
-        **Program(written).plain(
-            [each.kind for each in traced.arguments],
-            [each.shape for each in traced.arguments if each.kind == "weights"],
-        ),
+        **parsed(made.hlo_modules()[0].to_string(), [each.kind for each in traced.arguments]),
     }
 
 
@@ -172,15 +153,15 @@ def _annotate(ir: Any, module: Any, traced: Traced, replicas: int, partitions: i
     module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(number, partitions)
 
 
-def main(step: str, target: str, out: str) -> int:
+def main(folder: str, target: str) -> int:
     prepare()
-    threading.Thread(target=give_back_memory, daemon=True).start()
-    traced, program = read(Path(step))
+    traced = Traced.parse(json.loads((Path(folder) / TRACED).read_text(encoding="utf-8")))
+    program = (Path(folder) / PROGRAM).read_bytes()
     try:
         found = compiled(traced, program, target)
     except Exception as error:  # whatever XLA says of the program; it is read by who asked
         found = {"refused": str(error)}
-    Path(out).write_text(json.dumps(found), encoding="utf-8")
+    (Path(folder) / COMPILED).write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 

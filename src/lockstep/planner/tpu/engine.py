@@ -18,12 +18,12 @@ from typing import Any
 
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError
-from lockstep.planner.figures import Collective, Step, Tensor, Work, weights_of
-from lockstep.planner.tpu.stored import Traced, part, read
-from lockstep.planner.tpu.trace import of_crash
-from lockstep.planner.traces import NotPlanned, kept, run_module
+from lockstep.planner.figures import Collective, Step, Tensor, Work
+from lockstep.planner.plan import NotPlanned, kept, run_module
+from lockstep.planner.tpu.compile import COMPILED
+from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
-_USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of (?P<capacity>[\d.]+[KMGT]?) hbm", re.IGNORECASE)
+_USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^\s*\d+\. Size: (?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
 _SHAPE = re.compile(r"Shape: (?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
@@ -35,7 +35,6 @@ _MOST = 10
 
 @dataclass(frozen=True)
 class Refused:
-    capacity: int
     program: int
     arguments: int  # 0 where it does not count them, as for a slice that is not there
     largest: list[dict[str, Any]]
@@ -51,7 +50,6 @@ def refused(text: str) -> Refused | None:
     found = list(_ALLOCATION.finditer(text))
     ends = [each.start() for each in found[1:]] + [len(text)]
     return Refused(
-        size(used["capacity"]),
         parts.get("program", size(used["used"]) - arguments),
         arguments,
         [_allocation(each["size"], text[each.end() : end]) for each, end in zip(found, ends, strict=True)][:_MOST],
@@ -80,38 +78,32 @@ _LIMIT_SECONDS = 1800.0
 _SHOWN = 300
 
 
-def trace(config: Path, overrides: Sequence[str], target: Accelerator, out: Path) -> None:
-    require_tracer()
-    said = out.with_suffix(".json")
-    arguments = [str(config), target.type, str(out), *overrides]
-    try:
-        log, code = run_module("lockstep.planner.tpu.trace", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
-        found = json.loads(said.read_text(encoding="utf-8")) if said.exists() else {}
-    finally:
-        said.unlink(missing_ok=True)
+def planned(config: Path, overrides: Sequence[str], target: Accelerator) -> Step:
+    require_tools()
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
+        traced = _traced(config, overrides, target, Path(folder))
+        return _compiled(traced, target, Path(folder))
+
+
+def _traced(config: Path, overrides: Sequence[str], target: Accelerator, folder: Path) -> Traced:
+    arguments = [str(config), target.type, str(folder), *overrides]
+    log, code = run_module("lockstep.planner.tpu.trace", arguments, _LIMIT_SECONDS, f"{config}: tracing a step")
+    found = json.loads((folder / TRACED).read_text(encoding="utf-8")) if (folder / TRACED).exists() else {}
     if "error" in found:
         raise ConfigError(f"{config}: {found['error']}")
-    if code != 0 or not out.exists():
+    if code != 0 or not found:
         why = of_crash(log) or f"the step cannot be traced: {_crash(log, code)}"
         raise NotPlanned(f"{config}: {why}. {kept(log)}")
+    return Traced.parse(found)
 
 
-def compile(step: Path, target: Accelerator) -> Step:
-    require_compiler()
-    traced, _ = read(step)
-    if traced.devices != target.devices:
-        raise ConfigError(
-            f"{step}: was traced for the {traced.devices} devices of {traced.slice}, and {target}: trace it again for "
-            f"{target.type}"
-        )
-    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as folder:
-        out = Path(folder) / "compiled.json"
-        log, code = run_module(
-            "lockstep.planner.tpu.compile", [str(step), target.type, str(out)], _LIMIT_SECONDS, f"{step}: compiling"
-        )
-        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
-    if found is None or code != 0:
+def _compiled(traced: Traced, target: Accelerator, folder: Path) -> Step:
+    log, code = run_module(
+        "lockstep.planner.tpu.compile", [str(folder), target.type], _LIMIT_SECONDS, f"compiling for {target.type}"
+    )
+    if code != 0 or not (folder / COMPILED).exists():
         raise NotPlanned(f"libtpu ended while it compiled for {target.type}: {_crash(log, code)}. {kept(log)}")
+    found = json.loads((folder / COMPILED).read_text(encoding="utf-8"))
     if "error" in found:
         raise ConfigError(f"--on {target.type}: {found['error']}")
     if "refused" in found:
@@ -124,38 +116,26 @@ def compile(step: Path, target: Accelerator) -> Step:
     return _fitting(traced, found)
 
 
-def require_tracer() -> None:
-    _require_processor()
-    if importlib.util.find_spec("torch_xla") is None:
-        raise ConfigError(f"a step for TPUs is traced by torch_xla, which is not installed here: {INSTALL}")
-
-
-def require_compiler() -> None:
-    _require_processor()
-    for name, wanted in WANTED.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(
-                f"a step for TPUs is compiled by libtpu {WANTED['libtpu']} through jax {WANTED['jax']}, and {name} is "
-                f"not installed here: {INSTALL}"
-            ) from None
-        if found != wanted:
-            raise ConfigError(
-                f"{name} is {found}, and a step is compiled with {name} {wanted}: torch_xla, jax and libtpu have to be "
-                f"of versions that belong together: {INSTALL}"
-            )
-
-
-def _require_processor() -> None:
+def require_tools() -> None:
+    """Raises ConfigError where torch_xla, jax and libtpu are not installed in versions that belong together."""
     here = f"{platform.system()} on {platform.machine()}"
     if here != "Linux on x86_64":
         raise ConfigError(
             "plans for TPUs are made by torch_xla and libtpu, which exist for Linux on x86_64 only, and this is "
-            f"{here}. On such a machine (any, it needs no TPU): {INSTALL}, then the same lockstep plan. Or trace the "
-            "step on one of them (lockstep plan CONFIG --on v4-32 --trace mine.step) and compile it on another "
-            "(lockstep plan mine.step)"
+            f"{here}. On such a machine (any, it needs no TPU): {INSTALL}, then the same lockstep plan"
         )
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ConfigError(f"a step for TPUs is traced by torch_xla, which is not installed here: {INSTALL}")
+    for name, wanted in WANTED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        if found != wanted:
+            raise ConfigError(
+                f"{name} is {found}, and a step for TPUs is compiled with {name} {wanted}: torch_xla, jax and libtpu "
+                f"have to be of versions that belong together: {INSTALL}"
+            )
 
 
 def _crash(log: str, code: int) -> str:
@@ -170,27 +150,17 @@ def _crash(log: str, code: int) -> str:
 
 def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     sizes, times = found["sizes"], traced.programs
-    given = _by_kind(found["by_argument"], sizes["arguments"])
     made = sizes["temporaries"] + max(sizes["results"] - sizes["shared"], 0) + sizes["code"]
-    # What libtpu lays out is a little less or more than what its text says, whose course and kinds are kept.
-    listed = sum(found["peak"].values())
-    scale = made / listed if listed else 0.0
-    by_kind = {**given, **{kind: round(size * scale) for kind, size in found["peak"].items()}}
-    if not listed:
-        by_kind["temporaries"] = made
     flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
     return _step(
         traced,
         peak=sizes["arguments"] + made,
-        phase=found["phase"],
-        by_kind=by_kind,
-        largest=[Tensor(**each) for each in found["largest"]],
+        by_kind={**_by_kind(found["by_argument"], sizes["arguments"]), "temporaries": made},
+        largest=[],
         flops=flops,
         bytes=moved,
         work=[Work("bfloat16", flops, moved, 1)],
         collectives=collectives(found["exchanges"], traced.mesh, traced.devices, times),
-        timeline=[{**given, **{kind: round(size * scale) for kind, size in at.items()}} for at in found["timeline"]],
-        phases=[(name, at) for name, at in found["phases"]],
         seconds=traced.seconds + found["seconds"],
     )
 
@@ -204,8 +174,8 @@ def _not_fitting(traced: Traced, said: Refused) -> Step:
     by_kind = {**_by_kind(exact, given), "temporaries": said.program}
     largest = [Tensor(kind="temporaries", **each) for each in said.largest]
     return _step(
-        traced, peak=given + said.program, phase="program", by_kind=by_kind, largest=largest, flops=0, bytes=0,
-        work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
+        traced, peak=given + said.program, by_kind=by_kind, largest=largest, flops=0, bytes=0, work=[],
+        collectives=[], seconds=traced.seconds,
     )  # fmt: skip
 
 
@@ -217,14 +187,10 @@ def _step(traced: Traced, **values: Any) -> Step:
         parameters=traced.parameters,
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
-        uneven=[],
-        weights=weights_of(
-            (each.name, each.shape, part(each.shape, each.sharding), _width(each.dtype), each.result is not None)
-            for each in traced.arguments
-            if each.kind == "weights"
-        ),
         mesh=traced.mesh,
-        events=len(values["timeline"]),
+        phase="",
+        timeline=[],
+        phases=[],
         **values,
     )
 

@@ -18,8 +18,7 @@ from lockstep.distributed.group import Group
 from lockstep.engine.run import Run
 from lockstep.planner.ledger import NotTraced
 from lockstep.planner.step import FakeGroup
-from lockstep.planner.tpu.stored import REPLICATED as REPLICATED
-from lockstep.planner.tpu.stored import words
+from lockstep.planner.tpu.trace import REPLICATED, words
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.runtime.xla import XlaRuntime
@@ -34,7 +33,6 @@ from lockstep.tasks.loop import step_of
 @dataclass
 class Known:
     kind: str
-    name: str
     sharding: str
     shape: list[int]
     dtype: str
@@ -55,13 +53,13 @@ class Register:
         self.known: dict[int, Known] = {}
         self.last = -1  # the number of the one that was made last
 
-    def new(self, shape: Any, dtype: torch.dtype, kind: str, name: str, sharding: str = REPLICATED) -> Tensor:
+    def new(self, shape: Any, dtype: torch.dtype, kind: str, sharding: str = REPLICATED) -> Tensor:
         # A TPU has no integers of 64 bits, and libtpu 0.0.21 ends in a crash where an embedding is given such.
         narrow = torch.int32 if dtype == torch.int64 else torch.float32 if dtype == torch.float64 else dtype
         base: Tensor = self._builder.create_placeholder_tensor(list(shape), narrow)
         base.clone()  # from here on it is an argument, and all that is made of it has its number
         number = int(self._xla._xla_get_tensor_id(base))  # asked now: what is written to gets another
-        self.known[number] = Known(kind, name, sharding, list(shape), str(narrow).removeprefix("torch."), number)
+        self.known[number] = Known(kind, sharding, list(shape), str(narrow).removeprefix("torch."), number)
         self.last = number
         return base if base.dtype == dtype else base.to(dtype)
 
@@ -115,7 +113,7 @@ class PlaceholderRuntime(XlaRuntime):
         return map_tensors(self._sent, batch)
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return self._register.new(tensor.shape, tensor.dtype, "batch", "batch")
+        return self._register.new(tensor.shape, tensor.dtype, "batch")
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         pass
@@ -153,7 +151,7 @@ class _PlaceholderStrategy(Strategy):
         self.shardings = getattr(self, "shardings", {})
 
         def make(name: str, value: Tensor) -> Tensor:
-            return self.register.new(value.shape, value.dtype, "weights", name, found.get(name, REPLICATED))
+            return self.register.new(value.shape, value.dtype, "weights", found.get(name, REPLICATED))
 
         names = {id(each): name for name, each in model.named_parameters()}
         replaced = swap(model, make)
@@ -177,7 +175,7 @@ class PlaceholderSpmd(_PlaceholderStrategy, SpmdStrategy):
     def _sent(self, tensor: Tensor) -> Tensor:
         main = self._shapes[meshing.MAIN]
         sharding = words(meshing.batch_spec(tensor.dim(), main), main) if tensor.dim() else REPLICATED
-        return self.register.new(tensor.shape, tensor.dtype, "batch", "batch", sharding)
+        return self.register.new(tensor.shape, tensor.dtype, "batch", sharding)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -234,37 +232,36 @@ class State:
         assert isinstance(self._run._engine.strategy, _PlaceholderStrategy)
         return self._run._engine.strategy.shardings.get(id(parameter), REPLICATED)
 
-    def _new(self, like: Tensor, kind: str, name: str, sharding: str) -> Tensor:
-        made = self._register.new(like.shape, like.dtype, kind, name, sharding)
-        return made
+    def _new(self, like: Tensor, kind: str, sharding: str) -> Tensor:
+        return self._register.new(like.shape, like.dtype, kind, sharding)
 
     def renew(self) -> None:
         """Replaces everything with placeholders, as if it came from an earlier step."""
         self._held.clear()
         with torch.no_grad():
             for module in self._run.modules.values():
-                for name, parameter in module.named_parameters():
-                    made = self._new(parameter, "weights", name, self._sharding(parameter))
+                for parameter in module.parameters():
+                    made = self._new(parameter, "weights", self._sharding(parameter))
                     parameter.data = made
                     self._hold(parameter)
                 for owner in module.modules():
                     for name, buffer in list(owner._buffers.items()):
                         if buffer is not None and buffer.device.type == "xla":
-                            owner._buffers[name] = self._new(buffer, "weights", name, REPLICATED)
+                            owner._buffers[name] = self._new(buffer, "weights", REPLICATED)
                             self._hold(owner._buffers[name])
             for optimizer in self._run.optimizers.values():
                 for owned, state in optimizer.state.items():
                     for key, value in state.items():
                         if isinstance(value, Tensor) and value.device.type == "xla":
                             sharding = self._sharding(owned) if value.shape == owned.shape else REPLICATED
-                            state[key] = self._new(value, "optimizer", key, sharding)
+                            state[key] = self._new(value, "optimizer", sharding)
                             self._hold(state[key])
             for entry in self._run._engine.models.entries.values():
                 if entry.average is not None:
                     weights = entry.average.weights
                     for name, parameter in entry.module.named_parameters():
                         if name in weights:
-                            weights[name] = self._new(weights[name], "averages", name, self._sharding(parameter))
+                            weights[name] = self._new(weights[name], "averages", self._sharding(parameter))
                             self._hold(weights[name])
 
     def _hold(self, tensor: Tensor | None) -> None:
@@ -273,9 +270,9 @@ class State:
 
     def renew_gradients(self) -> None:
         """Gives the next micro-batch the gradients of this program."""
-        for name, parameter in self.parameters().items():
+        for parameter in self.parameters().values():
             if parameter.grad is not None:
-                parameter.grad = self._new(parameter.grad, "gradients", name, self._sharding(parameter))
+                parameter.grad = self._new(parameter.grad, "gradients", self._sharding(parameter))
 
     def changed(self) -> list[tuple[Tensor, int]]:
         """Returns what the step has written to, with the number of its placeholder."""

@@ -1,4 +1,4 @@
-"""`python -m lockstep.planner.tpu.trace CONFIG SLICE OUT [KEY=VALUE ...]`: traces a step as one XLA program.
+"""`python -m lockstep.planner.tpu.trace CONFIG SLICE FOLDER [KEY=VALUE ...]`: traces a step as one XLA program.
 
 The run, its strategy and the task are the real ones; weights, optimizer state and batches are placeholders, so a model
 and a mesh of any size can be traced. Needs torch_xla, no TPU.
@@ -10,12 +10,15 @@ import faulthandler
 import json
 import linecache
 import logging
+import math
 import os
 import re
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,45 @@ from lockstep.config.accelerators import Accelerator, check_slice
 from lockstep.config.load import load
 from lockstep.config.schema import Checkpoint, Log, RunConfig, Xla
 from lockstep.config.values import Interval
+from lockstep.distributed.watch.stacks import is_users
 from lockstep.errors import LockstepError
 from lockstep.planner.devices import slice_of
-from lockstep.planner.tpu.stored import Argument, Traced, write
 
+TRACED, PROGRAM = "traced.json", "program.hlo"
 _NEVER = Interval(10**9, "step")
 # More would not change what is traced: a mesh may be larger than this process, and two show what one device hides.
 _VIRTUAL_DEVICES = 2
+
+
+@dataclass(frozen=True)
+class Argument:
+    kind: str  # weights, optimizer, gradients, batch or other
+    shape: list[int]  # of the whole
+    dtype: str
+    sharding: str
+    result: int | None  # which result takes its place in memory
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step as one XLA program: its arguments and results."""
+
+    devices: int
+    replicas: int  # programs that each device runs by itself (ddp), or 1: one program over all of them
+    mesh: dict[str, int]
+    batch: int
+    programs: int  # of a step: micro-batches, each of which is one
+    examples: int | None
+    parameters: int
+    weights_bytes: int
+    optimizer_bytes: int
+    arguments: list[Argument]
+    results: list[str]  # the sharding of each
+    seconds: float
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Traced:
+        return cls(**{**raw, "arguments": [Argument(**each) for each in raw["arguments"]]})
 
 
 def prepare() -> None:
@@ -43,9 +78,8 @@ def prepare() -> None:
     )
 
 
-def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, bytes]:
+def trace(config: RunConfig, target: Accelerator) -> tuple[Traced, bytes]:
     began = time.monotonic()
-    import torch
     import torch_xla
 
     from lockstep.distributed.topology import Topology
@@ -92,14 +126,13 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
     for number in numbers:
         one = register.known.get(number)
         if one is None:  # a number that the host works out for every step, or the seed of random numbers
-            arguments.append(Argument("other", "", [], "", placeholders.REPLICATED, None))
+            arguments.append(Argument("other", [], "", REPLICATED, None))
         else:
             place = takes_place.get(number)
-            arguments.append(Argument(one.kind, one.name, one.shape, one.dtype, one.sharding, place))
+            arguments.append(Argument(one.kind, one.shape, one.dtype, one.sharding, place))
     parameters = state.parameters()
     return (
         Traced(
-            slice=target.type,
             devices=target.devices,
             replicas=ranks,
             mesh=state.mesh() if over_all else {"data": target.devices},
@@ -109,50 +142,60 @@ def trace(config: RunConfig, target: Accelerator, name: str) -> tuple[Traced, by
             parameters=sum(each.numel() for each in parameters.values()),
             weights_bytes=state.weights_bytes(),
             optimizer_bytes=state.optimizer_bytes(),
-            precision=config.train.precision,
             arguments=arguments,
             results=[register.known[number].sharding for _, number in results],
             seconds=round(time.monotonic() - began, 1),
-            name=name,
-            versions={"torch": torch.__version__, "torch_xla": torch_xla.__version__},
         ),
         program,
     )
 
 
-def main(config: str, target: str, out: str, *overrides: str) -> int:
-    faulthandler.enable()
-    logging.disable(logging.WARNING)
-    prepare()
-    said: dict[str, Any] = {}
-    try:
-        checked = load(Path(config), overrides)
-        # A plan is for what the run would be there, whatever it is meant for now.
-        free = {"runtime": "xla", "devices": "auto", "processes": "auto", "xla": Xla()}
-        check_slice(checked.model_copy(update=free), slice_of(target), "--on")
-        traced, program = trace(checked, slice_of(target), checked.name or Path(config).stem)
-        write(traced, program, Path(out))
-    except LockstepError as error:
-        said = {"error": str(error)}
-    except Exception as error:  # the user's own code, and torch_xla's
-        traceback.print_exc()
-        said = {"error": describe(error)}
-    Path(out).with_suffix(".json").write_text(json.dumps(said), encoding="utf-8")
-    return 0
+REPLICATED = "{replicated}"
+
+Entry = str | tuple[str, ...] | None
 
 
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+def words(spec: Sequence[Entry], mesh: Mapping[str, int]) -> str:
+    """Returns XLA's sharding, such as `{devices=[8,1,2]<=[16] last_tile_dim_replicate}`: 8 parts, 2 copies of each.
+
+    Devices are numbered along the mesh, its last axis first; `T(...)` is the order of its axes.
+    """
+    names = list(mesh)
+    parts = [math.prod(mesh[axis] for axis in _axes(entry)) for entry in spec]
+    read = [names.index(axis) for entry in spec for axis in _axes(entry)]
+    if math.prod(parts) == 1:
+        return REPLICATED
+    left = [number for number in range(len(names)) if number not in read]
+    copies = math.prod(mesh[names[number]] for number in left)
+    tiles = [*parts, copies] if copies > 1 else parts
+    order = [*read, *left]
+    sizes = list(mesh.values())
+    devices = math.prod(sizes)
+    source = f"[{devices}]" if order == sorted(order) else f"[{_joined(sizes)}]T({_joined(order)})"
+    return f"{{devices=[{_joined(tiles)}]<={source}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
 
 
-_OURS = Path(__file__).resolve().parents[2]
-_LIBRARIES = ("site-packages", "dist-packages", "torch", "torch_xla")
+def part(shape: Sequence[int], sharding: str) -> list[int]:
+    match = re.match(r"\{devices=\[([\d,]+)\]", sharding)
+    if match is None:
+        return list(shape)
+    tiles = [int(each) for each in match[1].split(",")][: len(shape)]
+    return [-(-size // by) for size, by in zip(shape, tiles, strict=True)]
+
+
+def _axes(entry: Entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+) in ', re.MULTILINE)
-_FATAL = "Fatal Python error"
 
 
 def describe(error: Exception) -> str:
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
     where = f" at {_place(frames[-1].filename, frames[-1].lineno or 0)}" if frames else ""
     first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     return f"the step cannot be traced: {type(error).__name__}{where}: {first}"
@@ -163,8 +206,8 @@ def of_crash(log: str) -> str | None:
 
     Python's fault handler prints where that was, the innermost line first.
     """
-    _, found, after = log.partition(_FATAL)
-    frames = [each for each in _FRAME.finditer(after) if _is_users(each["file"])] if found else []
+    _, found, after = log.partition("Fatal Python error")
+    frames = [each for each in _FRAME.finditer(after) if is_users(each["file"])] if found else []
     if not frames:
         return None
     place = _place(frames[0]["file"], int(frames[0]["line"]))
@@ -178,8 +221,26 @@ def _place(file: str, line: int) -> str:
     return f"{file}:{line} ({linecache.getline(file, line).strip()})"
 
 
-def _is_users(file: str) -> bool:
-    path = Path(file)
-    standard = Path(traceback.__file__).parent
-    mine = path.is_relative_to(_OURS) or path.is_relative_to(standard) or file.startswith("<")
-    return not mine and not set(_LIBRARIES) & set(path.parts)
+def main(config: str, target: str, folder: str, *overrides: str) -> int:
+    faulthandler.enable()
+    logging.disable(logging.WARNING)
+    prepare()
+    try:
+        checked = load(Path(config), overrides)
+        # A plan is for what the run would be there, whatever it is meant for now.
+        free = {"runtime": "xla", "devices": "auto", "processes": "auto", "xla": Xla()}
+        check_slice(checked.model_copy(update=free), slice_of(target), "--on")
+        traced, program = trace(checked, slice_of(target))
+        (Path(folder) / PROGRAM).write_bytes(program)
+        found = asdict(traced)
+    except LockstepError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # the user's own code, and torch_xla's
+        traceback.print_exc()
+        found = {"error": describe(error)}
+    (Path(folder) / TRACED).write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
