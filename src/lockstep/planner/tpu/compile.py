@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.planner.devices import slice_of, topology
-from lockstep.planner.tpu.program import parsed
+from lockstep.planner.tpu.program import Program
 from lockstep.planner.tpu.trace import PROGRAM, TRACED, Traced
 
 COMPILED = "compiled.json"
@@ -124,12 +124,17 @@ def compiled(traced: Traced, program: bytes, target: str) -> dict[str, Any]:
     memory = made.get_compiled_memory_stats()
     costs = made.cost_analysis()
     costs = costs[0] if isinstance(costs, list) else costs
+    written = made.hlo_modules()[0].to_string()
     return {
         "sizes": {name: int(getattr(memory, field)) for name, field in _SIZES.items()},
         "flops": float(costs.get("flops", 0.0)),
         "bytes": float(costs.get("bytes accessed", 0.0)),
         "seconds": round(took, 1),
-        **parsed(made.hlo_modules()[0].to_string(), [each.kind for each in traced.arguments]),
+        "kind": devices[0].device_kind,
+        **Program(written).plain(
+            [each.kind for each in traced.arguments],
+            [each.shape for each in traced.arguments if each.kind == "weights"],
+        ),
     }
 
 

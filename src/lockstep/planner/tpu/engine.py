@@ -150,17 +150,27 @@ def _crash(log: str, code: int) -> str:
 
 def _fitting(traced: Traced, found: Mapping[str, Any]) -> Step:
     sizes, times = found["sizes"], traced.programs
+    given = _by_kind(found["by_argument"], sizes["arguments"])
     made = sizes["temporaries"] + max(sizes["results"] - sizes["shared"], 0) + sizes["code"]
+    # What libtpu lays out is a little less or more than what its text says, whose course and kinds are kept.
+    listed = sum(found["peak"].values())
+    scale = made / listed if listed else 0.0
+    by_kind = {**given, **{kind: round(size * scale) for kind, size in found["peak"].items()}}
+    if not listed:
+        by_kind["temporaries"] = made
     flops, moved = round(found["flops"] * times), round(found["bytes"] * times)
     return _step(
         traced,
         peak=sizes["arguments"] + made,
-        by_kind={**_by_kind(found["by_argument"], sizes["arguments"]), "temporaries": made},
-        largest=[],
+        phase=found["phase"],
+        by_kind=by_kind,
+        largest=[Tensor(**each) for each in found["largest"]],
         flops=flops,
         bytes=moved,
         work=[Work("bfloat16", flops, moved, 1)],
         collectives=collectives(found["exchanges"], traced.mesh, traced.devices, times),
+        timeline=[{**given, **{kind: round(size * scale) for kind, size in at.items()}} for at in found["timeline"]],
+        phases=[(name, at) for name, at in found["phases"]],
         seconds=traced.seconds + found["seconds"],
     )
 
@@ -174,8 +184,8 @@ def _not_fitting(traced: Traced, said: Refused) -> Step:
     by_kind = {**_by_kind(exact, given), "temporaries": said.program}
     largest = [Tensor(kind="temporaries", **each) for each in said.largest]
     return _step(
-        traced, peak=given + said.program, by_kind=by_kind, largest=largest, flops=0, bytes=0, work=[],
-        collectives=[], seconds=traced.seconds,
+        traced, peak=given + said.program, phase="program", by_kind=by_kind, largest=largest, flops=0, bytes=0,
+        work=[], collectives=[], timeline=[], phases=[], seconds=traced.seconds,
     )  # fmt: skip
 
 
@@ -188,9 +198,7 @@ def _step(traced: Traced, **values: Any) -> Step:
         weights_bytes=traced.weights_bytes,
         optimizer_bytes=traced.optimizer_bytes,
         mesh=traced.mesh,
-        phase="",
-        timeline=[],
-        phases=[],
+        events=len(values["timeline"]),
         **values,
     )
 
