@@ -30,7 +30,7 @@ OURS = (
 )  # fmt: skip
 # What it writes into folders where users put files, too.
 _INSIDE = {
-    "logs": ("rank-[0-9]*.log", "ray.log", ".nfs*"),
+    "logs": ("rank-[0-9]*.log", ".nfs*"),
     "samples": ("step-*", ".nfs*"),
     "checkpoints": ("step-*", "best", ".branch.json*", *_RENAMED, ".partial-*", ".nfs*"),
 }
