@@ -29,7 +29,7 @@ Tell = Callable[[str], object]
 _INTERVAL = 1.0
 # How often a file that grows (a log, the metrics) is sent again: a bucket takes whole objects only.
 _FILE_SECONDS = 10.0
-_LONGEST_DELAY, _LONGEST_DELAY_AT_THE_END = 30.0, 3.0
+_RETRY_SECONDS = 3.0
 _ATTEMPT_SECONDS = 60.0  # the longest wait for a save that training continues after
 _REPEAT_SECONDS = 60.0  # between two warnings of the same
 _AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still has to upload
@@ -65,7 +65,7 @@ class Mirror:
         self._sync = FolderSync(bucket, folder, self._files, keep, lambda text: tell(f"{bucket.url}: {text}"))
         self._sync.there = bucket.digests()
         self._asked = self._tried = self._succeeded = 0  # numbers of requests
-        self._finishing = self._urgent = self._complete = self._closed = False
+        self._finishing = self._complete = self._closed = False
         self._news = threading.Condition()
         self._failure: str | None = None
         self._fatal: LeaseLost | FolderLost | None = None
@@ -143,11 +143,7 @@ class Mirror:
                 self._news.notify_all()
             if self._fatal is not None or (finishing and error is None):
                 return
-            if error is None:
-                delay = _INTERVAL
-            else:
-                longest = _LONGEST_DELAY_AT_THE_END if self._urgent else _LONGEST_DELAY
-                delay = min(delay * 2, longest)
+            delay = _INTERVAL if error is None else _RETRY_SECONDS
 
     def _attempt(self, at_most_every: float) -> BaseException | None:
         try:
@@ -183,7 +179,7 @@ class Mirror:
         deadline = time.monotonic() + limit
         with self._news:
             self._asked += 1
-            number, self._urgent = self._asked, urgent
+            number = self._asked
             self._news.notify_all()
             while self._thread.is_alive() and (self._succeeded if urgent else self._tried) < number:
                 left = deadline - time.monotonic()

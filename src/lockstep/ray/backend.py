@@ -27,7 +27,7 @@ from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
 from lockstep.ray import session
 from lockstep.ray.placement import WorkerInfo, rendezvous_address, topologies, worker_info
 from lockstep.ray.session import Joined
-from lockstep.ray.xla import XLA_BACKENDS, check_spmd_config, mesh_shape, require_torch_xla
+from lockstep.ray.xla import WAYS_TO_JOIN, XLA_BACKENDS, check_spmd_config, mesh_shape, require_torch_xla
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class TorchBackend(Backend):  # type: ignore[misc]
             )
             for rank, each in enumerate(workers)
         ]
-        limit = session.join_limit(backend_config) + _GRACE_SECONDS
+        # The ways to join XLA, the store, the roll call and its proof each take as long as that.
+        limit = (4 + len(WAYS_TO_JOIN)) * backend_config.join_timeout_s + _GRACE_SECONDS
         joined: list[Joined] = answer(futures, "joining the group", limit)
         if backend in XLA_BACKENDS and backend_config.xla_spmd_config is not None:
             mesh_shape(backend_config.xla_spmd_config, sum(each.devices for each in joined))
@@ -197,11 +198,11 @@ class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"TorchConfig: backend={self.backend!r} is not known; it is one of {', '.join(BACKENDS)}")
-        for name in ("timeout_s", "join_timeout_s", "report_every_s", "xla_memory_fraction"):
-            value, most = getattr(self, name), 1.0 if name == "xla_memory_fraction" else math.inf
-            if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= most):
-                limit = f"from 0 to {most:g}" if most < math.inf else "of at least 0"
-                raise ConfigError(f"TorchConfig: {name}={value!r} must be a number {limit}")
+        for name, most in (("timeout_s", math.inf), ("join_timeout_s", math.inf), ("xla_memory_fraction", 1.0)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value <= most):
+                limit = f" and at most {most:g}" if most < math.inf else ""
+                raise ConfigError(f"TorchConfig: {name}={value!r} must be a number greater than 0{limit}")
         for_xla = ("xla_spmd_config", "xla_memory_fraction", "xla_memory_preallocate")
         given = [name for name in for_xla if getattr(self, name) is not None]
         if given and self.backend not in (*XLA_BACKENDS, "auto"):

@@ -288,11 +288,6 @@ def join(topology: Topology, info: WorkerInfo, backend: str, config: TorchConfig
     return Joined(present.reports, present.roll_call_seconds, present.runtime.addressable_device_count())
 
 
-def join_limit(config: TorchConfig) -> float:
-    """Returns the longest time that joining takes: ways to join XLA, the store, the roll call, its proof."""
-    return float((4 + len(xla.WAYS_TO_JOIN)) * config.join_timeout_s)
-
-
 def set_rank_variables() -> None:
     """Sets the variables that Ray's own backend sets."""
     present = current().present
