@@ -24,7 +24,7 @@ import yaml
 import warm
 from laptop import hosts, laptop, one_machine
 from ray_cluster import fit, nodes
-from ray_launching import on_ray, places
+from ray_launching import on_ray, places, undisturbed
 from s3_server import s3, stored
 from slurm_cluster import slurm
 from unchanged import Unchanged
@@ -32,6 +32,7 @@ from world_of_one import new_run
 
 __all__ = [
     "fit", "hosts", "laptop", "new_run", "nodes", "on_ray", "one_machine", "places", "s3", "slurm", "stored",
+    "undisturbed",
 ]  # fixtures  # fmt: skip
 
 # A shell in the background, or nohup, has these ignored, which is honoured: tests send them, and mean it.

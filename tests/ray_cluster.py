@@ -17,14 +17,12 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
-    "RAY_TRAIN_V2_ENABLED": os.environ.get("RAY_TRAIN_V2_ENABLED", "1"),
     "RAY_DEDUP_LOGS": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent / "ray"), os.environ.get("PYTHONPATH")])),
 }
-# Read when Ray is imported: else lines that differ in nothing but numbers are one, and 2.50 has an older Ray Train.
-for _name in ("RAY_DEDUP_LOGS", "RAY_TRAIN_V2_ENABLED"):
-    os.environ.setdefault(_name, SETTINGS[_name])
+# Read when Ray is imported: else lines that differ in nothing but numbers are one.
+os.environ.setdefault("RAY_DEDUP_LOGS", SETTINGS["RAY_DEDUP_LOGS"])
 # What a join may take on a machine that is busy with starting other workers.
 JOIN_SECONDS = 60.0
 _LEAVE_SECONDS = 15.0

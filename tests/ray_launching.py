@@ -122,6 +122,15 @@ def on_ray(tmp_path: Path) -> OnRay:
     return OnRay(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run by the local launcher."""
+    on_ray = OnRay(tmp_path_factory.mktemp("undisturbed"))
+    finished = on_ray.project.run("train", on_ray.config(name="local", launch={"type": "local"}))
+    assert finished.code == 0, finished.text
+    return on_ray.project.only_run()
+
+
 def assert_same_weights(one: Path, other: Path) -> None:
     from conftest import last_weights  # which imports this file
 

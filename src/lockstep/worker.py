@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def train(
     """
     with _exit_is_failure(), Rank(config, topology) as rank:
         rank.join(lambda: import_object(config.task.type, "task"))
-        run = rank.open(make_folder, True, None, prepare, held=topology.watched, patience=_patience(topology))
+        run = rank.open(make_folder, True, prepare, held=topology.watched, patience=_patience(topology))
         opened(run.folder)
         try:
             outcome = carry_out(run, config)
@@ -117,7 +117,7 @@ def call(
     together = _exit_is_failure() if topology.world_size > 1 else contextlib.nullcontext()
     with together, Rank(settings, topology) as rank:
         rank.join(lambda: main)
-        run = rank.open(make_folder, redirect, None, prepare, held=topology.watched, patience=_patience(topology))
+        run = rank.open(make_folder, redirect, prepare, held=topology.watched, patience=_patience(topology))
         # A custom loop need not use anything of the run: until it does, nothing says whether it makes progress.
         rank.group.activity.enter("main", limit=math.inf)
         try:
@@ -132,14 +132,6 @@ def call(
         run._engine.finish(status)
         conclude_loop(run, {"status": status, "reason": run.stopped})
         return returned
-
-
-@dataclass(frozen=True)
-class Outlet:
-    """Where rank 0 shows progress and log lines, where that is not the terminal of its process."""
-
-    screen: display.Display
-    log: logging.Handler
 
 
 class Rank:
@@ -203,7 +195,6 @@ class Rank:
         self,
         make_folder: Callable[[], Path],
         redirect: bool,
-        outlet: Outlet | None = None,
         prepare: Prepare = lambda folder: None,
         held: bool = False,
         patience: float = RESTART_PATIENCE,
@@ -227,9 +218,8 @@ class Rank:
         folder = Path(self.group.agree(hold_folder, "the run's folder"))
         timeline = self._opened.enter_context(self._timeline(folder, held))
         console = display.terminal() if self.group.rank == 0 else None
-        screen = outlet.screen if outlet else display.create(console)
-        handler = outlet.log if outlet else None
-        log = self._opened.enter_context(rank_log(folder / "logs", self.group.rank, console, redirect, handler))
+        screen = display.create(console)
+        log = self._opened.enter_context(rank_log(folder / "logs", self.group.rank, console, redirect))
         self.heartbeat.stacks = self._opened.enter_context(dumping_stacks(log))
         self._announce(folder)
         if self.group.rank == 0:

@@ -73,23 +73,6 @@ def test_what_the_node_set_aside_is_not_deleted_on_the_drivers_disk(tmp_path: Pa
     assert names(driver) == ["aside-step-00000005", "step-00000001"]
 
 
-def test_the_checkpoint_that_is_pulled_is_the_one_to_restore(tmp_path: Path) -> None:
-    driver, node = tmp_path / "driver", tmp_path / "node"
-    for step, value in [(1, 2.0), (2, 1.0), (3, 3.0)]:
-        save(driver, step, value)
-    for which, expected in [({}, 3), ({"best": True}, 2), ({"best": True, "mode": "max"}, 3), ({"step": 1}, 1)]:
-        Direct(driver, node).pull(**which)
-        assert names(node) == [f"step-{expected:08d}"]
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 7 \(steps with one: 1, 2, 3\)"):
-        Direct(driver, node).pull(step=7)
-    sync = Direct(driver, node)
-    sync.pull(step=1)
-    goes_on_from(node, 1)
-    save(node, 2)
-    sync.push()
-    assert names(driver) == ["aside-step-00000002", "aside-step-00000003", "step-00000001", "step-00000002"]
-
-
 def test_a_node_whose_disk_was_wiped_deletes_nothing_on_the_drivers(tmp_path: Path) -> None:
     driver, node = tmp_path / "driver", tmp_path / "node"
     driver.mkdir()

@@ -15,27 +15,16 @@ from click.testing import CliRunner
 
 from conftest import ROOT, Project, losses, rows, steps_saved, summary, wait_until
 from lockstep.cli import main
-from lockstep.config.load import load
+from lockstep.config.schema import RayCluster
 from lockstep.errors import LaunchError
 from lockstep.ray.installed import RayMissing
-from lockstep.record import run_folder
 from lockstep.runs.reader import read_run
+from ray_cluster import Nodes
 from ray_launching import LIMIT, OnRay, Places, assert_same_weights
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
-
-from lockstep.ray.controller import launch
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
 ADDRESS_NOBODY_HAS = "127.0.0.1:1"
-
-
-@pytest.fixture
-def undisturbed(on_ray: OnRay) -> Path:
-    """The same run by the local launcher."""
-    config = on_ray.config(name="local", launch={"type": "local"})
-    finished = on_ray.project.run("train", config, "--out", "local")
-    assert finished.code == 0, finished.text
-    return on_ray.project.only_run("local")
 
 
 def test_names_that_the_task_does_not_have_are_refused_before_ranks_start(on_ray: OnRay) -> None:
@@ -51,10 +40,9 @@ def test_on_a_cluster_of_our_own_the_run_is_the_same_as_without_ray(on_ray: OnRa
                  if each.status == psutil.CONN_LISTEN}  # fmt: skip
     finished = started.wait(LIMIT)
     assert finished.code == 0, finished.text
-    if hasattr(ray._raylet, "AuthenticationTokenLoader"):  # since 2.52
-        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}, "nothing beyond this machine"
-        assert "it listens on 127.0.0.1 alone, to who has the token in" in finished.err
-        assert Path(finished.err.partition("the token in ")[2].split()[0]).stat().st_mode & 0o077 == 0
+    assert listening <= {"127.0.0.1", "::ffff:127.0.0.1"}, "nothing beyond this machine"
+    assert "it listens on 127.0.0.1 alone, to who has the token in" in finished.err
+    assert Path(finished.err.partition("the token in ")[2].split()[0]).stat().st_mode & 0o077 == 0
     run = on_ray.project.only_run()
     assert_same_weights(run, undisturbed)
     assert losses(run) == losses(undisturbed)
@@ -117,19 +105,6 @@ def test_across_nodes_with_the_code_travelling_then_stopped_and_resumed(
     assert losses(run) == losses(undisturbed)
 
 
-@pytest.mark.long
-def test_rays_result_carries_the_metrics_and_the_checkpoint_of_the_run(places: Places, on_ray: OnRay) -> None:
-    """In a program that is connected to a cluster already."""
-    config = load(on_ray.config(ray=places.ray(), train={"epochs": 1, "batch_size": 12}))
-    ended = launch(config, lambda resolved: run_folder.create(on_ray.folder / "runs", "result"))
-    assert ended.result.exit_code == 0 and ended.train_result is not None
-    found = summary(ended.folder)
-    metrics = ended.train_result.metrics
-    assert metrics["val/loss"] == found["metrics"]["val/loss"] and metrics["step"] == found["step"] == 7
-    newest = max((ended.folder / "checkpoints").glob("step-*"))
-    assert Path(ended.train_result.checkpoint.path) == newest.resolve(), "where it is, and not a copy"
-
-
 def _placement_groups(address: str) -> list[Any]:
     """Ask the cluster, from a process of its own."""
     import subprocess
@@ -163,11 +138,17 @@ def test_a_trained_model_is_evaluated_and_predicts_on_the_nodes(places: Places, 
     assert out["here"].read_bytes() == out["there"].read_bytes()
 
 
-def test_a_cluster_that_asks_nobody_for_a_token_is_refused_unless_told_otherwise(places: Places, on_ray: OnRay) -> None:
-    finished = on_ray.start(on_ray.config(ray=places.ray(insecure=False))).wait(LIMIT)
-    assert finished.code == LaunchError.exit_code, finished.text
-    assert f"the Ray cluster at {places.address} asks nobody for a token" in finished.err
-    assert "launch.ray.insecure: true" in finished.err and "Traceback" not in finished.text
+def test_a_cluster_that_asks_nobody_for_a_token_or_has_no_room_is_refused(nodes: Nodes) -> None:
+    from lockstep.ray import cluster, placement
+
+    address = str(nodes.cluster.address)
+    with pytest.raises(LaunchError, match=f"the Ray cluster at {address} asks nobody .*launch.ray.insecure: true"):
+        cluster.require_authentication(address, insecure=False)
+    cluster.require_authentication(address, insecure=True)
+    settings = RayCluster(placement_timeout=1.0)
+    with pytest.raises(LaunchError, match=r"no room for 64 workers with CPU 1 each \(PACK\) in 1 s .*free are CPU"):
+        placement.find(settings, 64, {"CPU": 1.0})
+    assert placement.find(settings, 1, {"CPU": 1.0}) == 1
 
 
 def test_the_token_of_a_cluster_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,15 +170,6 @@ def test_the_token_of_a_cluster_of_our_own(tmp_path: Path, monkeypatch: pytest.M
         pass
     with cluster.asking_for_tokens(insecure=True) as nothing:
         assert nothing is None
-
-
-def test_more_workers_than_there_is_room_for(places: Places, on_ray: OnRay) -> None:
-    settings = places.ray(placement_timeout="1 s", resources={"place": 3})
-    finished = on_ray.start(on_ray.config(ray=settings)).wait(LIMIT)
-    assert finished.code == 2, finished.text
-    assert "the cluster has no room for 2 workers with CPU 1, place 3 each (PACK) in 1 s" in finished.err
-    assert "place 4 of 4, on " in finished.err
-    assert not list((on_ray.folder / "runs").iterdir()), "no folder for a run that did not begin"
 
 
 @pytest.mark.long

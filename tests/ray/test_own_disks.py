@@ -29,10 +29,6 @@ def _namespaces_can_be_made() -> bool:
     return tried.returncode == 0
 
 
-def _joined() -> int:
-    return sum("apart" in each["Resources"] for each in ray.nodes() if each["Alive"])
-
-
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,9 +70,9 @@ def apart(nodes: Nodes, on_ray: OnRay) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(apart: str, on_ray: OnRay) -> None:
-    local = on_ray.project.run("train", on_ray.config(name="local", launch={"type": "local"}), "--out", "local")
-    assert local.code == 0, local.text
+def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
+    apart: str, on_ray: OnRay, undisturbed: Path
+) -> None:
     task = {"type": "recorder.py:Recorder", "orders": str(on_ray.orders), "sleep": 0.1}
     resources = {"CPU": 0, "apart": 1}
     settings = {
@@ -93,9 +89,8 @@ def test_the_folder_of_a_run_is_fetched_back_from_nodes_with_disks_of_their_own(
     finished = started.wait(LIMIT)
     assert finished.code == 0, finished.text
     assert "restored step-" in finished.out, "brought to nodes whose disks may be empty"
-    reference = on_ray.project.only_run("local")
-    assert_same_weights(run, reference)
-    assert losses(run) == losses(reference) and steps_saved(run) == steps_saved(reference)
+    assert_same_weights(run, undisturbed)
+    assert losses(run) == losses(undisturbed) and steps_saved(run) == steps_saved(undisturbed)
     assert summary(run)["status"] == "completed"
     for rank in (0, 1):
         assert "pid" in (run / "logs" / f"rank-{rank}.log").read_text()

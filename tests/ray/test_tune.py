@@ -18,7 +18,7 @@ from ray_launching import LIMIT, OnRay
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]'")
 
-from lockstep.ray.tune import Trial, best_of, table
+from lockstep.record.trials import Trial, best_of, table
 
 SWEEP = {"metric": "val/loss", "space": {"optimizer.lr": {"grid": [0.3, 1e-6]}}, "prune": {"grace": 1, "reduction": 2}}
 

@@ -207,7 +207,7 @@ def test_a_bucket_that_is_slower_than_saving_gets_the_newest(
         link.rate = None
     assert steps(s3) == ["step-00000029", "step-00000030"]
     slow = next(each for each in told if "slower" in each)
-    assert "checkpoints were saved since" in slow and "MB/s" in slow
+    assert "was deleted here meanwhile" in slow and "MB/s" in slow
     assert not (folder / ".sending").exists()
     link.close()
 
@@ -296,13 +296,11 @@ def test_names_that_lead_out_of_the_folder_are_not_fetched(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("memory://x", "is gone with it"),
-        ("https://host/x", "nothing can be saved by https://"),
         ("azure://x/y", "azure:// is not supported. s3://, gs://, file:// work"),
         ("s3://", "names no bucket"),
         ("s3:///x", "names no bucket"),
-        ("s3://bucket/a/../b", "leads nowhere"),
-        ("s3://bucket/a?x=1", "without \\? and #"),
+        ("s3://bucket/a/../b", "without empty parts"),
+        ("s3://bucket/a?x=1", "without empty parts"),
         ("file://relative/x", "takes an absolute path"),
     ],
 )

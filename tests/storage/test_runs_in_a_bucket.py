@@ -176,7 +176,7 @@ if __name__ == "__main__":
             {"AWS_SECRET_ACCESS_KEY": "wrong"},
             "cannot be written in s3://bucket: Permission",
         ),
-        ("s3://bucket/runs", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "Check the network and the service's address"),
+        ("s3://bucket/runs", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "the network and AWS_ENDPOINT_URL"),
         (f"s3://{KEY}:{SECRET}@bucket/runs", {}, "--out s3://***@bucket/runs: credentials do not belong into a URL"),
     ],
 )

@@ -189,7 +189,7 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
     from lockstep.config.load import to_yaml
     from lockstep.config.sweep import load_sweep
     from lockstep.mirror.url import is_url
-    from lockstep.ray.installed import require_answer, require_train_v2
+    from lockstep.ray.installed import require_answer, require_ray
     from lockstep.record import run_folder
     from lockstep.record.trials import write_sweep
 
@@ -211,7 +211,7 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
         check_parts(config, ELSEWHERE if is_elsewhere(config) else ())
         _print(config, to_yaml(sweep.model_dump(mode="json")))
         return
-    require_train_v2()
+    require_ray()
     require_answer(config.launch.ray)
     from lockstep.ray.tune import sweep_over
 

@@ -26,9 +26,9 @@ class RayPlan:
 
 
 def plan(config: RunConfig, out: Out, folder: str | None = None) -> tuple[RunConfig, RayPlan]:
-    from lockstep.ray.installed import require_train_v2
+    from lockstep.ray.installed import require_ray
 
-    require_train_v2()
+    require_ray()
     from lockstep.ray.controller import described
 
     checks.check_imports(config, elsewhere=is_elsewhere(config))
@@ -51,8 +51,8 @@ def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
             mirrors.append(mirroring.enter_context(mirrored(folder, resolved, say)))
             return folder
 
-        ended = launch(config, make_folder)
-        yield Ended(ended.result.exit_code, ended.config, ended.folder, ended.result, mirrors[0])
+        config, folder, result = launch(config, make_folder)
+        yield Ended(result.exit_code, config, folder, result, mirrors[0])
 
 
 @contextmanager
@@ -65,8 +65,8 @@ def resume(config: RunConfig, run: Resumed, say: Say) -> Iterator[Ended]:
         _check(config)
         from lockstep.ray.controller import launch
 
-        ended = launch(config, lambda resolved: run.prepare(folder, resolved), held=True)
-        yield Ended(ended.result.exit_code, ended.config, ended.folder, ended.result, mirror)
+        config, folder, result = launch(config, lambda resolved: run.prepare(folder, resolved), held=True)
+        yield Ended(result.exit_code, config, folder, result, mirror)
 
 
 def describe(config: RunConfig) -> str:
@@ -81,9 +81,9 @@ def is_elsewhere(config: RunConfig) -> bool:
 
 
 def _check(config: RunConfig) -> None:
-    from lockstep.ray.installed import require_answer, require_train_v2
+    from lockstep.ray.installed import require_answer, require_ray
 
-    require_train_v2()
+    require_ray()
     require_answer(config.launch.ray)
     checks.check_names(config)
 

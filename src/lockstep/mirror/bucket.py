@@ -286,16 +286,12 @@ class Bucket:
 
 def cannot_be_used(url: Url, setting: str, doing: str, error: BaseException) -> str:
     """Says that an operation failed in a bucket, and what to do."""
-    name = type(error).__name__
+    remedy = (
+        "Check the credentials, which the environment or the provider's own configuration gives (AWS_ACCESS_KEY_ID, "
+        "AWS_PROFILE, gcloud auth application-default login), the network and AWS_ENDPOINT_URL"
+    )
     if isinstance(error, FileNotFoundError):
         remedy = f"Create the bucket {url.bucket}, or correct its name: Lockstep does not make buckets"
-    elif isinstance(error, PermissionError) or "Credential" in name or "Forbidden" in name or "Auth" in name:
-        remedy = (
-            "Give credentials that may list, read, write and delete there, by the environment or the provider's own "
-            "configuration (AWS_ACCESS_KEY_ID, AWS_PROFILE, ~/.aws; gcloud auth application-default login)"
-        )
-    else:
-        remedy = "Check the network and the service's address (for a self-hosted S3: AWS_ENDPOINT_URL)"
     return f"{setting} {url}: objects cannot be {doing} in {url.bucket}: {said(error)}. {remedy}"
 
 

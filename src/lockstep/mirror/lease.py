@@ -18,11 +18,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.mirror.url import Url
 from lockstep.record.lease import Holder
+
+if TYPE_CHECKING:
+    from lockstep.mirror.bucket import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -41,24 +44,10 @@ class LeaseLost(LockstepError):
     exit_code = 6
 
 
-class Objects(Protocol):
-    """A bucket, as far as a lease needs it."""
-
-    url: Url
-
-    def read(self, path: str) -> bytes | None: ...
-
-    def version(self, path: str) -> str | None: ...
-
-    def replace(self, path: str, data: bytes, version: str | None) -> bool: ...
-
-    def highest_generation(self) -> int: ...
-
-
 class BucketLease:
     """Held from `take` to `release`, or until another process has taken it."""
 
-    def __init__(self, bucket: Objects, holder: Holder, generation: int) -> None:
+    def __init__(self, bucket: Bucket, holder: Holder, generation: int) -> None:
         self._bucket, self._holder, self.generation = bucket, holder, generation
         self.token = uuid.uuid4().hex
         self._beats = 0
@@ -67,7 +56,7 @@ class BucketLease:
         self.lost: LeaseLost | None = None
 
     @classmethod
-    def take(cls, bucket: Objects, holder: Holder, before: Callable[[str], None]) -> BucketLease:
+    def take(cls, bucket: Bucket, holder: Holder, before: Callable[[str], None]) -> BucketLease:
         """Takes the lease once it is free. Raises ConfigError, naming the holder, if another process renews it.
 
         `before` gets the token before it is written.
@@ -135,12 +124,12 @@ class BucketLease:
         return _decoded(found or b"").get("token") == self.token
 
 
-def last_token(bucket: Objects) -> object:
+def last_token(bucket: Bucket) -> object:
     """Returns the token of the process that holds the lease, or held it last."""
     return _decoded(bucket.read(LEASE_FILE) or b"").get("token")
 
 
-def _free(bucket: Objects) -> tuple[str | None, bytes | None]:
+def _free(bucket: Bucket) -> tuple[str | None, bytes | None]:
     """Returns the version and content of a lease that may be taken; ConfigError, naming the holder, if it may not."""
     version, found = bucket.version(LEASE_FILE), bucket.read(LEASE_FILE)
     if found is None or _decoded(found).get("released") is True:

@@ -2,8 +2,7 @@
 
 Whoever holds the folder does this: the launcher or, where nobody of ours has started the ranks, rank 0. A thread
 uploads; training never waits for it, but for its last save. What fails is reported, and tried again until it succeeds
-or the run is over: then the exit code says that the bucket is behind. A second thread reports a bucket that is slower
-than the run saves.
+or the run is over: then the exit code says that the bucket is behind.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ Tell = Callable[[str], object]
 _INTERVAL = 1.0
 # How often a file that grows (a log, the metrics) is sent again: a bucket takes whole objects only.
 _FILE_SECONDS = 10.0
-_LONGEST_DELAY, _LONGEST_DELAY_AT_THE_END = 30.0, 3.0
+_RETRY_SECONDS = 3.0
 _ATTEMPT_SECONDS = 60.0  # the longest wait for a save that training continues after
 _REPEAT_SECONDS = 60.0  # between two warnings of the same
-_LATE_SAVES = 3  # without one of them in the bucket, so that it is reported
 _AFTER_FAILURE_SECONDS = 20.0  # for what a run that failed, or was ended, still has to upload
 
 
@@ -64,18 +62,16 @@ class Mirror:
     def __init__(self, folder: Path, bucket: Bucket, lease: BucketLease, keep: Keep, tell: Tell) -> None:
         self.folder, self.url = folder, bucket.url
         self._lease, self._tell = lease, tell
-        self._sync = FolderSync(bucket, folder, self._files, keep)
+        self._sync = FolderSync(bucket, folder, self._files, keep, lambda text: tell(f"{bucket.url}: {text}"))
         self._sync.there = bucket.digests()
         self._asked = self._tried = self._succeeded = 0  # numbers of requests
-        self._finishing = self._urgent = self._complete = self._closed = False
+        self._finishing = self._complete = self._closed = False
         self._news = threading.Condition()
         self._failure: str | None = None
         self._fatal: LeaseLost | FolderLost | None = None
-        self._told_at = self._unsendable_told_at = float("-inf")
+        self._told_at = float("-inf")
         self._thread = threading.Thread(target=self._work, name="lockstep-mirror", daemon=True)
         self._thread.start()
-        self._over = threading.Event()
-        threading.Thread(target=self._watch, name="lockstep-mirror-watch", daemon=True).start()
 
     @classmethod
     def begin(cls, folder: Path, mark: Mark, settings: RunSettings, tell: Tell) -> Mirror:
@@ -123,7 +119,6 @@ class Mirror:
             self._closed = True
             self._asked += 1
             self._news.notify_all()
-        self._over.set()
         self._lease.release()
 
     # The thread
@@ -148,17 +143,13 @@ class Mirror:
                 self._news.notify_all()
             if self._fatal is not None or (finishing and error is None):
                 return
-            if error is None:
-                delay = _INTERVAL
-            else:
-                longest = _LONGEST_DELAY_AT_THE_END if self._urgent else _LONGEST_DELAY
-                delay = min(delay * 2, longest)
+            delay = _INTERVAL if error is None else _RETRY_SECONDS
 
     def _attempt(self, at_most_every: float) -> BaseException | None:
         try:
             if self._lease.lost is not None:
                 raise self._lease.lost
-            self._warn_of(self._sync.push(at_most_every), last=not at_most_every)
+            self._sync.push(at_most_every)
         except (LeaseLost, FolderLost) as error:
             self._fatal = error
             self._tell(str(error))
@@ -182,42 +173,13 @@ class Mirror:
                 f"{self.folder}, and is tried again"
             )
 
-    def _warn_of(self, unsendable: dict[str, str], last: bool) -> None:
-        """Files that cannot be sent as they are do not delay others, and do not change the exit code."""
-        now = time.monotonic()
-        if unsendable and (last or now - self._unsendable_told_at > _REPEAT_SECONDS):
-            self._unsendable_told_at = now
-            named = "; ".join(f"{path} cannot be sent: {why}" for path, why in list(unsendable.items())[:3])
-            more = f"; and {len(unsendable) - 3} more" if len(unsendable) > 3 else ""
-            self._tell(f"{self.url}: {named}{more}. Rename them, or make them readable. All other files are sent")
-
-    def _watch(self) -> None:
-        """Reports a bucket that is slower than the run saves: an upload may take longer than many saves."""
-        late: set[int] = set()
-        before, told_at = set(self._sync.storage.steps()), float("-inf")
-        while not self._over.wait(_INTERVAL):
-            with contextlib.suppress(Exception):  # a folder that cannot be listed is reported by others
-                late |= set(self._sync.storage.steps()) - before
-            arrived = self._sync.arrived
-            if arrived is not None:
-                late = {step for step in late if step > arrived.step}
-            if len(late) < _LATE_SAVES or self._failure or self._fatal or time.monotonic() - told_at < _REPEAT_SECONDS:
-                continue
-            told_at = time.monotonic()
-            since = "the start" if arrived is None else f"that of step {arrived.step} got there"
-            self._tell(
-                f"{self.url} is slower than this run saves: {len(late)} checkpoints were saved since {since}. "
-                f"{arrived or self._sync.sending or 'None is on its way'}. The newest goes first, and some never get "
-                "there: save less often (checkpoint.every)"
-            )
-
     # Inside
 
     def _wait(self, limit: float, urgent: bool) -> None:
         deadline = time.monotonic() + limit
         with self._news:
             self._asked += 1
-            number, self._urgent = self._asked, urgent
+            number = self._asked
             self._news.notify_all()
             while self._thread.is_alive() and (self._succeeded if urgent else self._tried) < number:
                 left = deadline - time.monotonic()

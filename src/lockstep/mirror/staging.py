@@ -98,10 +98,12 @@ def opened(url: Url, setting: str, step: int | None = None, best: bool = False, 
         if not current:
             _set_contents_aside(folder)
             sync.pull_files(_TO_PULL)
-        if not current or _is_missing(sync, step, best):
+        # One of several may be in the bucket alone.
+        if not current or best or (step is not None and step not in sync.storage.steps()):
             sync.pull_checkpoint(step, best, mode)
         if not current:  # only now: what was interrupted is not taken for the newest
-            Mark(url, _tokens(bucket)).write(folder)
+            token = last_token(bucket)
+            Mark(url, (token,) if isinstance(token, str) else ()).write(folder)
     return folder
 
 
@@ -112,18 +114,6 @@ def _mode(files: Mapping[str, bytes]) -> str:
         mode = config.get("settings", config)["checkpoint"]["keep"]["mode"]
         return "max" if mode == "max" else "min"
     return "min"
-
-
-def _is_missing(sync: FolderSync, step: int | None, best: bool) -> bool:
-    """Whether the checkpoint may be in the bucket alone: one of several was fetched before."""
-    if best:
-        return True
-    return step is not None and step not in sync.storage.steps()
-
-
-def _tokens(bucket: Bucket) -> tuple[str, ...]:
-    token = last_token(bucket)
-    return (token,) if isinstance(token, str) else ()
 
 
 def _home(out: Url) -> Path:

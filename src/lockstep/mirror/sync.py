@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import STEP_PREFIX, Damaged, Unreadable
@@ -38,20 +38,6 @@ class NotSent(Exception):
     """A file or checkpoint was not sent; the cause says why."""
 
 
-class Transfer(NamedTuple):
-    step: int
-    bytes: int
-    began: float
-    ended: float | None = None
-
-    def __str__(self) -> str:
-        seconds = (self.ended or time.monotonic()) - self.began
-        rate = f"{self.bytes / 1e6:.1f} MB, {self.bytes / 1e6 / max(seconds, 1e-3):.2f} MB/s"
-        if self.ended is None:
-            return f"step {self.step} has been on its way for {seconds:.1f} s ({rate} at most)"
-        return f"step {self.step} took {seconds:.1f} s ({rate})"
-
-
 def step_of(path: str) -> int:
     return int(path.rpartition(STEP_PREFIX)[2])
 
@@ -60,17 +46,21 @@ class FolderSync:
     """Syncs a folder here with the one of a Remote. One push at a time, from any thread."""
 
     def __init__(
-        self, remote: Remote, folder: Path, files: Callable[[], Iterable[Path]], keep: Keep | None = None
+        self,
+        remote: Remote,
+        folder: Path,
+        files: Callable[[], Iterable[Path]],
+        keep: Keep | None = None,
+        warn: Callable[[str], object] = logger.warning,
     ) -> None:
         """`files` returns those to push beside checkpoints; `keep` is given if checkpoints are pushed as well."""
         self.remote, self.folder = remote, folder
-        self._files, self._keep = files, keep
+        self._files, self._keep, self._warn = files, keep, warn
+        self._warned: set[str] = set()
         self.storage = CheckpointStorage(folder / CHECKPOINTS)
         self._sent: dict[str, tuple[int, int]] = {}  # file -> its size and time when it was sent
         self._sent_at: dict[str, float] = {}
         self.there: dict[int, str] = {}  # steps whose checkpoints were sent, or found there -> digest
-        self.sending: Transfer | None = None
-        self.arrived: Transfer | None = None  # the last that got there
         self._branch: str | None = None
         self._anchor: Anchor | None = None
         self._lock = threading.Lock()
@@ -116,11 +106,11 @@ class FolderSync:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 self.remote.fetch(name, size, place)
 
-    def push(self, at_most_every: float = 0.0) -> dict[str, str]:
+    def push(self, at_most_every: float = 0.0) -> None:
         """Sends what is new. A file that was sent less than `at_most_every` seconds ago is left for the next time.
 
-        Returns the files that cannot be sent as they are, with the reason. Raises FolderLost if the folder is not the
-        one of the first push any more, and NotSent if something else failed: all else was sent.
+        Raises FolderLost if the folder is not the one of the first push any more, and NotSent if something failed: all
+        else was sent. A file that cannot be sent as it is (its name, its mode) causes a warning.
         """
         with self._lock:
             if self._anchor is None:
@@ -130,14 +120,13 @@ class FolderSync:
             files = list(self._files())
             first = [each for each in files if each.relative_to(self.folder).as_posix() in _BEFORE_CHECKPOINTS]
             every = 0.0 if to_send else at_most_every
-            unsendable, failed = self._push_files(first, every)
+            failed = self._push_files(first, every)
             while to_send:
                 self._push_checkpoint(*to_send[0])
                 to_send = self._missing()
-            rest, failed_later = self._push_files([each for each in files if each not in first], every)
-            if failed or failed_later:
-                raise (failed + failed_later)[0]
-            return unsendable | rest
+            failed += self._push_files([each for each in files if each not in first], every)
+            if failed:
+                raise failed[0]
 
     def close(self) -> None:
         with self._lock:
@@ -162,8 +151,7 @@ class FolderSync:
         with self._pinned(step) as folder:
             if self._digest(folder) != digest:
                 return  # deleted, or saved anew, before it was pinned
-            size = sum(each["bytes"] for each in manifest.read(folder)["files"].values())
-            self.sending = Transfer(step, size, time.monotonic())
+            size, began = sum(each["bytes"] for each in manifest.read(folder)["files"].values()), time.monotonic()
             # After the list of checkpoints: the branch is noted before anything of it is saved.
             branch = self.storage.branch()
             self._anchor.check()
@@ -181,8 +169,15 @@ class FolderSync:
                     raise NotSent(folder.name) from error
                 return  # it could not be pinned, and retention has deleted it
         self.there[step] = digest
-        self.arrived = self.sending._replace(ended=time.monotonic())
         self._anchor.check()
+        if not self.storage.path(step).exists():
+            seconds = time.monotonic() - began
+            self._warn_once(
+                "slow",
+                f"is slower than this run saves: step {step} took {seconds:.1f} s ({size / 1e6:.1f} MB, "
+                f"{size / 1e6 / max(seconds, 1e-3):.2f} MB/s) and was deleted here meanwhile. The newest goes first, "
+                "and some never get there: save less often (checkpoint.every)",
+            )
         try:
             self.remote.retain(self._keep)
         except LockstepError:
@@ -210,30 +205,26 @@ class FolderSync:
 
     # Files
 
-    def _push_files(self, files: Iterable[Path], at_most_every: float) -> tuple[dict[str, str], list[NotSent]]:
-        """Returns those that cannot be sent as they are, and those that failed. Stops if the service fails."""
-        unsendable: dict[str, str] = {}
+    def _push_files(self, files: Iterable[Path], at_most_every: float) -> list[NotSent]:
+        """Returns those that failed. Stops if the service fails."""
         failed: list[NotSent] = []
         in_a_row = 0
         for file in files:
             path = file.relative_to(self.folder).as_posix()
             if time.monotonic() - self._sent_at.get(path, float("-inf")) < at_most_every:
                 continue
-            shown = path.encode("utf-8", "backslashreplace").decode()
             try:
                 self._push_file(file, path)
                 in_a_row = 0
-            except _Unsendable as error:
-                unsendable[shown] = str(error)
             except LockstepError:
                 raise
             except Exception as error:
-                failed.append(NotSent(shown))
+                failed.append(NotSent(_shown(path)))
                 failed[-1].__cause__ = error
                 in_a_row += 1
                 if in_a_row == _FAILURES_IN_A_ROW:
                     break
-        return unsendable, failed
+        return failed
 
     def _push_file(self, file: Path, path: str) -> None:
         try:
@@ -242,14 +233,21 @@ class FolderSync:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise _Unsendable(f"it cannot be read: {error.strerror}") from None
+            self._warn_once(path, f"{_shown(path)} cannot be sent: it cannot be read: {error.strerror}")
+            return
         known = (status.st_size, status.st_mtime_ns)
         if self._sent.get(path) != known:
             try:
                 self.remote.send(file, path)
             except UnicodeError:
-                raise _Unsendable("its name is not UTF-8") from None
+                self._warn_once(path, f"{_shown(path)} cannot be sent: its name is not UTF-8")
+                return
             self._sent[path], self._sent_at[path] = known, time.monotonic()
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            self._warn(text)
 
     @staticmethod
     def _digest(folder: Path) -> str | None:
@@ -260,8 +258,8 @@ class FolderSync:
             return None
 
 
-class _Unsendable(Exception):
-    """Why a file cannot be sent as it is."""
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "backslashreplace").decode()
 
 
 class Remote(Protocol):

@@ -69,23 +69,14 @@ def parse(text: str, setting: str) -> Url:
             "environment or by the provider's own configuration (AWS_ACCESS_KEY_ID, ~/.aws, gcloud auth)"
         )
     if scheme not in SCHEMES:
-        raise ConfigError(f"{setting} {text}: {_why_not(scheme)}. {', '.join(f'{each}://' for each in SCHEMES)} work")
-    if parts.query or parts.fragment:
-        raise ConfigError(f"{setting} {text}: a bucket and a prefix are all that can be given, without ? and #")
+        known = ", ".join(f"{each}://" for each in SCHEMES)
+        raise ConfigError(f"{setting} {text}: {scheme}:// is not supported. {known} work")
     path = f"{parts.netloc}{parts.path}".rstrip("/")
     if not path or (scheme != "file" and not parts.netloc):
         raise ConfigError(f"{setting} {text}: names no bucket: {scheme}://BUCKET/PREFIX")
     if scheme == "file" and not path.startswith("/"):
         raise ConfigError(f"{setting} {text}: file:// takes an absolute path, file:///FOLDER")
     names = path.lstrip("/").split("/")
-    if any(name in ("", ".", "..") for name in names) or not path.isprintable():
-        raise ConfigError(f"{setting} {text!r}: an empty part, . or .. in it leads nowhere in a bucket")
+    if any(name in ("", ".", "..") for name in names) or not path.isprintable() or parts.query or parts.fragment:
+        raise ConfigError(f"{setting} {text!r}: give a bucket and a prefix, without empty parts, . and .., ? and #")
     return Url(scheme, path)
-
-
-def _why_not(scheme: str) -> str:
-    if scheme == "memory":
-        return "what is in the memory of one process is gone with it"
-    if scheme in ("http", "https", "ftp"):
-        return f"nothing can be saved by {scheme}://"
-    return f"{scheme}:// is not supported"

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+import ray.train.torch
 from ray.exceptions import RayError, RayTaskError
 from ray.train.backend import Backend
 
+from lockstep.config.load import validate
+from lockstep.config.schema import RunSettings
 from lockstep.distributed.rollcall.report import SHOWN, table
 from lockstep.distributed.store.wire import fresh
 from lockstep.distributed.topology import ranks_text
@@ -23,10 +27,12 @@ from lockstep.errors import CONSEQUENCES, ConfigError, RankMissing
 from lockstep.ray import session
 from lockstep.ray.placement import WorkerInfo, rendezvous_address, topologies, worker_info
 from lockstep.ray.session import Joined
-from lockstep.ray.settings import XLA_BACKENDS, WorkerSettings
-from lockstep.ray.xla import mesh_shape, require_torch_xla
+from lockstep.ray.xla import WAYS_TO_JOIN, XLA_BACKENDS, check_spmd_config, mesh_shape, require_torch_xla
 
 logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "gloo", "nccl", *XLA_BACKENDS)
+_SET_BY_RAY = ("processes", "runtime", "launch")
 
 # How long workers may take to answer at all: the first answer waits for their imports.
 _ANSWER_SECONDS = 120.0
@@ -42,7 +48,7 @@ class TorchBackend(Backend):  # type: ignore[misc]
 
     share_cuda_visible_devices = True
 
-    def on_start(self, worker_group: Any, backend_config: WorkerSettings) -> None:
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         """Sends the address to all workers, then has them join at once; the roll call proves the world."""
         try:
             self._join(worker_group, backend_config)
@@ -50,7 +56,7 @@ class TorchBackend(Backend):  # type: ignore[misc]
             _give_back(worker_group)
             raise
 
-    def _join(self, worker_group: Any, backend_config: WorkerSettings) -> None:
+    def _join(self, worker_group: Any, backend_config: TorchConfig) -> None:
         backend = _resolved(backend_config.backend, worker_group.get_resources_per_worker())
         if backend_config.xla_spmd_config is not None and backend not in XLA_BACKENDS:
             raise ConfigError(f"TorchConfig: xla_spmd_config is given, but backend='auto' is {backend!r} here")
@@ -69,16 +75,17 @@ class TorchBackend(Backend):  # type: ignore[misc]
             )
             for rank, each in enumerate(workers)
         ]
-        limit = session.join_limit(backend_config) + _GRACE_SECONDS
+        # The ways to join XLA, the store, the roll call and its proof each take as long as that.
+        limit = (4 + len(WAYS_TO_JOIN)) * backend_config.join_timeout_s + _GRACE_SECONDS
         joined: list[Joined] = answer(futures, "joining the group", limit)
         if backend in XLA_BACKENDS and backend_config.xla_spmd_config is not None:
             mesh_shape(backend_config.xla_spmd_config, sum(each.devices for each in joined))
         _show(joined)
 
-    def on_training_start(self, worker_group: Any, backend_config: WorkerSettings) -> None:
+    def on_training_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         answer(worker_group.execute_async(session.set_rank_variables), "setting RANK and the like", _ANSWER_SECONDS)
 
-    def on_shutdown(self, worker_group: Any, backend_config: WorkerSettings) -> None:
+    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
         """Has all workers leave the group, without waiting for those that are gone or stuck."""
         leaving = worker_group.execute_async(session.leave)
         left, late = ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
@@ -163,11 +170,60 @@ def _show(joined: Sequence[Joined]) -> None:
     print("\n".join([head, *table(reports[:SHOWN]), *more]), flush=True)
 
 
-class TorchConfig(WorkerSettings):
+@dataclass
+class TorchConfig(ray.train.torch.TorchConfig):  # type: ignore[misc]
     """A drop-in for `ray.train.torch.TorchConfig`.
 
     `backend="auto"` is nccl where workers have GPUs, xla where they have TPUs, else gloo.
     """
+
+    backend: str = "auto"
+    # mesh_shape, or data_parallel_size and model_parallel_size: the mesh of an XLA backend.
+    xla_spmd_config: Mapping[str, Any] | None = None
+    # How long workers may take to find each other; each way of joining an XLA group has as long.
+    join_timeout_s: float = 30.0
+    # The fraction of a device's memory that the XLA allocator takes, and whether it takes it at once.
+    xla_memory_fraction: float | None = None
+    xla_memory_preallocate: bool | None = None
+    share_devices: bool = False
+    # Of the run: seed, strategy, data, checkpoint, log, watch as in a config file.
+    settings: RunSettings | Mapping[str, Any] = field(default_factory=dict)
+    # The run's folder, on storage that all nodes see; `lockstep` inside Ray's storage where not given.
+    folder: str | None = None
+    # `package.module:Name` or `file.py:Name`: compared on all workers before training starts.
+    task: str | None = None
+    # The shortest time between two reports to Ray: every report waits for all workers.
+    report_every_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"TorchConfig: backend={self.backend!r} is not known; it is one of {', '.join(BACKENDS)}")
+        for name, most in (("timeout_s", math.inf), ("join_timeout_s", math.inf), ("xla_memory_fraction", 1.0)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value <= most):
+                limit = f" and at most {most:g}" if most < math.inf else ""
+                raise ConfigError(f"TorchConfig: {name}={value!r} must be a number greater than 0{limit}")
+        for_xla = ("xla_spmd_config", "xla_memory_fraction", "xla_memory_preallocate")
+        given = [name for name in for_xla if getattr(self, name) is not None]
+        if given and self.backend not in (*XLA_BACKENDS, "auto"):
+            raise ConfigError(
+                f"TorchConfig: {given[0]} is for backend={' or '.join(map(repr, XLA_BACKENDS))}, not {self.backend!r}"
+            )
+        if self.xla_spmd_config is not None:
+            check_spmd_config(self.xla_spmd_config)
+        self.settings = self.checked_settings()
+
+    def checked_settings(self) -> RunSettings:
+        if isinstance(self.settings, RunSettings):
+            return self.settings
+        twice = [name for name in _SET_BY_RAY if name in self.settings]
+        if twice:
+            raise ConfigError(
+                f"TorchConfig: settings[{twice[0]!r}]: Ray's ScalingConfig says how many workers there are and what "
+                "they get, and backend, timeout_s, join_timeout_s and share_devices of TorchConfig the rest; leave it "
+                "out"
+            )
+        return validate(RunSettings, dict(self.settings), {}, "lockstep.ray.TorchConfig(settings=...)")
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -175,4 +231,4 @@ class TorchConfig(WorkerSettings):
 
     @property
     def train_func_context(self) -> Any:
-        return session.Training
+        return session.training

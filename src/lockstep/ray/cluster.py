@@ -59,7 +59,14 @@ def connected(
             token = stack.enter_context(asking_for_tokens(settings.insecure))
             total = {name: math.ceil(amount * workers) for name, amount in resources.items()}
             cluster = _start(total, dict(runtime_env))
-            click.echo(f"lockstep: {_listens(cluster, token)}", err=True)
+            alone = cluster.address.startswith(LOOPBACK)
+            where = "on 127.0.0.1 alone" if alone else "at all addresses of this host"
+            who = (
+                "who reaches it (launch.ray.insecure)"
+                if settings.insecure
+                else f"who has the token in {token or _TOKEN}"
+            )
+            click.echo(f"lockstep: a Ray cluster was started for this run; it listens {where}, to {who}", err=True)
         else:
             cluster = _connect(address, dict(runtime_env), settings.insecure)
         try:
@@ -77,7 +84,6 @@ def environment(settings: RayCluster) -> contextlib.AbstractContextManager[None]
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a task prints comes to the terminal through the mailbox
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",  # a report waits for this, and so does the end of a run
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # which prints a line for every report
-        "RAY_AIR_NEW_OUTPUT": "0",  # a sweep has its own table
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns about its future otherwise
     }
     changed = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -128,15 +134,6 @@ def _connect(address: str, runtime_env: dict[str, Any], insecure: bool) -> Clust
     return Cluster(address, ours=False)
 
 
-def _listens(cluster: Cluster, token: Path | None) -> str:
-    host = cluster.address.rpartition(":")[0]
-    where = "on 127.0.0.1 alone" if host == LOOPBACK else f"at all addresses of this host (the node is {host})"
-    who = f"to who has the token in {token or _TOKEN}"
-    if not asks_for_a_token(cluster.address):
-        who = "to every process that reaches it (launch.ray.insecure)"
-    return f"a Ray cluster was started for this run; it listens {where}, {who}"
-
-
 def _reason(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
@@ -149,7 +146,7 @@ def require_authentication(address: str, insecure: bool) -> None:
     if not insecure and asks_for_a_token(address) is False:
         raise LaunchError(
             f"launch.ray.address: the Ray cluster at {address} asks nobody for a token, so that whoever reaches it can "
-            "run anything there, on this run's workers too. Start it with RAY_AUTH_MODE=token (Ray 2.52 and later; "
+            "run anything there, on this run's workers too. Start it with RAY_AUTH_MODE=token ("
             "`ray get-auth-token --generate`), or set launch.ray.insecure: true where its network keeps others out"
         )
 
@@ -160,8 +157,7 @@ def asks_for_a_token(address: str) -> bool | None:
         import grpc
     except ImportError:
         # A process without a token that was let in knows.
-        uses_tokens = _has_tokens() and raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
-        return None if uses_tokens else False
+        return None if raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN else False
     with grpc.insecure_channel(address) as channel:
         try:
             channel.unary_unary(_PROBE)(b"", timeout=_PROBE_SECONDS)
@@ -178,11 +174,6 @@ def asking_for_tokens(insecure: bool) -> Iterator[Path | None]:
     if insecure:
         yield None
         return
-    if not _has_tokens():
-        raise LaunchError(
-            f"launch.ray: Ray {ray.__version__} has no authentication: every user of this machine could run anything "
-            "in a cluster that is started for this run. Install Ray 2.52 or later, or set launch.ray.insecure: true"
-        )
     if os.environ.get(_MODE, "token").lower() != "token":
         raise LaunchError(
             f"launch.ray: {_MODE}={os.environ[_MODE]} in the environment: every user of this machine could run "
@@ -227,10 +218,6 @@ def kept_to_loopback() -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = found
-
-
-def _has_tokens() -> bool:
-    return hasattr(raylet, "AuthenticationTokenLoader")
 
 
 # The task's code

@@ -1,4 +1,4 @@
-"""How the attempts of a run ended: combines what ranks reported and what Ray saw into one failure each."""
+"""Why an attempt failed: combines what ranks told the driver and what Ray saw into one failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray.exceptions import RayTaskError
 
 from lockstep.distributed.failure import Failure, Report, find_cause, report
 from lockstep.errors import CONSEQUENCES, LaunchError, LockstepError
-from lockstep.ray.mailbox import Event
+from lockstep.ray.mailbox import Facts
 
 # What Ray says of the death of a worker, among much else, and what that means.
 _DEATHS = (
@@ -21,64 +21,33 @@ _DEATHS = (
 )
 
 
-class Attempts:
-    """Collects what ranks report of the current attempt, until a failure concludes it."""
+def find_failure(error: Exception, facts: Mapping[int, Facts]) -> Failure:
+    """Returns the failure that Ray's error and the facts of each rank add up to.
 
-    def __init__(self) -> None:
-        self._places: dict[int, tuple[str, str]] = {}  # rank -> the id of its worker, and its node
-        self._over: set[str] = set()  # workers of earlier attempts, whose late messages do not count
-        self._reports: list[Report] = []
-        self.exit_codes: dict[int, int] = {}
-        self.count = 0
-
-    @property
-    def began(self) -> bool:
-        return bool(self._places)
-
-    def note(self, event: Event) -> None:
-        if event["worker"] in self._over:
-            return
-        rank = event["rank"]
-        if event["kind"] == "started":
-            self._places[rank] = (event["worker"], event["host"])
-        elif event["kind"] == "failed":
-            self._reports.append(Report(**event["report"]))
-        elif event["kind"] == "ended":
-            self.exit_codes[rank] = event["exit_code"]
-
-    def conclude(self, errors: Mapping[int, str]) -> Failure:
-        """Ends the attempt with what Ray saw of each rank. A rank that died without a report is the lost one."""
-        reported = {each.rank for each in self._reports}
-        deaths = {rank: describe(text) for rank, text in errors.items()}
-        if all(each.consequence for each in self._reports) and not deaths.keys() - reported:
-            # Ray has not noticed yet which rank the others miss.
-            deaths |= dict.fromkeys(self._places, "it is not heard of any more: its process or its node is gone")
-        lost = []
-        for rank, text in sorted(deaths.items()):
-            _, node = self._places.get(rank, ("", "an unknown node"))
-            if rank not in reported:
-                lost.append(Report(rank, node, "WorkerDied", text, 5, time.time()))
-        failure = find_cause([*self._reports, *lost], {}, "the cluster")
-        self._over |= {worker for worker, _ in self._places.values()}
-        self._places, self._reports, self.exit_codes = {}, [], {}
-        self.count += 1
-        return failure
-
-    def conclude_before_training(self, error: BaseException) -> Failure:
-        """Ends an attempt whose workers could not be placed, or whose roll call failed."""
-        cause = cause_of(error)
-        if no_capacity(error):
-            cause = LaunchError("the workers could not be placed in time (launch.ray.placement_timeout)")
-        found = report(cause, 0, "the cluster")
-        self.count += 1
-        return Failure(
-            0, found.host, found.message, found.exit_code, found.kind, found.traceback, concerns_all_ranks=True
-        )
+    A rank that died without a report is the lost one, also if Ray has not noticed yet.
+    """
+    errors: Mapping[int, Exception] | None = getattr(error, "worker_failures", None)
+    if errors is None:
+        return _before_training(error)
+    reports = [Report(**each["report"]) for each in facts.values() if "report" in each]
+    reported = {each.rank for each in reports}
+    deaths = {rank: describe(str(each)) for rank, each in errors.items() if rank not in reported}
+    if not deaths and all(each.consequence for each in reports):
+        lost = "it is not heard of any more: its process or its node is gone"
+        deaths = {rank: lost for rank in facts if rank not in reported}
+    for rank, text in sorted(deaths.items()):
+        host = facts.get(rank, {}).get("host", "an unknown node")
+        reports.append(Report(rank, host, "WorkerDied", text, 5, time.time()))
+    return find_cause(reports, {}, "the cluster")
 
 
-def no_capacity(error: BaseException | None) -> bool:
-    """Whether Ray gave up waiting until all workers could be placed."""
-    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
+def _before_training(error: Exception) -> Failure:
+    """The workers could not be placed, or their roll call failed."""
+    cause = cause_of(error)
+    if type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError":
+        cause = LaunchError("the workers could not be placed in time (launch.ray.placement_timeout)")
+    found = report(cause, 0, "the cluster")
+    return Failure(0, found.host, found.message, found.exit_code, found.kind, found.traceback, concerns_all_ranks=True)
 
 
 def describe(error: str) -> str:

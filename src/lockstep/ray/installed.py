@@ -10,8 +10,7 @@ import socket
 from lockstep.config.schema import RayCluster
 from lockstep.errors import ConfigError, LaunchError
 
-OLDEST, NEWEST = (2, 50), (2, 60)
-_TRAIN_V2 = "RAY_TRAIN_V2_ENABLED"
+OLDEST, NEWEST = (2, 52), (2, 60)
 _CONNECT_SECONDS = 15.0
 
 
@@ -20,7 +19,7 @@ class RayMissing(ConfigError, ImportError):
 
 
 def require_ray() -> None:
-    """Raises RayMissing without Ray 2.50 to 2.60."""
+    """Raises RayMissing without Ray 2.52 to 2.60."""
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -28,14 +27,6 @@ def require_ray() -> None:
     problem = version_problem(version)
     if problem:
         raise RayMissing(problem)
-
-
-def require_train_v2() -> None:
-    """Selects version 2 of Ray Train before anything imports it: the default since 2.51, to be asked for in 2.50."""
-    require_ray()
-    asked = os.environ.setdefault(_TRAIN_V2, "1")
-    if asked.lower() not in ("1", "true"):
-        raise ConfigError(f"{_TRAIN_V2}={asked}: `launch: ray` and sweeps need version 2 of Ray Train: unset it")
 
 
 def version_problem(version: str) -> str | None:

@@ -1,7 +1,7 @@
 """Messages and files between the ranks and the driver, through one small actor on the driver's node.
 
-Ray Train's storage is a place that all nodes see. For nodes that do not see the driver's disk, the actor also serves
-the run's folder: `NodeSync` on such a node pulls what a run needs, and pushes what it writes.
+For nodes that do not see the driver's disk, the actor also serves the run's folder: `NodeSync` on such a node pulls
+what a run needs, and pushes what it writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.mirror.sync import CHECKPOINTS, FolderSync
 from lockstep.record.run_folder import Anchor
 from lockstep.record.timeline import LAGS_FILE, LIVE_FILE, TIMELINE_FILE
 
-Event = dict[str, Any]
+Facts = dict[str, Any]
 
 # The mailbox has nothing else to do: without an answer for so long, the cluster counts as lost.
 ANSWER_SECONDS = 60.0
@@ -37,34 +37,34 @@ _RANK_ZERO_FILES = (
 
 
 class Mailbox:
-    """Holds events for the driver and requests for the ranks. Every call has a limit, set by the caller."""
+    """Holds rank 0's output and facts of all ranks for the driver, and its request to leave for the ranks."""
 
     def __init__(self, folder: str) -> None:
         self._store = FolderStore(folder)
-        self._events: list[Event] = []
-        self._news = asyncio.Event()
-        self._requests: dict[str, Any] = {"leave": None, "saves": 0, "closed": False}
+        self._lines: list[str] = []
+        self._facts: dict[int, Facts] = {}
+        self._leave: str | None = None
 
-    async def tell(self, events: list[Event]) -> dict[str, Any]:
-        """Takes events for the driver, and returns the requests to the ranks."""
-        self._events.extend(events)
-        if events:
-            self._news.set()
-        return self._requests
+    async def tell(self, rank: int, lines: list[str], facts: Facts) -> str | None:
+        """Returns why to save and leave, if the driver asks for it."""
+        self._lines += lines
+        if "host" in facts:  # the first of a new attempt
+            self._facts[rank] = {}
+        self._facts.setdefault(rank, {}).update(facts)
+        return self._leave
 
-    async def take(self, wait: float) -> list[Event]:
-        """Returns the events since the last call, as soon as there is one."""
-        try:
-            await asyncio.wait_for(self._news.wait(), wait)
-        except TimeoutError:
-            return []
-        self._news.clear()
-        events, self._events = self._events, []
-        return events
+    async def take_lines(self) -> tuple[list[str], bool]:
+        """Returns the lines since the last call, and whether a rank has begun."""
+        lines, self._lines = self._lines, []
+        return lines, bool(self._facts)
 
-    async def request(self, **changes: Any) -> None:
-        """`leave`: why to save and leave; `saves`: how often a save was asked for; `closed`: begin no attempt."""
-        self._requests.update(changes)
+    async def take_facts(self) -> dict[int, Facts]:
+        """Returns what ranks told of an attempt that is over."""
+        facts, self._facts = self._facts, {}
+        return facts
+
+    async def ask_to_leave(self, reason: str) -> None:
+        self._leave = reason
 
     async def folder_store(self, what: str, *arguments: Any) -> Any:
         if what.startswith("_"):
@@ -80,14 +80,11 @@ class FolderStore:
         self._anchor = Anchor(self._folder)
         self._checkpoints = CheckpointStorage(self._folder / CHECKPOINTS, self._anchor.check)
 
-    def checkpoint(self, step: int | None = None, best: bool = False, mode: str = "min") -> str | None:
-        """Returns the path of the checkpoint of a step, of the best whole one, or of the newest whole one."""
-        if step is not None:
-            self._checkpoints.require(step)
-        else:
-            step = self._checkpoints.best_good(mode) if best else self._checkpoints.newest_good()
-            if step is None and not best and (there := self._checkpoints.steps()):
-                raise self._checkpoints.none_usable({each: str(self._checkpoints.problem(each)) for each in there})
+    def checkpoint(self) -> str | None:
+        """Returns the path of the newest whole checkpoint. Raises CheckpointError if there are some and none is."""
+        step = self._checkpoints.newest_good()
+        if step is None and (there := self._checkpoints.steps()):
+            raise self._checkpoints.none_usable({each: str(self._checkpoints.problem(each)) for each in there})
         return None if step is None else str(self._checkpoints.path(step).relative_to(self._folder))
 
     def set_aside_after(self, step: int | None) -> None:
@@ -133,22 +130,25 @@ class NodeSync:
         self._folder, self._place = folder, place
         self._sync = FolderSync(_DriverFolder(ask), folder, self._files, keep if place.rank == 0 else None)
 
-    def pull(self, step: int | None = None, best: bool = False, mode: str = "min") -> None:
-        """Brings here the checkpoint to restore, the newest unless said, and the files that still grow."""
+    def pull(self) -> None:
+        """Brings here the newest checkpoint, and the files that still grow."""
         if self._place.local_rank == 0:
             shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
-            self._sync.pull_checkpoint(step, best, mode)
+            self._sync.pull_checkpoint()
         self._sync.pull_files(self._paths())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Pushes what is new, every second and at the end."""
-        try:
-            with repeated(self.push, _PUSH_SECONDS, "lockstep-folder-sync"):
-                yield
-        finally:
+        with contextlib.closing(self._sync):
+            try:
+                with repeated(self.push, _PUSH_SECONDS, "lockstep-folder-sync"):
+                    yield
+            except BaseException:
+                with contextlib.suppress(Exception):  # the error is the news
+                    self.push()
+                raise
             self.push()
-            self._sync.close()
 
     def push(self) -> None:
         self._sync.push()
@@ -168,7 +168,7 @@ class _DriverFolder:
         self._ask = ask
 
     def to_try(self, step: int | None = None, best: bool = False, mode: str = "min") -> list[str]:
-        found = self._ask("checkpoint", step, best, mode)  # which has verified it
+        found = self._ask("checkpoint")  # the newest, and verified: a driver that resumes another has set it aside
         return [] if found is None else [found]
 
     def files(self, path: str) -> list[tuple[str, int]]:

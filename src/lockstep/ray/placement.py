@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import click
 import ray
@@ -30,68 +29,41 @@ def per_worker(config: RunConfig) -> dict[str, float]:
     return {name: amount for name, amount in {**usual, **config.launch.ray.resources}.items() if amount > 0}
 
 
-def scaling(
-    workers: int,
-    resources: Mapping[str, float],
-    placement: str = "PACK",
-    topology: str | None = None,
-    accelerator: str | None = None,
-) -> ScalingConfig:
+def scaling(settings: RayCluster, workers: int, resources: Mapping[str, float]) -> ScalingConfig:
     """Returns Ray's ScalingConfig, which repeats GPUs and TPUs and names the slice that TPU workers form."""
-    kinds: dict[str, Any] = {"use_gpu": True} if "GPU" in resources else {}
-    if "TPU" in resources:
-        if workers > 1 and not (topology and accelerator):
-            raise ConfigError(
-                f"{workers} workers with TPU chips form a slice, which Ray has to find: name its topology (such as "
-                "2x2x2) and its accelerator (such as TPU-V4), in launch.ray or by --topology and --accelerator"
-            )
-        kinds = {"use_tpu": True, "topology": topology, "accelerator_type": accelerator}
-    elif topology or accelerator:
-        raise ConfigError(
-            f"topology {topology} and accelerator {accelerator} are of a TPU slice, but the workers get no TPU: add "
-            "TPU to launch.ray.resources (--tpus), or leave them out"
-        )
     try:
         return ScalingConfig(
-            num_workers=workers, resources_per_worker=dict(resources), placement_strategy=placement, **kinds
+            num_workers=workers,
+            resources_per_worker=dict(resources),
+            placement_strategy=settings.placement,
+            use_gpu="GPU" in resources,
+            use_tpu="TPU" in resources,
+            topology=settings.topology,
+            accelerator_type=settings.accelerator,
         )
     except ValueError as error:
-        raise ConfigError(f"{workers} workers with {amounts(resources)} each: Ray says: {error}") from None
+        raise ConfigError(f"launch.ray: {workers} workers with {amounts(resources)} each: {error}") from None
 
 
-def sizes(workers: int, fewest: int | None) -> list[int]:
-    """Returns the numbers of workers that a run may have, the wanted one first."""
-    return list(range(workers, max(fewest or workers, 1) - 1, -1))
-
-
-def capacity(nodes: Iterable[Mapping[str, Any]], resources: Mapping[str, float]) -> int:
-    """Returns how many workers the living nodes of a cluster hold if nothing else runs there."""
-    return sum(
-        min(int(node["Resources"].get(name, 0.0) // amount) for name, amount in resources.items())
-        for node in nodes
-        if node["Alive"]
-    )
-
-
-def find(settings: RayCluster, wanted: Sequence[int], resources: Mapping[str, float], limit: float) -> int:
-    """Returns the first of these numbers of workers that the cluster places; LaunchError says what is free if none."""
-    first = f"{wanted[0]} worker{'s' if wanted[0] > 1 else ''}"
+def find(settings: RayCluster, workers: int, resources: Mapping[str, float]) -> int:
+    """Returns how many workers the cluster places: all, or as many as fit, if launch.ray.min_workers allows it."""
+    limit = settings.placement_timeout
     each = f"with {amounts(resources)} each ({settings.placement})"
-    if _placed(wanted[0], resources, settings.placement, min(limit, _AT_ONCE_SECONDS)):
-        return wanted[0]
+    if _placed(workers, resources, settings.placement, min(limit, _AT_ONCE_SECONDS)):
+        return workers
     if limit > _AT_ONCE_SECONDS:
-        click.echo(f"lockstep: waiting for room for {first} {each}; {_free(resources)}", err=True)
-        if _placed(wanted[0], resources, settings.placement, limit - _AT_ONCE_SECONDS):
-            return wanted[0]
-    for size in wanted[1:]:
+        click.echo(f"lockstep: waiting for room for {workers} workers {each}; {_free(resources)}", err=True)
+        if _placed(workers, resources, settings.placement, limit - _AT_ONCE_SECONDS):
+            return workers
+    fewest = settings.min_workers or workers
+    for size in range(workers - 1, fewest - 1, -1):
         if _placed(size, resources, settings.placement, _AT_ONCE_SECONDS):
-            click.echo(f"lockstep: there is room for {size} of {wanted[0]} workers: continuing with {size}", err=True)
+            click.echo(f"lockstep: there is room for {size} of {workers} workers: continuing with {size}", err=True)
             return size
-    last = f"{wanted[-1]} worker{'s' if wanted[-1] > 1 else ''}"
     raise LaunchError(
-        f"launch.ray: the cluster has no room for {last} {each} in {limit:g} s (launch.ray.placement_timeout): "
-        f"{_free(resources)}. Lower processes or launch.ray.resources, choose another launch.ray.placement, or wait "
-        "until others are done"
+        f"launch.ray: the cluster has no room for {fewest} workers {each} in {limit:g} s "
+        f"(launch.ray.placement_timeout): {_free(resources)}. Lower processes or launch.ray.resources, choose another "
+        "launch.ray.placement, or wait until others are done"
     )
 
 

@@ -10,13 +10,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray.train
+from ray.train.torch import TorchConfig  # here always the one of `backend`, which is a subclass
 
 from lockstep import worker
 from lockstep.config.objects import import_object
@@ -29,8 +30,7 @@ from lockstep.engine.summary import conclude
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.ray import xla
 from lockstep.ray.placement import WorkerInfo, device_index
-from lockstep.ray.reporting import BlockingReporter, Reporter
-from lockstep.ray.settings import XLA_BACKENDS, WorkerSettings
+from lockstep.ray.xla import XLA_BACKENDS
 from lockstep.runtime.base import Runtime
 
 # Ray brings what its own logger writes to the driver; ours has no handler until the run's folder is known.
@@ -40,30 +40,73 @@ _logger = logging.getLogger("ray.train.lockstep")
 _SEEN_SECONDS = 10.0
 
 
-class Session:
-    """One worker's part in a run, from joining to leaving."""
+class Reporter:
+    """Reports the newest values of all metrics, and the newest checkpoint, to Ray Train.
 
-    def __init__(self, config: WorkerSettings, settings: RunSettings, present: worker.Rank) -> None:
+    Every rank reports at the same rows of metrics, since a report waits for all workers; and Ray fetches one every two
+    seconds at most, so that one is made every so many seconds of the clock that all ranks share, and at the end.
+    """
+
+    def __init__(self, run: Run, every: float, validations_only: bool = False) -> None:
+        """`validations_only` is for a sweep, which needs each of them, and finds checkpoints in the run's folder."""
+        self._run, self._every, self._validations_only = run, every, validations_only
+        self._metrics: dict[str, Any] = {}
+        self._last = -every
+        self._reported: int | None = None  # the step of the newest checkpoint that Ray knows
+        self.ending = False  # set before the last rows: these wait for the last report
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """Takes a row of metrics that was written."""
+        self._metrics.update({name: value for name, value in row.items() if value is not None})
+        validation = "examples" not in row and any("/" in name for name in row)  # rows of log.every count examples
+        late = self._run._engine.seconds_since_start - self._last >= self._every
+        if not self.ending and (validation if self._validations_only else late):
+            self._report()
+
+    def finish(self, status: str) -> None:
+        self._metrics["status"] = status
+        self._reported = None  # Ray's Result has the metrics that came with a checkpoint
+        self._report()
+
+    def _report(self) -> None:
+        self._last = self._run._engine.seconds_since_start
+        self._run.barrier("the report to Ray")  # a rank that does not come is named here, and not waited for by Ray
+        with self._run.working("the report to Ray", limit=self._run._engine.settings.timeouts.checkpoint):
+            ray.train.report(dict(self._metrics), checkpoint=self._checkpoint())
+
+    def _checkpoint(self) -> ray.train.Checkpoint | None:
+        """Rank 0's newest that Ray does not have yet. Ray copies it while nothing else is being saved."""
+        if not self._run.is_main or self._validations_only:
+            return None
+        step, folder = self._run._engine.checkpointer.newest() or (None, None)
+        if step is None or step == self._reported:
+            return None
+        self._reported = step
+        return ray.train.Checkpoint.from_directory(str(folder))
+
+
+class Session:
+    """One worker's part in a run, from joining to leaving. As a context manager it ends the training function."""
+
+    def __init__(self, config: TorchConfig, settings: RunSettings, present: worker.Rank) -> None:
         self.config, self.settings, self.present = config, settings, present
         self.requests = present.requests
-        # What `lockstep train` sets, whose driver shows rank 0's output and holds the run's folder.
-        self.outlet: worker.Outlet | None = None
-        self.make_reporter: Callable[[Run], Reporter] = lambda run: BlockingReporter(run, config.report_every_s)
-        self.ended: Callable[[BaseException | None], None] = lambda error: None  # called last
-        self.shares_folder = True  # all workers see one folder
-        self.folder_is_held = False
+        # Set by `lockstep train`, whose driver holds the run's folder and knows who sees it.
+        self.has_driver = False
+        self.make_reporter: Callable[[Run], Reporter | None] = lambda run: Reporter(run, config.report_every_s)
         self.outcome: dict[str, Any] = {}
-        self._training = False
+        self._training = self._ended = False
         self._run: Run | None = None
         self._reporter: Reporter | None = None
 
     def run(self) -> Run:
         if self._run is None:
-            run = self.present.open(self._make_folder, self.outlet is not None, self.outlet, held=self.folder_is_held)
-            if self.shares_folder:
+            run = self.present.open(self._make_folder, redirect=self.has_driver, held=self.has_driver)
+            if not self.has_driver:
                 _check_shared(run)
             self._reporter = self.make_reporter(run)
-            run._engine.aggregator.listener = self._reporter.on_row
+            if self._reporter is not None:
+                run._engine.aggregator.listener = self._reporter.on_row
             self._run = run
         return self._run
 
@@ -75,26 +118,22 @@ class Session:
         # A user's function need not use anything of the run: until it does, nothing shows whether it makes progress.
         self.present.group.activity.enter("main", limit=math.inf)
 
-    def end(self, error: BaseException | None) -> bool:
-        """The training function has ended. Whether its error is handled: leaving on request is no failure."""
-        try:
-            handled = self._end(error)
-        except BaseException as later:
-            self.ended(later)
-            raise
-        self.ended(error)
-        return handled
+    def __enter__(self) -> Session:
+        return self
 
-    def _end(self, error: BaseException | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """The training function has ended. Returns whether its error is handled: leaving on request is no failure."""
+        if self._ended:
+            return False
+        self._ended = True
         try:
             if self._run is None:
                 return False
-            assert self._reporter is not None
-            self._reporter.ending = True
             if error is None:
                 stopped = self._run.stopped
                 status = "stopped early" if stopped else "completed"
-                self._run._engine.finish(str(self.outcome.get("status", status)))
                 self._conclude(self._run, self.outcome or {"status": status, "reason": stopped})
             elif isinstance(error, Preempted):
                 self._conclude(self._run, {"status": "preempted", "reason": error.reason})
@@ -108,9 +147,13 @@ class Session:
                 self.present.group.activity.enter("the end of the other workers", waits=True)
 
     def _conclude(self, run: Run, outcome: dict[str, Any]) -> None:
+        if self._reporter is not None:
+            self._reporter.ending = True
+        if outcome["status"] != "preempted":
+            run._engine.finish(str(outcome["status"]))
         conclude(run, outcome)
-        assert self._reporter is not None
-        self._reporter.finish({"status": outcome["status"]})
+        if self._reporter is not None:
+            self._reporter.finish(outcome["status"])
 
     def leave(self) -> None:
         """Destroys the group if all is done; a training function that is still running loses it by itself."""
@@ -130,17 +173,15 @@ class Session:
 _session: Session | None = None  # of this process
 
 
-class Training:
+@contextlib.contextmanager
+def training() -> Iterator[None]:
     """Ray enters this around the training function."""
-
-    def __enter__(self) -> None:
-        if _session is not None:
-            _session.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return _session is not None and _session.end(error)
+    if _session is None:
+        yield
+        return
+    _session.begin()
+    with _session:
+        yield
 
 
 def current() -> Session:
@@ -214,7 +255,7 @@ def set_master_address(address: str, port: int) -> None:
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
 
 
-def join(topology: Topology, info: WorkerInfo, backend: str, config: WorkerSettings, xla_port: int) -> Joined:
+def join(topology: Topology, info: WorkerInfo, backend: str, config: TorchConfig, xla_port: int) -> Joined:
     """Joins the group as the rank that the topology says, and holds the roll call. XLA meets at `xla_port`."""
     global _session
     place = topology.place
@@ -247,11 +288,6 @@ def join(topology: Topology, info: WorkerInfo, backend: str, config: WorkerSetti
     return Joined(present.reports, present.roll_call_seconds, present.runtime.addressable_device_count())
 
 
-def join_limit(config: WorkerSettings) -> float:
-    """Returns the longest time that joining takes: ways to join XLA, the store, the roll call, its proof."""
-    return (4 + len(xla.WAYS_TO_JOIN)) * config.join_timeout_s
-
-
 def set_rank_variables() -> None:
     """Sets the variables that Ray's own backend sets."""
     present = current().present
@@ -266,8 +302,8 @@ def leave() -> None:
         _session = None
 
 
-def _run_settings(config: WorkerSettings, backend: str, info: WorkerInfo, world_size: int) -> RunSettings:
-    settings = config.checked_settings()
+def _run_settings(config: TorchConfig, backend: str, info: WorkerInfo, world_size: int) -> RunSettings:
+    settings: RunSettings = config.checked_settings()
     limits = {"rendezvous": config.join_timeout_s, "collective": float(config.timeout_s)}
     sections = {
         "timeouts": settings.timeouts.model_copy(update=limits),
@@ -280,7 +316,7 @@ def _run_settings(config: WorkerSettings, backend: str, info: WorkerInfo, world_
     return xla.run_settings(settings, config.xla_spmd_config, memory, info, world_size)
 
 
-def _import_task(config: WorkerSettings, settings: RunSettings, rank: int, host: str) -> Any:
+def _import_task(config: TorchConfig, settings: RunSettings, rank: int, host: str) -> Any:
     task = config.task or (settings.task.type if isinstance(settings, RunConfig) else None)
     if task is None:
         return None

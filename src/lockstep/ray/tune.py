@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,7 @@ from lockstep.ray import placement
 from lockstep.ray.cluster import Cluster, connected, environment
 from lockstep.ray.controller import BackgroundFit, resolved, say, train_on
 from lockstep.record import run_folder
-from lockstep.record.trials import Trial, best_of, conclude, table, text_of, trial_folder
-
-__all__ = ["Trial", "best_of", "sweep_over", "table"]
+from lockstep.record.trials import Trial, conclude, trial_folder
 
 # A trial's process only waits for its workers, which have what they need.
 _TRIAL_RESOURCES = {"memory": 1024 * 1024}
@@ -34,16 +30,13 @@ def sweep_over(config: RunConfig, sweep: Sweep, folder: Path) -> int:
     """Runs all trials, shows their results and keeps the best config; returns the exit code."""
     signals = Signals(save_on_request=False)
     config, env, task = resolved(config)
-    if config.processes == "auto":
-        raise ConfigError("processes: auto cannot be swept over; say how many workers each trial has")
     resources, workers = placement.per_worker(config), int(config.processes) * sweep.concurrency
     settings = config.launch.ray
     with signals.listening(), connected(settings, workers, resources, env) as cluster, signals.listening():
-        placement.find(settings, [workers], resources, settings.placement_timeout)
-        with (folder / "tune.log").open("a") as log, contextlib.redirect_stdout(log):  # ours go to stderr
-            fit = BackgroundFit(_tuner(config, sweep, folder, task, cluster))
-            while not fit.done and not signals.count:
-                time.sleep(0.2)
+        placement.find(settings, workers, resources)
+        fit = BackgroundFit(_tuner(config, sweep, folder, task, cluster))
+        while not fit.wait(0.2) and not signals.count:
+            pass
         if signals.count:
             say(f"{signals.name}: ending all trials; what they saved is in {folder}")
             return INTERRUPTED_EXIT_CODE
@@ -68,7 +61,7 @@ def _tuner(config: RunConfig, sweep: Sweep, folder: Path, task: str, cluster: Cl
             scheduler=_scheduler(config, sweep),
             search_alg=BasicVariantGenerator(max_concurrent=sweep.concurrency, random_state=sweep.seed),
         ),
-        run_config=tune.RunConfig(name="tune", storage_path=str(place), verbose=0, callbacks=[_Shown(sweep)]),
+        run_config=tune.RunConfig(name="tune", storage_path=str(place), verbose=1),
     )
 
 
@@ -100,30 +93,11 @@ def _run_trial(config: RunConfig, values: Mapping[str, Any], folder: Path, task:
     config = with_values(config, values)
     with environment(config.launch.ray):
         signals = Signals(save_on_request=False)
-        ended = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
-    failure = ended.result.failure
+        config, _, result = train_on(cluster, config, task, make_folder, signals, [TuneReportCallback()])
+    failure = result.failure
     if failure is not None:
         run_folder.record(run, "failed", failure.cause)
-        raise WorkerFailed(failure.rank, failure.host, failure.render(int(ended.config.processes)), failure.exit_code)
-
-
-class _Shown(tune.Callback):  # type: ignore[misc]
-    """Prints a line for every trial that begins, and one for every epoch."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-        self._shown: dict[int, Any] = {}
-
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        say(f"trial {_number(trial.trial_id)}: {text_of(trial.config)}")
-
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        value, number, epoch = result.get(self._sweep.metric), _number(trial.trial_id), result.get("epoch")
-        if value is not None and self._shown.get(number) != epoch:  # the end of a run is another report
-            self._shown[number] = epoch
-            say(f"trial {number}: epoch {epoch}  {self._sweep.metric} {value:.4g}")
+        raise WorkerFailed(failure.rank, failure.host, failure.render(int(config.processes)), failure.exit_code)
 
 
 def _trial(result: Any, sweep: Sweep, folder: Path) -> Trial:

@@ -22,6 +22,7 @@ from lockstep.runtime import pjrt, with_variables
 
 logger = logging.getLogger("ray.train.lockstep")  # which Ray brings to the driver
 
+XLA_BACKENDS = ("xla", "xla_tpu")
 SPMD_KEYS = ("mesh_shape", "data_parallel_size", "model_parallel_size")
 MESH_AXES = ("data", "model")
 WAYS_TO_JOIN = ("xla://", "env://")

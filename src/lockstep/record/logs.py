@@ -32,9 +32,7 @@ _SECONDS_BETWEEN = 10.0
 
 
 @contextlib.contextmanager
-def rank_log(
-    folder: Path, rank: int, console: Console | None, redirect: bool, to_screen: logging.Handler | None = None
-) -> Iterator[Path]:
+def rank_log(folder: Path, rank: int, console: Console | None, redirect: bool) -> Iterator[Path]:
     """Logs to logs/rank-N.log while the context is open; with redirect, other ranks' whole output goes there."""
     _make(folder, rank)
     path = folder / f"rank-{rank}.log"
@@ -44,7 +42,7 @@ def rank_log(
     to_file.setFormatter(logging.Formatter(f"%(asctime)s [RANK {rank}] %(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [to_file]
     if rank == 0:
-        handlers.append(to_screen or screen_handler(console))
+        handlers.append(screen_handler(console))
     ours, everything = logging.getLogger("lockstep"), logging.getLogger()
     before = (ours.level, ours.propagate)
     ours.setLevel(logging.INFO)
