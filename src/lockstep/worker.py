@@ -11,9 +11,7 @@ import math
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,27 +21,23 @@ from lockstep.config.objects import import_object
 from lockstep.config.plain import finite
 from lockstep.config.schema import RunConfig, RunSettings
 from lockstep.distributed.activity import LEFT, Activity
-from lockstep.distributed.group import Group
 from lockstep.distributed.rendezvous import meet
 from lockstep.distributed.rollcall.call import hold
-from lockstep.distributed.rollcall.report import SHOWN, Evidence, comparable, source_files, table
+from lockstep.distributed.rollcall.report import Evidence, comparable, source_files
 from lockstep.distributed.topology import Topology
-from lockstep.distributed.watch.heartbeat import Heartbeat, user_line
+from lockstep.distributed.watch.heartbeat import Heartbeat
 from lockstep.distributed.watch.stacks import dumping_stacks
 from lockstep.distributed.watch.stall import Limits
 from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
-from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests
-from lockstep.engine.summary import conclude, conclude_interrupted, conclude_loop
-from lockstep.errors import PREEMPTED_EXIT_CODE, RankLeft
-from lockstep.mirror.mark import mirrored
+from lockstep.engine.stop_requests import Interrupted, Preempted, StopRequests, exit_is_failure
+from lockstep.engine.summary import announce, conclude, conclude_interrupted, conclude_loop, timeline_of
+from lockstep.errors import PREEMPTED_EXIT_CODE
+from lockstep.mirror.mark import mirrored, uploaded
 from lockstep.record import display, folder_lock, run_folder
-from lockstep.record import timeline as timelines
 from lockstep.record.folder_lock import Held
 from lockstep.record.logs import file_only, rank_log
 from lockstep.record.run_folder import brought_here
-from lockstep.record.timeline import Timeline
-from lockstep.record.writers import write_json
 from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
 from lockstep.tasks.evaluate import evaluate
@@ -73,7 +67,7 @@ def train(
 
     On every rank, `opened` is called with the run's folder, and `ended` with the summary that rank 0 wrote.
     """
-    with _exit_is_failure(), Rank(config, topology) as rank:
+    with exit_is_failure(), Rank(config, topology) as rank:
         rank.join(lambda: import_object(config.task.type, "task"))
         run = rank.open(make_folder, True, prepare, held=topology.watched, patience=_patience(topology))
         opened(run.folder)
@@ -114,7 +108,7 @@ def call(
     """Calls a custom loop as one rank. Returns what it returned."""
     # Ranks that share a terminal would write over each other; the only one of a host has its terminal to itself.
     redirect = topology.local_world_size > 1
-    together = _exit_is_failure() if topology.world_size > 1 else contextlib.nullcontext()
+    together = exit_is_failure() if topology.world_size > 1 else contextlib.nullcontext()
     with together, Rank(settings, topology) as rank:
         rank.join(lambda: main)
         run = rank.open(make_folder, redirect, prepare, held=topology.watched, patience=_patience(topology))
@@ -216,12 +210,14 @@ class Rank:
             return str(folder)
 
         folder = Path(self.group.agree(hold_folder, "the run's folder"))
-        timeline = self._opened.enter_context(self._timeline(folder, held))
+        timeline = self._opened.enter_context(
+            timeline_of(self.topology, self.heartbeat, self.roll_call_seconds, folder, held, leave_report)
+        )
         console = display.terminal() if self.group.rank == 0 else None
         screen = display.create(console)
         log = self._opened.enter_context(rank_log(folder / "logs", self.group.rank, console, redirect))
         self.heartbeat.stacks = self._opened.enter_context(dumping_stacks(log))
-        self._announce(folder)
+        announce(folder, self.topology, self.runtime.device, self.reports, self.roll_call_seconds, self.source)
         if self.group.rank == 0:
             run_folder.has_begun(folder)
         guard = guards[0] if guards else lambda: None
@@ -232,7 +228,7 @@ class Rank:
         self._opened.callback(engine.end_workers)
         self._opened.push(self._end_run)
         if mirrors and mirrors[0] is not None:
-            engine.checkpointer.elsewhere = _waiting_for(mirrors[0], self.settings, self.group.activity)
+            engine.checkpointer.elsewhere = uploaded(mirrors[0], self.settings.timeouts.stop, self.group.activity)
         if engine.out_of_band is not None:
             self.heartbeat.on_beat = engine.out_of_band.look
         self.heartbeat.ask_to_save = self.requests.ask_to_save
@@ -269,7 +265,7 @@ class Rank:
         if self.run is None or not isinstance(error, (Exception, KeyboardInterrupt)):
             return  # KeyboardInterrupt comes in a notebook, which lives on
         file_only.error("rank %d failed", self.group.rank, exc_info=error)
-        meant = _meant(error, self.group)
+        meant = self.group.meaning(error)
         self.run._engine.give_up()
         if meant is not error:
             raise meant from error
@@ -280,102 +276,11 @@ class Rank:
         holder = "rank 0" if self.topology.world_size > 1 else "its only process"
         return folder_lock.locked(folder, holder, patience)
 
-    @contextlib.contextmanager
-    def _timeline(self, folder: Path, held: bool) -> Iterator[Timeline | None]:
-        """Opens rank 0's timeline. Where no launcher holds the folder, it also has what a launcher would have noted;
-        and where none watches, where all ranks are."""
-        topology, heartbeat, seconds = self.topology, self.heartbeat, self.roll_call_seconds
-        if topology.place.rank != 0:
-            yield None
-            return
-        with timelines.opened(folder, logger.warning) as timeline:
-            now = time.time()
-            if not held:
-                timeline.note("start", now - seconds, world_size=topology.world_size)
-            timeline.note("roll call", now - seconds, now, world_size=topology.world_size)
-            if not topology.watched:
-                heartbeat.show = timeline.show
-            status: str | None = None
-            note: str | None = None
-            try:
-                yield timeline
-                status = run_folder.read_summary(folder).get("status")
-            except (Preempted, Interrupted) as asked:
-                status, note = "preempted" if isinstance(asked, Preempted) else "interrupted", asked.reason
-                raise
-            except BaseException as error:
-                status, note = "failed", f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                heartbeat.show = None
-                if not held:
-                    timeline.note("end", status=status, note=note)
-                    timeline.close()
-                    leave_report(folder, logger.warning)
-
-    def _announce(self, folder: Path) -> None:
-        """Writes down and logs who takes part."""
-        topology, reports, seconds = self.topology, self.reports, self.roll_call_seconds
-        logger.info("on %s, %s, pid %d", topology.place.host, self.runtime.device, os.getpid())
-        if topology.place.rank != 0:
-            return
-        run_folder.note_code(folder, self.source.root, self.source.digests, logger.warning)
-        found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
-        write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
-        if topology.world_size > 1:
-            logger.info("roll call: all %d ranks are here, in %.2f s", topology.world_size, seconds)
-            more = [f"  and {len(reports) - SHOWN} more in {run_folder.TOPOLOGY_FILE}"] if len(reports) > SHOWN else []
-            devices = {each.physical_device for each in reports}
-            says_something = topology.host_count > 1 or len(devices) < len(reports)
-            for line in (*table(reports[:SHOWN]), *more):
-                (logger if says_something else file_only).info(line)
-
-
-def _waiting_for(mirror: Mirror, settings: RunSettings, activity: Activity) -> Callable[[bool], None]:
-    """Returns what makes rank 0 wait until a save is in the bucket."""
-
-    def wait(leaving: bool) -> None:
-        limit = settings.timeouts.stop
-        with activity.within(f"the upload to {mirror.url}", limit=limit + activity.patience):
-            mirror.settle(limit if leaving else None)
-
-    return wait
-
 
 def _patience(topology: Topology) -> float:
     if topology.watched or topology.attempt:
         return RESTART_PATIENCE
     return _PATIENCE if topology.world_size > 1 else 0.0  # other launchers restart ranks without saying so
-
-
-def _meant(error: BaseException, group: Group) -> BaseException:
-    """Returns what an error means that came in user code while the rank waited for others: where a model is spread
-    over ranks, they meet in its forward pass."""
-    at = group.activity.now
-    if not isinstance(error, RuntimeError):
-        return error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    doing, waits = group.activity.locate(frames[::-1]) or (at.doing, at.waits)
-    return group.explain(error, f"{doing} of step {at.step}") if waits else error
-
-
-@contextlib.contextmanager
-def _exit_is_failure() -> Iterator[None]:
-    """Turns sys.exit() in user code into an error: the other ranks would wait for this one."""
-    try:
-        yield
-    except (Preempted, Interrupted):
-        raise
-    except SystemExit as leaving:
-        entry = leaving.__traceback__
-        while entry is not None and entry.tb_next is not None:
-            entry = entry.tb_next
-        where = user_line(entry.tb_frame) if entry is not None else "?"
-        code = "" if leaving.code is None else repr(leaving.code)
-        raise RankLeft(
-            f"sys.exit({code}) was called at {where}, before the work was done: the other ranks would wait for this "
-            "one. Return from the function instead; run.stop(reason) ends training on all ranks"
-        ) from None
 
 
 def main(folder: str) -> int:

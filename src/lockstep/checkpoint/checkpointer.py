@@ -20,11 +20,9 @@ from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.checkpoint.writer import WholeWriter, versions
 from lockstep.config.schema import Checkpoint
 from lockstep.distributed.group import Group
-from lockstep.distributed.topology import ranks_text
-from lockstep.errors import NonFiniteWeights
 from lockstep.runtime.base import Runtime, generator_states, seed_generators, set_generator_states
 from lockstep.strategy.base import Strategy, dp_rank_of
-from lockstep.strategy.fingerprint import compare, digests, fingerprint, non_finite
+from lockstep.strategy.fingerprint import check_replicas
 from lockstep.strategy.slices import read_like, slice_of
 
 logger = logging.getLogger(__name__)
@@ -185,17 +183,7 @@ class Checkpointer:
 
     def compared(self, message: dict[str, Any], name: str, step: int) -> list[dict[str, Any]]:
         """Gathers a message from all ranks, and checks that weights are finite, and equal where they must be."""
-        checked = self._strategy.parameters_to_check(self._weights.modules)
-        mine = fingerprint(checked) if self._strategy.has_replicas else []
-        holders = list((self._strategy.holders(self._weights.modules) or {}).values())
-        message = {**message, "fingerprint": digests(mine, holders), "bad": non_finite(checked)}
-        messages = self._group.gather(message, name)
-        bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
-        if bad:
-            ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))
-            raise NonFiniteWeights(step, next(iter(bad.values())), ranks)
-        compare(self._group, list(checked), mine, holders, [each["fingerprint"] for each in messages], step)
-        return messages
+        return check_replicas(self._group, self._strategy, self._weights.modules, message, name, step)
 
     def equalize_buffers(self) -> None:
         with self._group.activity.within("the buffers", waits=True):

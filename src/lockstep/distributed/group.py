@@ -163,6 +163,15 @@ class Group:
             return PeerLost(f"lost the connection to another rank in {name}")
         return error
 
+    def meaning(self, error: BaseException) -> BaseException:
+        """Returns what an error means that came in user code while the rank waited for others: where a model is spread
+        over ranks, they meet in its forward pass."""
+        if not isinstance(error, RuntimeError):
+            return error
+        at, frames = self.activity.now, [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        doing, waits = self.activity.locate(frames[::-1]) or (at.doing, at.waits)
+        return self.explain(error, f"{doing} of step {at.step}") if waits else error
+
     # Texts in the store, for threads that must not take part in collectives.
 
     def publish(self, key: str, text: str) -> None:

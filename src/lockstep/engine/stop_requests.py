@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 
 from lockstep.distributed.signals import handled, interactive, nothing, unless_ignored
-from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from lockstep.distributed.watch.heartbeat import user_line
+from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, RankLeft
 
 # Two signals closer together than this are one request: a terminal and a launcher may both deliver it.
 SAME_REQUEST_SECONDS = 1.0
@@ -79,3 +82,22 @@ class StopRequests:
             if interactive():
                 raise KeyboardInterrupt
             os._exit(INTERRUPTED_EXIT_CODE)
+
+
+@contextlib.contextmanager
+def exit_is_failure() -> Iterator[None]:
+    """Turns sys.exit() in user code into an error: the other ranks would wait for this one."""
+    try:
+        yield
+    except (Preempted, Interrupted):
+        raise
+    except SystemExit as leaving:
+        entry = leaving.__traceback__
+        while entry is not None and entry.tb_next is not None:
+            entry = entry.tb_next
+        where = user_line(entry.tb_frame) if entry is not None else "?"
+        code = "" if leaving.code is None else repr(leaving.code)
+        raise RankLeft(
+            f"sys.exit({code}) was called at {where}, before the work was done: the other ranks would wait for this "
+            "one. Return from the function instead; run.stop(reason) ends training on all ranks"
+        ) from None

@@ -18,6 +18,7 @@ from lockstep.record import run_folder
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunSettings
+    from lockstep.distributed.activity import Activity
     from lockstep.mirror.mirror import Mirror
 
 MARK_FILE = ".bucket.json"
@@ -86,3 +87,13 @@ def mirrored(
     from lockstep.mirror.mirror import mirrored_by
 
     return mirrored_by(mark, folder, settings, tell)
+
+
+def uploaded(mirror: Mirror, limit: float, activity: Activity) -> Callable[[bool], None]:
+    """Returns what makes rank 0 wait until a save is in the bucket."""
+
+    def wait(leaving: bool) -> None:
+        with activity.within(f"the upload to {mirror.url}", limit=limit + activity.patience):
+            mirror.settle(limit if leaving else None)
+
+    return wait

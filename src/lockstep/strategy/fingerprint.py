@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lockstep.distributed.group import Group
 from lockstep.distributed.topology import ranks_text
-from lockstep.errors import ReplicasDiffer
+from lockstep.errors import NonFiniteWeights, ReplicasDiffer
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.parameters import Modules
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
@@ -46,6 +48,22 @@ def digests(fingerprints: list[int], holders: list[Holders]) -> dict[str, int]:
     for index, each in enumerate(fingerprints):
         together.setdefault(_key(holders[index]) if holders else "", []).append(each)
     return {key: hash(tuple(each)) for key, each in together.items()}
+
+
+def check_replicas(
+    group: Group, strategy: Strategy, modules: Modules, message: Mapping[str, Any], name: str, step: int
+) -> list[dict[str, Any]]:
+    """Gathers a message from all ranks, and checks that weights are finite, and equal where they must be."""
+    checked = strategy.parameters_to_check(modules)
+    mine = fingerprint(checked) if strategy.has_replicas else []
+    holders = list((strategy.holders(modules) or {}).values())
+    messages = group.gather({**message, "fingerprint": digests(mine, holders), "bad": non_finite(checked)}, name)
+    bad = {rank: each["bad"] for rank, each in enumerate(messages) if each["bad"]}
+    if bad:
+        ranks = "all ranks" if len(bad) == len(messages) else ranks_text(list(bad))
+        raise NonFiniteWeights(step, next(iter(bad.values())), ranks)
+    compare(group, list(checked), mine, holders, [each["fingerprint"] for each in messages], step)
+    return messages
 
 
 def compare(
