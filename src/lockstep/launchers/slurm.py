@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.launch import limit_in_seconds
 from lockstep.config.load import check_profile_ranks, check_strategy, with_values
 from lockstep.config.schema import RunConfig
 from lockstep.config.sweep import Sweep, drawn, trial_count
@@ -193,17 +192,10 @@ class Job:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """Returns the config with the number of tasks of all nodes, checked against nodes, GPUs and strategy."""
+    """Returns the config with the number of tasks of all nodes, checked against nodes and strategy."""
     tasks = total(config)
     check_strategy(config.strategy, config.runtime, tasks)
     check_profile_ranks(config.profile, tasks)
-    limit = config.launch.slurm.time and limit_in_seconds(config.launch.slurm.time)
-    if limit and limit <= warning(config):
-        raise ConfigError(
-            f"launch.slurm: the time limit {config.launch.slurm.time} is {limit:g} s, and {warning(config)} s "
-            "before it the run is asked to save (signal_before, or timeouts.stop where that is longer): as soon as it "
-            "starts. Ask for more time, or set them lower"
-        )
     return config.model_copy(update={"processes": tasks})
 
 
@@ -223,12 +215,6 @@ def total(config: RunConfig) -> int:
         raise ConfigError(
             f"processes: {wanted}, but launch.slurm.nodes: {asked.nodes}: every node needs a process at least. Set "
             f"processes: {asked.nodes}, or ask for fewer nodes"
-        )
-    room = asked.gpus_per_node and asked.nodes * asked.gpus_per_node
-    if room and wanted > room and not config.launch.share_devices:
-        raise ConfigError(
-            f"processes: {wanted}, but launch.slurm asks for {asked.nodes} nodes with {asked.gpus_per_node} GPUs each: "
-            f"{wanted} processes need {wanted} GPUs"
         )
     return wanted
 
