@@ -30,7 +30,7 @@ from lockstep.distributed.topology import NETWORK_STORE, Place, Topology
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launchers.local.fork_server import warm_up
-from lockstep.launchers.local.ranks import start_functions
+from lockstep.launchers.local.ranks import start
 from lockstep.launchers.local.supervisor import cannot_start, reports, say_who_was_late
 from lockstep.launchers.plan import LaunchPlan, ProcessPlan, available_cores
 from lockstep.launchers.ssh.folder import Job
@@ -173,7 +173,7 @@ class HostRanks:
         self._asked = self._dumped = False
         plan = _plan(order, attempt, threads)
         try:
-            self._ranks = start_functions(plan, None, None, self._error_files)
+            self._ranks = start(plan, None, None, self._error_files)
         except OSError as error:
             raise LaunchError(cannot_start(order.here.count, error)) from None
 
