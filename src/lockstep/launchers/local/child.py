@@ -145,21 +145,23 @@ def run_command(argv: tuple[str, ...]) -> None:
     runpy._run_module_as_main(argv[3])  # type: ignore[attr-defined]
 
 
-def check_config(connection: Connection, config: RunConfig) -> None:
-    """Sends what is wrong with the names in a config, or None."""
-    from lockstep.launchers.checks import silence
-    from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
+def check_config(connection: Connection, config: RunConfig, elsewhere: bool) -> None:
+    """Sends what is wrong with the names in a config, and what could not be checked."""
+    from lockstep.tasks.config_checks import ELSEWHERE, CannotImport, check_made, check_parts
 
     signal.alarm(_CHECK_SECONDS)  # also where the launcher is gone
-    silence()
-    problem = None
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):  # the ranks import the same, and show what it prints
+        os.dup2(nowhere, number)
+    problem, passed_over = "", []
     try:
-        check_parts(config, (CannotImport,))  # ranks show the traceback of what fails while it is imported
+        # Ranks show the traceback of what fails while it is imported.
+        passed_over = check_parts(config, ELSEWHERE if elsewhere else (CannotImport,))
         check_made(config)
     except ConfigError as error:
         problem = str(error)
     finally:
-        connection.send(problem)
+        connection.send((problem, passed_over[0] if passed_over else ""))
         os._exit(0)
 
 

@@ -109,11 +109,8 @@ def describe(config: RunConfig) -> str:
 
 def _start_and_follow(pod: Pod, out: Path | Url, known: Record | None = None) -> int:
     """Checks the config here while the hosts are inspected, starts the job, and follows it to its end."""
-    check = checks.NamesCheck(pod.config)
-    try:
-        started = pod.start(out, known, check.finish)
-    finally:
-        check.end()
+    checks.prepare()
+    started = pod.start(out, known, lambda: checks.check_names(pod.config))
     records.write(started)
     hosts = pod.transport.workers
     tell(f"lockstep: job {started.job} of pod {pod.name} on {', '.join(hosts)}; run folder {hosts[0]}:{started.folder}")
