@@ -1,4 +1,4 @@
-"""Limits of this host: cores and memory, by the control groups of this process and the system."""
+"""How many cores this process may use, by its control groups, and what the kernel killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path, PurePosixPath
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _COUNTERS = Path("/proc/vmstat")
-# Version 1 writes a number of this order where there is no limit.
-_UNLIMITED = 2**60
 
 
 def core_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
@@ -20,12 +18,6 @@ def core_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | No
     periods = _read(root, membership, "cpu", "cpu.cfs_period_us")
     texts += [f"{quota} {period}" for quota, period in zip(quotas, periods, strict=False)]
     return min((cores for text in texts if (cores := _cores(text)) is not None), default=None)
-
-
-def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    texts = _read(root, membership, "", "memory.max")
-    texts += _read(root, membership, "memory", "memory.limit_in_bytes")
-    return min((limit for text in texts if (limit := _bytes(text)) is not None), default=None)
 
 
 def kills_for_memory(counters: Path = _COUNTERS) -> int:
@@ -41,10 +33,6 @@ def kills_for_memory(counters: Path = _COUNTERS) -> int:
 def _cores(text: str) -> float | None:
     quota, _, period = text.partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _bytes(text: str) -> int | None:
-    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
 
 
 def _read(root: Path, membership: Path, controller: str, file: str) -> list[str]:
