@@ -1,4 +1,4 @@
-"""Several hosts: how long a start, a push and the replacement of a host take, on hosts made of network namespaces.
+"""Several hosts: how long a start takes, on hosts made of network namespaces.
 
 Four ranks on three hosts, reached by real sshd servers: `launch: ssh` beside torchrun by hand over ssh. Needs root.
 """
@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,17 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from host_network import Network, why_not  # noqa: E402  the hosts of the tests
 
-NAMES = ("anna", "bert", "carl", "dora")  # the last one is a spare
 RANKS = {"anna": 2, "bert": 1, "carl": 1}
-FILES = 1000
 LIMIT = 120.0
 
 STARTS = {"torchrun": "`torchrun`, by hand over ssh", "lockstep": "`lockstep train` with `launch: ssh`"}
-PUSHES = {"all": f"all of {FILES} files", "nothing": f"nothing of {FILES} files has changed", "one": "one has changed"}
-DEATHS = {"die": "its processes are killed: connections close", "die_silently": "it falls silent: nobody is told"}
 
-NOTES = f"""\
+NOTES = """\
 Three hosts, and a client, that are network namespaces of this machine with an sshd each. First step: from the command
 to the end of the first optimizer step on rank 0, of four ranks (2, 1 and 1), with CPU, gloo and one thread each; both
 train the network and data of benchmarks/workload.py. torchrun gets its three commands at once, by three ssh, with the
 address, the port and the script that it needs on the hosts already; Lockstep's side looks at the hosts, brings the
-code there, starts agents, holds the roll call, and ends with a checkpoint. Push: the whole command `lockstep pod
-push`, to three hosts, of {FILES} files of 2 kB. Replaced: from the death of the third host to the next step, with a
-fourth in its place; noticed: to the message that names it. Nothing is heard of a host that falls silent for 10 s
-before it is given up. Medians, with the slowest in brackets."""
+code there, starts agents, holds the roll call, and ends with a checkpoint. Medians, with the slowest in brackets."""
 
 
 class Bench:
@@ -131,70 +124,6 @@ def by_hand(network: Network, stamp: Path) -> str:
     return "\n".join([*lines, "wait"])
 
 
-class Pushing:
-    """A folder of many files, which the hosts have once it was pushed."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench, self._folder, self._count = bench, bench.fresh(), 0
-        (self._folder / "task.py").write_text("class MyTask: pass\n", encoding="ascii")
-        for number in range(FILES - 2):  # with the task and the config
-            file = self._folder / f"package_{number % 20}" / f"module_{number}.py"
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(f"# {number}\n".ljust(2000, "#"), encoding="ascii")
-        self._config = bench.config(self._folder, task="task.py:MyTask")
-
-    def __call__(self, case: str) -> float:
-        self._count += 1
-        pod = f"all-{self._count}" if case == "all" else "pushed"
-        if case != "all":
-            self._bench.lockstep("pod", "push", pod, "--config", self._config)
-        if case == "one":
-            (self._folder / "package_7" / "module_7.py").write_text(f"# again: {self._count}\n", encoding="ascii")
-        began = time.time()
-        self._bench.lockstep("pod", "push", pod, "--config", self._config)
-        return time.time() - began
-
-
-def replace(bench: Bench, how: str) -> tuple[float, float]:
-    """Seconds from the death of a host until it is told, and until the next step with the spare."""
-    bench.network.restore()
-    folder = bench.fresh()
-    stamp = folder / "stamp"
-    launch = {"type": "ssh", "hosts": list(NAMES), "nodes": len(RANKS), "threads": 1, "max_restarts": 1}
-    config = bench.config(
-        folder, train={"steps": 10**6, "batch_size": 128}, checkpoint={"every": "20 steps"}, launch=launch
-    )
-    runs = bench.network.hosts["anna"].disk / folder.name / "runs"
-    with bench.started(*report.lockstep(), "train", str(config)) as (_, said):
-        wait_for(lambda: any(runs.glob("*/checkpoints/step-*")), said)
-        died = time.time()
-        getattr(bench.network.hosts["carl"], how)()
-        wait_for(lambda: "in the place of carl" in said.read_text(), said)
-        noticed = time.time()
-        wait_for(lambda: last_step(stamp) > noticed, said)
-        stepped = last_step(stamp)
-    for _ in range(2):
-        bench.lockstep("pod", "stop", folder.name, "--now")
-    wait_for(lambda: not any(host.processes("lockstep") for host in bench.network.hosts.values() if host.is_up), said)
-    return noticed - died, stepped - died
-
-
-def last_step(stamp: Path) -> float:
-    """When rank 0 finished a step; it may be writing it down at this moment."""
-    try:
-        return float(stamp.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0.0
-
-
-def wait_for(what: Callable[[], object], said: Path) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not what():
-        if time.monotonic() > deadline:
-            raise report.MeasurementFailed(f"has not come after {LIMIT:g} s\n{said.read_text()[-6000:]}")
-        time.sleep(0.01)
-
-
 def shown(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} s ({max(values):.2f})"
 
@@ -206,18 +135,7 @@ def tables(found: dict[str, list[Any]]) -> str:
         [STARTS[name], shown(values), ratio(values, first.get("torchrun")), shown([end for _, end in found[name]])]
         for name, values in first.items()
     ]
-    pushes = [[title, shown(found[name])] for name, title in PUSHES.items() if name in found]
-    deaths = [
-        [title, *(shown(list(values)) for values in zip(*found[name], strict=True))]
-        for name, title in DEATHS.items()
-        if name in found
-    ]
-    kinds = [
-        (["three hosts, four ranks", "first step", "to torchrun", "end of the command"], starts),
-        (["`lockstep pod push` to three hosts", "seconds"], pushes),
-        (["a host dies, and a spare is there", "noticed", "next step"], deaths),
-    ]
-    return "\n\n".join(report.table(header, rows) for header, rows in kinds if rows)
+    return report.table(["three hosts, four ranks", "first step", "to torchrun", "end of the command"], starts)
 
 
 def ratio(values: list[float], reference: list[float] | None) -> str:
@@ -226,7 +144,7 @@ def ratio(values: list[float], reference: list[float] | None) -> str:
 
 def main() -> None:
     parser = report.options(__doc__, repeats=5)
-    cases = [*STARTS, *PUSHES, *DEATHS]
+    cases = list(STARTS)
     parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="leave the others out")
     chosen = report.parse(parser)
     reason = why_not()
@@ -237,14 +155,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         network = Network(Path(folder) / "network")
         try:
-            network.add(*NAMES)
+            network.add(*RANKS)
             network.client  # noqa: B018  made where it is first asked for
             bench = Bench(network, Path(folder))
-            push = Pushing(bench)
             for case in report.interleaved(chosen.only, chosen):
                 network.restore()
-                measure = {**dict.fromkeys(STARTS, start), **dict.fromkeys(DEATHS, replace)}.get(case)
-                found[case].append(measure(bench, case) if measure else push(case))
+                found[case].append(start(bench, case))
         finally:
             network.close()
     busy = f"load average over five minutes at the end: {os.getloadavg()[1]:.1f}"

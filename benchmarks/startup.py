@@ -1,6 +1,6 @@
 """How long it takes from a command to the first finished training step on several processes.
 
-The same DDP script is started by torchrun, by Accelerate and by Lockstep; an equivalent task by `lockstep train`.
+The same DDP script is started by torchrun and by Accelerate; an equivalent task by `lockstep train`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ HERE = Path(__file__).parent
 NAMES = {
     "torchrun": "`torchrun plain.py`",
     "accelerate": "`accelerate launch plain.py`",
-    "lockstep-run": "`lockstep run plain.py`",
     "lockstep-train": "`lockstep train`",
 }
 
 NOTES = """\
 Seconds from the command to the end of the first optimizer step on rank 0, median; and to the end of the command. CPU,
-gloo, one thread per process. The first three start the very same DDP script (benchmarks/startup_plain.py); the last
+gloo, one thread per process. The first two start the very same DDP script (benchmarks/startup_plain.py); the last
 trains the same network as a task, and its end includes a whole checkpoint. Accelerate starts several processes without
 MPI only by its `--multi_gpu` launcher, which is what is measured here, with no GPU."""
 
@@ -71,8 +70,6 @@ def command(name: str, processes: int, stamp: Path) -> list[str]:
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
         options = ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
         return [*launch, f"--num_processes={processes}", *options, *script]
-    if name == "lockstep-run":
-        return [*report.lockstep(), "run", f"--processes={processes}", *script]
     changes = [f"--set=processes={processes}", f"--set=task.file={stamp}"]
     return [*report.lockstep(), "train", str(HERE / "startup.yaml"), f"--out={stamp.parent / 'runs'}", *changes]
 

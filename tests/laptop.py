@@ -19,7 +19,7 @@ from host_network import Network, why_not
 if TYPE_CHECKING:
     from conftest import Finished
 
-# The first leads; the last is a spare, or a stranger.
+# The first leads; the last is a stranger.
 NAMES = ("anna", "bert", "carl", "dora")
 
 

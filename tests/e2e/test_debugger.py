@@ -114,24 +114,3 @@ def test_a_breakpoint_in_a_task(project: Project) -> None:
         terminal.expect("completed: ")
         assert terminal.wait() == 0, terminal.shown
     assert summary(project.only_run())["step"] == 6
-
-
-def test_a_breakpoint_in_a_script(project: Project) -> None:
-    (project.folder / "script.py").write_text(SCRIPT)
-    with at_a_terminal(project, "run", "--processes", "1", "script.py") as terminal:
-        terminal.expect("(Pdb) ")
-        terminal.type("p number * 7")
-        terminal.expect("42\r\n")
-        terminal.type("c")
-        terminal.expect("went on")
-        assert terminal.wait() == 0, terminal.shown
-
-
-def test_one_process_reads_what_is_piped_to_it(project: Project) -> None:
-    (project.folder / "script.py").write_text("import sys\nprint(sys.stdin.read().upper())\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "--processes", "1", "script.py"],
-        cwd=project.folder, input="as with any script\n", capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "AS WITH ANY SCRIPT" in done.stdout

@@ -183,17 +183,6 @@ def folder_of(parent: Path, rank: int) -> Path:
 
 
 @pytest.mark.long
-def test_an_ordinary_ddp_script_ends_alike_under_torchrun_and_under_lockstep_run(project: Project) -> None:
-    script = str(EXAMPLES / "torchrun_ddp.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    theirs = subprocess.run(torchrun, cwd=project.folder, capture_output=True, text=True, timeout=180)
-    assert theirs.returncode == 0, theirs.stderr
-    ours = project.run("run", "--processes", "2", script)
-    assert ours.code == 0, ours.text
-    assert ours.out.strip().splitlines()[-1] == theirs.stdout.strip().splitlines()[-1]
-
-
-@pytest.mark.long
 @pytest.mark.requirement("D11")
 @pytest.mark.requirement("D12")
 def test_the_tutorial_notebook_runs_from_start_to_end(tmp_path: Path) -> None:

@@ -85,10 +85,3 @@ def test_nor_where_python_is_told_to_run_the_module(trapped: Project) -> None:
     finished = trapped.run("train", config(trapped, "package.tasks:Mine"))
     assert finished.code == 0, finished.text
     assert imported(trapped) == {}
-
-
-def test_a_script_has_its_own_folder_first_as_python_does_and_its_launcher_has_not(trapped: Project) -> None:
-    finished = trapped.run("run", "--processes", "2", "plain.py")
-    assert finished.code == 0, finished.text
-    marks = imported(trapped)
-    assert set(marks) <= {"random"}, marks

@@ -44,14 +44,10 @@ class Line(lockstep.Task):
 """
 
 
-def test_a_limit_below_what_is_done_is_refused_and_a_changed_task_is_named(project: Project) -> None:
+def test_a_changed_task_is_named(project: Project) -> None:
     task = project.folder / "line.py"
     task.write_text(TASK)
     run = project.train(task=f"{task}:Line", processes=1, data={}, train={"epochs": 3, "batch_size": 5})
-    config = (run / "config.yaml").read_bytes()
-    refused = project.run("resume", run, "--set", "train.epochs=2")
-    assert refused.code == 2 and (run / "config.yaml").read_bytes() == config
-    assert f"train.epochs=2: the run in {run} has 3 epochs done at step 6: name more" in refused.err
 
     task.write_text(TASK.replace("2 * x", "3 * x"))
     resumed = project.run("resume", run, "--set", "train.epochs=4")

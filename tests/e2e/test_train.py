@@ -8,13 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from safetensors import safe_open
 
-from conftest import TASK_FILE, Project, Started, losses, rows, steps_saved, summary
+from conftest import TASK_FILE, Project, losses, rows, steps_saved, summary
 
 TINY = f"{TASK_FILE}:Tiny"
 
@@ -230,66 +229,10 @@ def test_init_writes_something_that_trains(project: Project) -> None:
     assert again.code == 2 and "is there already" in again.err
 
 
-DDP_SCRIPT = """
-import os, sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([float(os.environ["LOCAL_RANK"]) + 1])
-dist.all_reduce(total)
-if dist.get_rank() == 0:
-    open(sys.argv[1], "w").write(f"{total.item()} {dist.get_world_size()} {sys.argv[2]} {__name__} {sys.path[0]}")
-dist.destroy_process_group()
-sys.exit(int(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_lockstep_run_starts_a_ddp_script_unchanged(project: Project, fresh: bool) -> None:
-    script = project.folder / "sub" / "ddp.py"
-    script.parent.mkdir()
-    script.write_text(DDP_SCRIPT)
-    options = ["--processes", "3", *(["--fresh"] if fresh else [])]
-    finished = project.run("run", *options, script, project.folder / "out", "--flag=1", "0")
-    assert finished.code == 0, finished.text
-    assert (project.folder / "out").read_text() == f"6.0 3 --flag=1 __main__ {script.parent}"
-    failed = project.run("run", *options, script, project.folder / "out", "--flag=1", "3")
-    assert failed.code == 5
-    assert "failed: exit code 3" in failed.err
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_lockstep_run_starts_a_module_as_python_does(project: Project, fresh: bool) -> None:
-    package = project.folder / "pkg"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "neighbour.py").write_text("WORD = 'heard'\n")
-    (package / "program.py").write_text(
-        "import os, sys\nfrom pathlib import Path\nfrom pkg.neighbour import WORD\n"
-        "if __name__ == '__main__':\n"
-        "    Path(f'said-{os.environ[\"RANK\"]}').write_text(f'{WORD} {Path(sys.argv[0]).name} {sys.argv[1:]}')\n"
-    )
-    # Without the folder that `python -m lockstep` itself would have put on the path.
-    command = [sys.executable, "-P", "-m", "lockstep", "run", "--processes", "2", *(["--fresh"] if fresh else [])]
-    finished = Started([*command, "-m", "pkg.program", "--flag", "1"], project.folder).wait()
-    assert finished.code == 0, finished.text
-    assert {(project.folder / f"said-{rank}").read_text() for rank in (0, 1)} == {"heard program.py ['--flag', '1']"}
-
-
-def test_lockstep_run_shows_the_scripts_own_traceback(project: Project) -> None:
-    script = project.folder / "broken.py"
-    script.write_text(
-        "import os\nif os.environ['RANK'] == '1':\n    raise RuntimeError('broken here')\nimport time; time.sleep(60)\n"
-    )
-    finished = project.run("run", "--processes", "2", script)
-    assert finished.code == 5
-    assert "rank 1 of 2" in finished.err and "RuntimeError: broken here" in finished.err
-    assert f'File "{script}", line 3' in finished.err
-    assert "runpy" not in finished.err
-
-
-def test_a_missing_script_and_a_missing_run(project: Project) -> None:
-    missing = project.run("run", "--processes", "2", "nowhere.py")
-    assert missing.code == 2 and "nowhere.py: there is no such script" in missing.err
+def test_a_missing_run(project: Project) -> None:
     resumed = project.run("resume", "nowhere")
     assert resumed.code == 2 and "there is no such folder" in resumed.err
     empty = Path(project.folder / "empty")
@@ -298,27 +241,7 @@ def test_a_missing_script_and_a_missing_run(project: Project) -> None:
     assert resumed.code == 2 and "holds no config.yaml" in resumed.err
 
 
-HASTY_SCRIPT = """
-import sys
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-def main():
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    sys.setswitchinterval(60)  # Python's lock is not handed over: what is rare elsewhere happens every time
-    model(torch.randn(8, 64)).sum().backward()
-    dist.destroy_process_group()
-
-main()
 """
-
-
-def test_a_script_that_leaves_right_after_a_step_does_not_wait_for_ever(project: Project) -> None:
-    script = project.folder / "hasty.py"
-    script.write_text(HASTY_SCRIPT)
-    finished = project.run("run", "--processes", "2", script, limit=60)
-    assert finished.code == 0, finished.text
 
 
 @pytest.mark.requirement("D18")
@@ -331,12 +254,3 @@ def test_a_skipped_step_and_a_pruned_trial_are_the_same_on_all_ranks(project: Pr
     assert all(math.isfinite(loss) for loss in losses(run).values())
     end = summary(run)
     assert (end["status"], end["reason"], end["epoch"]) == ("stopped early", "pruned", 2)
-
-
-def test_a_limit_of_open_files_that_is_too_low_is_told_with_the_remedy(project: Project) -> None:
-    inside = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
-    run = "sys.argv[0] = 'lockstep'; runpy.run_module('lockstep', run_name='__main__', alter_sys=False)"
-    finished = Started([sys.executable, "-c", inside + run, "train", str(project.config())], project.folder).wait()
-    assert finished.code == 2, finished.text
-    assert "a process may have 40 open files here, and a run needs 50: ulimit -n 50" in finished.err
-    assert "Traceback" not in finished.err

@@ -84,18 +84,13 @@ IMAGE = {"image": "example.com/a/b:1"}
         ({**CLOUD, "accelerator_type": "v44-32"}, "did you mean v4-32?"),
         ({**CLOUD, "accelerator_type": "h100"}, "the generations are v2, v3, v4, v5litepod, v5p, v6e"),
         ({**CLOUD, "accelerator_type": "--help"}, "there is no such accelerator type"),
-        ({**CLOUD, "zone": "us-centrl2-b"}, "did you mean us-central2-b?"),
-        ({**CLOUD, "zone": "us-central1-a"}, "us-central1-a is not known to have a v4-32"),
-        ({**CLOUD, "zone": "here"}, "not the name of a zone; write for example us-central2-b, got 'here'"),
-        ({**CLOUD, "zone": "-x"}, "not the name of a zone"),
+        ({**CLOUD, "zone": "-x"}, "must be one word"),
         ({**CLOUD, "acelerator_type": "v4-8"}, "unknown key, did you mean accelerator_type?"),
-        ({**CLOUD, "project": "Not A Project"}, "pod.project: not the id of a project, got 'Not A Project'"),
-        ({**CLOUD, "project": "--quiet"}, "not the id of a project"),
-        ({**CLOUD, "runtime_version": "a b"}, "not a runtime version"),
+        ({**CLOUD, "project": "Not A Project"}, "and . _ - @ : /, got 'Not A Project'"),
+        ({**CLOUD, "runtime_version": "a b"}, "must be one word"),
         ({**CLOUD, "provisioning": "sport"}, "must be one of spot, on-demand or reserved; did you mean spot?"),
-        ({**CLOUD, "network": "-x"}, "not the name of a network"),
-        ({**CLOUD, "service_account": "me"}, "not the address of a service account"),
-        ({**CLOUD, "user": "-oProxyCommand=x"}, "not the name of a user"),
+        ({**CLOUD, "network": "-x"}, "must be one word"),
+        ({**CLOUD, "user": "-oProxyCommand=x"}, "must be one word"),
         ({**CLOUD, "python": "-c"}, "pod.python: begins with a dash"),
         ({**CLOUD, "directory": "a\nb"}, "pod.directory: must be printable"),
         ({**CLOUD, "bucket": {"name": "gs://mine"}}, "without gs://"),
@@ -105,14 +100,12 @@ IMAGE = {"image": "example.com/a/b:1"}
         ({**CLOUD, "bucket": {"name": "mine", "mount": "/a/../b"}}, "must be an absolute path"),
         ({**CLOUD, "bucket": {"name": "mine", "mount": "/$(id)"}}, "must be an absolute path"),
         ({**CLOUD, "container": {}}, "pod.container.image: missing"),
-        ({**CLOUD, "container": {"image": "--rm"}}, "not the name of an image"),
-        ({**CLOUD, "container": {"image": "a b"}}, "not the name of an image"),
-        ({**CLOUD, "container": {**IMAGE, "name": "-f"}}, "not the name of a container"),
+        ({**CLOUD, "container": {"image": "--rm"}}, "must be one word"),
+        ({**CLOUD, "container": {"image": "a b"}}, "must be one word"),
+        ({**CLOUD, "container": {**IMAGE, "name": "-f"}}, "must be one word"),
         ({**CLOUD, "container": {**IMAGE, "mounts": ["/root"]}}, "a mount is HOST_FOLDER:CONTAINER_FOLDER"),
         ({**CLOUD, "container": {**IMAGE, "mounts": ["/a:/b:rwx"]}}, "a mount is HOST_FOLDER:CONTAINER_FOLDER"),
-        ({**CLOUD, "container": {**IMAGE, "workdir": "here"}}, "must be an absolute path"),
         ({**CLOUD, "container": {**IMAGE, "privileged": False}}, "does not get at the TPU"),
-        ({**CLOUD, "container": {**IMAGE, "network": "bridge"}}, "host's network only"),
         ({**CLOUD, "container": {**IMAGE, "env": {"a b": "c"}}}, "not the name of an environment variable"),
         ({**CLOUD, "container": {**IMAGE, "env": {"A": "b\nc"}}}, "must be printable"),
         ({**CLOUD, "container": {**IMAGE, "env": {"HF_TOKEN": "abc"}}}, "HF_TOKEN looks like a secret"),
@@ -156,7 +149,6 @@ def test_a_secret_in_a_config_is_not_repeated(tmp_path: Path) -> None:
 
 def test_what_is_right_is_taken() -> None:
     assert Pod.model_validate({**CLOUD, "zone": "us-central2-b"}).version == "tpu-ubuntu2204-base"
-    assert Pod.model_validate({**CLOUD, "zone": "mars-north1-a", "unlisted_zone": True}).zone == "mars-north1-a"
     assert Pod.model_validate({**CLOUD, "accelerator_type": "v6e-8"}).version == "v2-alpha-tpuv6e"
     assert Pod.model_validate({**CLOUD, "project": "example.com:my-project"}).project == "example.com:my-project"
     Pod.model_validate({**CLOUD, "user": "root", "container": IMAGE, "bucket": {"name": "mine"}})

@@ -195,15 +195,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "lockstep run"])
-def test_one_script_launches_twice_and_is_watched_under_any_launcher(tmp_path: Path, launcher: str) -> None:
+def test_one_script_launches_twice_and_is_watched_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
     environment = with_these_modules()
-    start = {
-        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "lockstep"],
-        "lockstep run": ["lockstep", "run", "--processes", "2"],
-    }[launcher]
+    start = ["torch.distributed.run", "--nproc-per-node", "2", "--rdzv-id", "lockstep"]
     command = [sys.executable, "-m", *start, str(file), str(tmp_path), "talk", "talk", "hang"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env={**environment, "GLOO_SOCKET_IFNAME": "lo"}

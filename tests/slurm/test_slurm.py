@@ -248,25 +248,6 @@ def test_the_time_limit_itself(project: Project, slurm: SlurmCluster) -> None:
     assert sorted(losses(run)) == list(range(1, 211))
 
 
-# Sweeps
-
-
-def test_a_sweep_is_an_array_with_a_folder_for_every_trial(project: Project, slurm: SlurmCluster) -> None:
-    space = {"optimizer.lr": {"grid": [0.1, 1e-9]}}
-    (project.folder / "sweep.yaml").write_text(json.dumps({"metric": "val/loss", "concurrency": 2, "space": space}))
-    out = "it's $(touch gone) at 50%"
-    job, folder = submit(project, slurm, "--sweep", "sweep.yaml", "--out", out, out=out, processes=1)
-    assert not (project.folder / "gone").exists()
-    wait_until(lambda: not slurm.command("squeue", "-h", "--job", job, check=False).strip(), 90, "the end of the array")
-    shown = project.run("sweep", folder)
-    assert shown.code == 0, shown.text + output(folder)
-    trials = json.loads((folder / "sweep.json").read_text())
-    assert [each["status"] for each in trials] == ["completed", "completed"], output(folder)
-    assert trials[0]["metric"] < trials[1]["metric"] and "best: trial 0" in shown.err
-    assert (folder / "best.yaml").read_text() == (folder / "trial-00000" / "config.yaml").read_text()
-    assert "best: trial" in output(folder), "the last trial leaves the whole table"
-
-
 # What is refused
 
 

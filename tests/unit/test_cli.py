@@ -89,8 +89,6 @@ def test_help_mistakes_and_plans_are_answered_without_torch(tmp_path: Path) -> N
         (["train", "config.yaml", "--dry-run", "--set", "train.batchsize=3"], 2),
         (["resume", "nowhere"], 2),
         (["schema"], 0),
-        (["run", "nowhere.py"], 2),
-        (["run", "--processes", "2", "--dry-run", "task.py"], 0),
         (["init", "new"], 0),
         (["doctor", "--help"], 0),
         (["doctor", "--runtime", "tpu"], 2),
@@ -166,15 +164,11 @@ def test_every_public_name_is_there_and_no_other() -> None:
         ),
         (["resume", "nowhere"], "lockstep: nowhere is not the folder of a run: there is no such folder"),
         (["resume", "."], "lockstep: . is not the folder of a run"),
-        (["run", "nowhere.py"], "lockstep: nowhere.py: there is no such script"),
-        (["run", "json.tool"], "no such script; a module is started with: lockstep run -m json.tool"),
-        (["run", "-m", "nowhere.at.all"], "lockstep: -m nowhere.at.all: there is no module 'nowhere' here or on"),
         (["init", "."], "lockstep: task.py is there already; name another folder"),
         (["init", "task.py/new"], "lockstep: task.py/new: cannot be written"),
         (["train"], "Missing argument 'CONFIG'"),
         (["trian"], "there is no command 'trian': did you mean train?"),
         (["train", "config.yaml", "--dryrun"], "No such option"),
-        (["run", "--processes", "0", "task.py"], "Invalid value for '--processes'"),
         (["doctor", "--runtime", "tpu"], "Invalid value for '--runtime'"),
         (["verify", "config.yaml", "--only", "cpu-dpp-2"], "lockstep: --only cpu-dpp-2: no combination has this name"),
         (["verify", "config.yaml", "--out", "."], "lockstep: --out .: a new folder cannot be made there: File exists"),
@@ -287,14 +281,6 @@ def test_a_config_may_have_any_file_name(tmp_path: Path, name: str) -> None:
     assert printed_config(lockstep("train", name, "--dry-run")).name
 
 
-def test_a_dry_run_of_a_script_prints_its_plan_with_its_own_options() -> None:
-    result = lockstep("run", "--processes", "3", "--port", "29500", "--dry-run", "task.py", "--lr", "0.1", "--dry-run")
-    assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert len(lines) == 3
-    assert all("MASTER_PORT=29500" in line and line.endswith("task.py --lr 0.1 --dry-run") for line in lines)
-
-
 @pytest.fixture
 def existing(tmp_path: Path) -> Path:
     """The folder of a run that was trained on two processes."""
@@ -355,11 +341,6 @@ def test_gpu_means_cuda() -> None:
     assert "runtime: cuda was asked for" in lockstep("train", "config.yaml", "--set", "runtime=gpu").stderr
     with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda or xla; did you mean cuda"):
         load(Path("config.yaml"), ["runtime=cudda"])
-
-
-def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
-    result = lockstep("run", "--processes", "2", "--dry-run", "-m", "task", "-m", "--lr", "0.1")
-    assert [line.split(" -m ", 1)[1] for line in result.stdout.splitlines()] == ["task -m --lr 0.1"] * 2
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

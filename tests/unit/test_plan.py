@@ -13,17 +13,17 @@ from lockstep.launchers.plan import LaunchPlan, available_cores, local_plan
 
 GOLDEN = """\
 rank 0 on box: GLOO_SOCKET_IFNAME=lo GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 \
-LOCKSTEP_LAUNCHED=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
+LOCKSTEP_LAUNCHED=1 LOCKSTEP_WATCHED=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
 NCCL_SOCKET_IFNAME=lo OMP_NUM_THREADS=4 RANK=0 ROLE_NAME=default ROLE_RANK=0 \
 ROLE_WORLD_SIZE=2 \
 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=lockstep \
-TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=2 python -m lockstep.worker 'runs/my run'
+TORCHELASTIC_USE_AGENT_STORE=False WORLD_SIZE=2 python -m lockstep.worker 'runs/my run'
 rank 1 on box: GLOO_SOCKET_IFNAME=lo GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 \
-LOCKSTEP_LAUNCHED=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
+LOCKSTEP_LAUNCHED=1 LOCKSTEP_WATCHED=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
 NCCL_SOCKET_IFNAME=lo OMP_NUM_THREADS=4 RANK=1 ROLE_NAME=default ROLE_RANK=1 \
 ROLE_WORLD_SIZE=2 \
 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=lockstep \
-TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=2 python -m lockstep.worker 'runs/my run'"""
+TORCHELASTIC_USE_AGENT_STORE=False WORLD_SIZE=2 python -m lockstep.worker 'runs/my run'"""
 
 ARGV = ["python", "-m", "lockstep.worker", "runs/my run"]
 
@@ -63,7 +63,7 @@ def test_every_process_finds_its_own_place_in_its_environment() -> None:
     assert [each.place.rank for each in found] == [0, 1, 2]
     assert [each.place.local_rank for each in found] == [0, 1, 2]
     assert {(each.world_size, each.port, each.attempt, each.launcher_serves_store) for each in found} == {
-        (3, 4321, 1, True)
+        (3, 4321, 1, False)
     }
 
 
@@ -101,10 +101,9 @@ def test_the_interface_that_the_user_chose_is_respected() -> None:
     assert plan(env={"GLOO_SOCKET_IFNAME": "eth1"}).processes[0].env["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
-def test_a_process_alone_needs_no_interface_but_a_store_for_its_heartbeat() -> None:
+def test_a_process_alone_needs_no_interface() -> None:
     (process,) = plan(1).processes
     assert "GLOO_SOCKET_IFNAME" not in process.env
-    assert process.env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_there_is_at_least_one_core() -> None:

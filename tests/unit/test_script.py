@@ -95,7 +95,7 @@ def test_a_run_of_lockstep_train_stays_one(folder: Path) -> None:
     [
         ({"arguments": ("-x", "1")}, {}, ["train.py", "-x", "1"]),
         ({"script": None, "module": "package.train"}, {}, ["-m", "package.train"]),
-        ({"processes": 4}, {}, ["-P", "-m", "lockstep", "run", "--processes", "4", "train.py"]),
+        ({"processes": 4}, {}, ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]),
         ({"processes": 4, "hosts": 2}, RANK, ["train.py"]),  # a launcher has started this process already
     ],
 )

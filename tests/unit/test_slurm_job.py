@@ -13,13 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
-from lockstep.config.launch import limit_in_seconds
 from lockstep.config.load import validate, with_values
 from lockstep.config.schema import RunConfig
-from lockstep.config.sweep import Sweep, drawn, trial_count
+from lockstep.config.sweep import Sweep
 from lockstep.errors import ConfigError
 from lockstep.launchers import slurm as jobs
-from lockstep.record import trials
+from lockstep.record import run_folder, trials
 
 PYTHON = shlex.join([sys.executable, "-P", "-m", "lockstep"])
 
@@ -63,27 +62,6 @@ fi
 exit "$code"
 """
     )
-
-
-def test_the_script_of_a_sweep() -> None:
-    found = jobs.of_sweep(config(requeue=False), Path("/runs/s"), trials=6, at_once=2)
-    assert "--array=0-5%2" in found.argv and "--output=/runs/s/slurm/%A_%a.out" in found.argv
-    assert (
-        found.script
-        == f"""\
-#!/bin/bash
-# Written by Lockstep: starts the run, and goes on with it when the job was requeued.
-run=/runs/s/trial-"$(printf %05d "$SLURM_ARRAY_TASK_ID")"
-told=
-trap 'told=1' TERM
-srun --kill-on-bad-exit=0 --wait=60 \\
-    {PYTHON} resume "$run"
-code=$?
-{PYTHON} sweep /runs/s --ended "$SLURM_ARRAY_TASK_ID" "$code"
-exit "$code"
-"""
-    )
-    assert 'requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in jobs.of_sweep(config(), Path("/s"), 6, 2).script
 
 
 @pytest.mark.parametrize("name", ["two words", "$(touch x)", "it's", 'a"b', "-x", "a;b", "`id`", "*", "50%"])
@@ -131,15 +109,9 @@ def test_how_many_tasks(processes: int | str, slurm: dict[str, int], tasks: int)
     [
         (6, {"nodes": 2, "tasks_per_node": 4}, "2 nodes with 4 tasks on each, which are 8 tasks"),
         (1, {"nodes": 2}, "every node needs a process at least"),
-        (9, {"nodes": 2, "gpus_per_node": 4}, "9 processes need 9 GPUs"),
-        (1, {"time": "1:30"}, "the time limit 1:30 is 90 s, and signal_before is 120 s"),
-        (1, {"time": "4:00", "signal_before": 30}, "the time limit 4:00 is 240 s, and 300 s before it"),
-        (1, {"time": 90}, "launch.slurm.time: not a time limit of SLURM"),
-        (1, {"time": "90"}, "launch.slurm.time: not a time limit of SLURM"),
-        (1, {"time": "0:30"}, "must be one minute at least"),
-        (1, {"time": "soon"}, "days-hours"),
+        (1, {"time": 90}, "launch.slurm.time: input should be a valid string"),
         (1, {"partition": "a\nb"}, "must be text in one line"),
-        (1, {"extra": {"signal": "KILL@1"}}, "signal is not for extra: set launch.slurm.signal_before"),
+        (1, {"extra": {"signal": "KILL@1"}}, "signal is not for extra: Lockstep sets it"),
         (1, {"extra": {"--mem": "1G"}}, "write it without dashes before it"),
         (1, {"extra": {"mem=1;x": "1G"}}, "is no long option of sbatch"),
         (1, {"extra": {"comment": "a\nb"}}, "must be text in one line"),
@@ -158,46 +130,14 @@ def test_the_warning_is_long_enough_to_save() -> None:
     assert jobs.warning(config(signal_before="10 minutes")) == 600
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90:00", 5400), ("1:30:00", 5400), ("2-12", 216_000), ("2-12:30", 217_800), ("0-0:5:0", 300),
-        ("UNLIMITED", None), ("90 minutes", 5400), ("2 hours", 7200),
-    ],
-)  # fmt: skip
-def test_time_limits(text: str, seconds: float | None) -> None:
-    assert limit_in_seconds(text) == seconds
-    assert limit_in_seconds(str(config(time=text).launch.slurm.time)) == seconds
-
-
-# Sweeps
-
-
-def test_the_trials_of_a_sweep_are_the_same_every_time() -> None:
-    space = {
-        "optimizer.lr": {"loguniform": [1e-4, 1e-1]}, "train.batch_size": {"grid": [16, 32]},
-        "seed": {"randint": [0, 5]},
-        "train.clip_norm": {"uniform": [0.5, 2.0]}, "data.shuffle": {"choice": [True, False]},
-    }  # fmt: skip
-    asked = Sweep.model_validate({"samples": 3, "seed": 4, "space": space})
-    found = drawn(asked)
-    assert found == drawn(asked) and found != drawn(asked.model_copy(update={"seed": 5}))
-    assert len(found) == trial_count(asked) == 6
-    assert [each["train.batch_size"] for each in found] == [16, 32] * 3
-    assert all(1e-4 <= each["optimizer.lr"] <= 1e-1 and each["seed"] in range(5) for each in found)
-    with_optimizer = RunConfig.model_validate({"task": "a.b:C", "optimizer": "torch.optim.SGD"})
-    assert all(with_values(with_optimizer, each) for each in found)
-
-
-def test_pruning_needs_ray() -> None:
-    asked = Sweep.model_validate({"space": {"seed": {"grid": [1]}}, "prune": {}})
-    with pytest.raises(ConfigError, match=r"prune: asha compares trials while they run.*it needs Ray"):
-        jobs.check_sweep(asked)
-
-
 def test_the_table_is_what_the_runs_say(tmp_path: Path) -> None:
     asked = Sweep.model_validate({"metric": "val/loss", "space": {"seed": {"grid": [1, 2, 3, 4]}}})
-    jobs.make_trial_folders(config(), asked, tmp_path)
+    found = [trials.Trial(number, {"seed": number + 1}, "queued", None, None) for number in range(4)]
+    for each in found:
+        (tmp_path / each.folder).mkdir()
+        run_folder.write_config(tmp_path / each.folder, with_values(config(), each.values))
+    trials.write_sweep(tmp_path, asked)
+    trials.write_trials(tmp_path, found)
     said = [
         {"status": "completed", "epoch": 2, "metrics": {"val/loss": 0.5}},
         {"status": "preempted", "epoch": 1, "metrics": {"val/loss": 0.1}},
@@ -210,9 +150,6 @@ def test_the_table_is_what_the_runs_say(tmp_path: Path) -> None:
     assert "2 of 4 trials have not ended" in shown.output and "best: trial 2, val/loss 0.25 with seed=3" in shown.output
     assert "queued" in shown.output and "preempted" in shown.output
     assert "seed: 3" in (tmp_path / "best.yaml").read_text()
-    shown = CliRunner().invoke(main, ["sweep", str(tmp_path), "--ended", "3", "137"])
-    assert "failed: the job ended with exit code 137" in shown.output
-    assert [each["status"] for each in json.loads((tmp_path / "sweep.json").read_text())][3] == "failed"
 
 
 def test_what_is_no_sweep(tmp_path: Path) -> None:

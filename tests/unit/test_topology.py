@@ -87,7 +87,7 @@ def test_the_local_rank_is_told_apart_from_the_global_one() -> None:
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank 2 does not exist in a world of 2 \(ranks start at 0\)"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank -1 does not exist in a world of 2"),
-        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: start the script with torchrun or `lockstep run`"),
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: start the script with torchrun"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' in the environment is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2.0"}, r"WORLD_SIZE='2\.0' in the environment is not a whole number"),

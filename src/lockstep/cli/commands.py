@@ -61,7 +61,6 @@ _MODULES = {
     "doctor": ("doctor", "verify"),
     "plan": ("plan",),
     "pod": ("pod",),
-    "run": ("run",),
     "runs": ("runs", "report", "serve", "sweep", "profile"),
     "train": ("train", "resume"),
     "watch": ("watch",),

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,8 +17,7 @@ from lockstep.shown import visible
 
 if TYPE_CHECKING:
     from lockstep.doctor.check import Check
-    from lockstep.launchers.ssh.pod import Pod
-    from lockstep.launchers.ssh.preflight import Inspection
+    from lockstep.launchers.ssh.pod import Inspection, Pod
 
 _OF_THIS_MACHINE = {"runtimes": "--runtime", "processes": "--processes", "out": "--out", "limit": "--limit"}
 
@@ -67,7 +66,7 @@ def doctor(
 def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Prints a verdict per host, and exits."""
     from lockstep.doctor import check as report
-    from lockstep.launchers.ssh import preflight
+    from lockstep.launchers.ssh.pod import table
 
     for name, option in _OF_THIS_MACHINE.items():
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
@@ -78,7 +77,7 @@ def _check_hosts(context: click.Context, hosts: str, overrides: tuple[str, ...],
     if as_json:
         click.echo(report.as_json(checks))
     else:
-        click.echo(preflight.table(inspections))
+        click.echo(table(inspections))
         click.echo(report.conclusion(checks) if code else "all hosts can take part")
     sys.exit(code)
 
@@ -104,11 +103,8 @@ def checks_of(inspections: Sequence[Inspection]) -> list[Check]:
 
     checks = []
     for host in inspections:
-        data: dict[str, Any] = {key: value for key, value in host.found.items() if key != "code"}
-        if host.reached:
-            data["clock_seconds_ahead"] = host.clock
         found = "; ".join(host.problems) or f"can take part, at {host.found['address']}"
-        checks.append(Check(host.name, "fail" if host.problems else "ok", found, data=data))
+        checks.append(Check(host.name, "fail" if host.problems else "ok", found, data=host.found))
     return checks
 
 

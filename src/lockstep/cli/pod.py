@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.common import DRY_RUN, JSON, OUT, SET, Group, examples, say
+from lockstep.cli.common import DRY_RUN, OUT, SET, Group, examples, say
 from lockstep.shown import visible
 
 if TYPE_CHECKING:
     from lockstep.launchers.ssh.pod import Pod
     from lockstep.launchers.ssh.record import Record
-    from lockstep.launchers.ssh.transport import Command
+    from lockstep.launchers.ssh.ssh import Command
     from lockstep.mirror.url import Url
 
 CONFIG = click.option(
@@ -68,12 +67,10 @@ def _print(commands: Sequence[Command]) -> None:
 @CONFIG
 @SET
 @DRY_RUN
-@JSON
-def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Make the hosts of a pod, or check those that there are, and remember how to reach them."""
-    from lockstep.launchers.ssh import preflight
     from lockstep.launchers.ssh import record as records
-    from lockstep.launchers.ssh.pod import NotAll
+    from lockstep.launchers.ssh.pod import NotAll, table
 
     made, record = _known(name, config, overrides)
     if dry_run:
@@ -81,13 +78,7 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
         return
     made.create()
     inspections = made.inspect()
-    if as_json:
-        from lockstep.cli.doctor import checks_of
-        from lockstep.doctor.check import as_json as in_json
-
-        click.echo(in_json(checks_of(inspections)))
-    else:
-        click.echo(preflight.table(inspections))
+    click.echo(table(inspections))
     if any(each.problems for each in inspections):
         raise NotAll("not all hosts can take part")
     records.write(record)
@@ -98,18 +89,17 @@ def create(name: str, config: Path | None, overrides: tuple[str, ...], dry_run: 
 @CONFIG
 @DRY_RUN
 def push(name: str, config: Path | None, dry_run: bool) -> None:
-    """Bring the task's folder to all hosts: only what changed travels."""
-    if dry_run:
-        made, _ = _known(name, config)
-        made.pack_all()
-        _print([*made.inspecting(make=True, devices=False), *made.copying(), *made.asking("push")])
-        return
-    made, record = _known(name, config)
-    files, changed = made.push()
+    """Bring the task's folder to all hosts."""
     from lockstep.launchers.ssh import record as records
 
+    made, record = _known(name, config)
+    if dry_run:
+        made.pack()
+        _print([*made.inspecting(make=True), *made.copying(), *made.asking("push")])
+        return
+    files = made.push()
     records.write(record)
-    say(f"{files} files on {len(made.transport.workers)} hosts; {changed} of them were new or had changed")
+    say(f"{files} files on {len(made.transport.workers)} hosts")
 
 
 @pod.command(epilog=examples("lockstep pod run team --set train.epochs=3 --follow"))
@@ -132,7 +122,7 @@ def run(
         return
     started = made.start(out)
     records.write(started)
-    say(f"job {started.job} was started; run folder {started.head}:{started.folder}")
+    say(f"job {started.job} was started; run folder {made.transport.workers[0]}:{started.folder}")
     if follow:
         sys.exit(launcher.follow(made, started, stops=False))
     say(f"look at it: lockstep pod logs {name} --follow")
@@ -188,15 +178,11 @@ def execute(name: str, worker: int | None, dry_run: bool, command: tuple[str, ..
 @pod.command(epilog=examples("lockstep pod ps team"))
 @click.argument("name")
 @DRY_RUN
-@JSON
-def ps(name: str, dry_run: bool, as_json: bool) -> None:
+def ps(name: str, dry_run: bool) -> None:
     """Say of every worker what runs there."""
     made, _ = _known(name, None)
     if dry_run:
         _print(made.asking("ps"))
-        return
-    if as_json:
-        click.echo(json.dumps(made.answers(), indent=1))
         return
     for line in made.states():
         click.echo(visible(line))
@@ -210,7 +196,7 @@ def stop(name: str, now: bool, dry_run: bool) -> None:
     """Ask the run to save and leave; `lockstep pod resume` goes on from there."""
     made, record = _known(name, None)
     if dry_run:
-        _print(made.stopping(made.head(record), record.job, now))
+        _print(made.stopping(0, record.job, now))
         return
     made.stop(record, at_once=now)
     say(f"asked job {record.job} to {'end' if now else 'save and leave'}; see: lockstep pod logs {name} --follow")

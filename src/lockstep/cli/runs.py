@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,18 +128,14 @@ def serve(runs: Path, port: int, host: str) -> None:
 
 @click.command(epilog=examples("lockstep sweep runs/digits-sweep-20260101-120000"))
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--ended", nargs=2, type=int, default=None, metavar="TRIAL CODE", help="Note how a trial's job ended.")
 @JSON
-def sweep(folder: Path, ended: tuple[int, int] | None, as_json: bool) -> None:
+def sweep(folder: Path, as_json: bool) -> None:
     """Show the trials of the sweep in FOLDER, and keep the best config of those that have ended."""
     from lockstep.record import trials
 
     asked = trials.read_sweep(folder)
-    with _alone(folder):
-        if ended is not None:
-            _note(folder / trials.trial_folder(ended[0]), ended[1])
-        found = trials.read_trials(folder, asked.metric)
-        code = trials.conclude(found, asked, folder, (lambda text: None) if as_json else say)
+    found = trials.read_trials(folder, asked.metric)
+    code = trials.conclude(found, asked, folder, (lambda text: None) if as_json else say)
     open_yet = sum(not each.has_ended for each in found)
     if as_json:
         best = trials.best_of(found, asked)
@@ -153,29 +147,6 @@ def sweep(folder: Path, ended: tuple[int, int] | None, as_json: bool) -> None:
     elif open_yet:
         say(f"{open_yet} of {len(found)} trials have not ended")
     sys.exit(0 if open_yet else code)
-
-
-def _note(run: Path, code: int) -> None:
-    """Records a job that failed before any rank could."""
-    from lockstep.record import run_folder
-
-    status = run_folder.read_summary(run).get("status", run_folder.RUNNING)
-    if code and status == run_folder.RUNNING:
-        run_folder.record(run, "failed", f"the job ended with exit code {code}; its output says more")
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keeps trials that end at the same time from replacing the table by an older one, where the disk has locks."""
-    try:
-        lock = (folder / ".table.lock").open("a")
-    except OSError:  # another user's folder
-        yield
-        return
-    with lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @click.command(epilog=examples("lockstep profile --seconds 2", "lockstep profile 127.0.0.1:9012 127.0.0.1:9013"))

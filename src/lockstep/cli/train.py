@@ -34,7 +34,6 @@ from lockstep.shown import visible
 
 if TYPE_CHECKING:
     from lockstep.config.schema import RunConfig
-    from lockstep.config.sweep import Sweep
 
 
 @click.command(
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @SET
 @OUT
-@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray or SLURM.")
+@click.option("--sweep", type=click.Path(path_type=Path), help="Train with the values of a sweep, on Ray.")
 @click.option("--pod", "pod_name", metavar="NAME", help="On the hosts of a pod: push, start and follow.")
 @PROFILE
 @DRY_RUN
@@ -109,8 +108,7 @@ def resume(
             return
         before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
-        differing = changes(before, loaded.plain())
-        refuse_wrong_changes(differing, loaded.plain())
+        refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
         mode = loaded.checkpoint.keep.mode
 
         def prepare(folder: Path, resolved: RunConfig | None) -> Path:
@@ -135,8 +133,6 @@ def resume(
                 aside = ", ".join(resuming.newer(folder, chosen)) or "none"
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
-        if not here:
-            resuming.refuse_less(run.folder(), wanted, differing, mode)
         run = replace(run, prepare=prepare)
         around = saved_before(run.start_files) if here else saying_what_is_logged()
         with around, launcher.resume(loaded, run, say) as ended:
@@ -202,8 +198,7 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
         )
     sweep = load_sweep(file, config)
     if config.launch.type == "slurm":
-        _sweep_in_queue(config, sweep, out, dry_run)
-        return
+        raise ConfigError("--sweep: trials run on Ray: leave launch: slurm out, and start the sweep in an allocation")
     if dry_run:
         from lockstep.launchers.cluster import is_elsewhere
         from lockstep.tasks.config_checks import ELSEWHERE, check_parts
@@ -219,18 +214,6 @@ def _sweep(config: RunConfig, file: Path, out: Path | Url, dry_run: bool) -> Non
     write_sweep(folder, sweep)
     say(f"trials in {folder}")
     sys.exit(sweep_over(config, sweep, folder))
-
-
-def _sweep_in_queue(config: RunConfig, sweep: Sweep, out: Path, dry_run: bool) -> None:
-    from lockstep.launchers import slurm
-
-    if not dry_run:
-        _end(slurm.submit_sweep(config, sweep, out))
-    from lockstep.tasks.config_checks import check_parts
-
-    check_parts(config)
-    config, job = slurm.plan_sweep(config, sweep, out / "SWEEP_DIR")
-    _print(config, job.render())
 
 
 def _print(config: RunConfig, plan: str) -> None:

@@ -54,7 +54,6 @@ class _Generation:
     cores_counted: int  # of every chip, by the number in the name
     topologies: dict[int, str]  # by that number
     runtime_version: str  # of the machine's image, for PyTorch
-    zones: tuple[str, ...]
     devices_per_chip: int = 1
     single_host: bool = False  # whether all chips of a small slice are on one host, up to eight
 
@@ -65,22 +64,13 @@ _CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4", 256: 
 _V2 = {8: "2x2", 32: "4x4", 128: "8x8", 256: "8x16", 512: "16x16"}
 _V3 = {**_V2, 64: "4x8", 1024: "16x32", 2048: "32x32"}
 _GENERATIONS = {
-    "v2": _Generation(2, _V2, "tpu-ubuntu2204-base",
-                      ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f", "europe-west4-a",
-                       "asia-east1-c"), devices_per_chip=2),
-    "v3": _Generation(2, _V3, "tpu-ubuntu2204-base", ("us-central1-a", "us-central1-b", "europe-west4-a"),
-                      devices_per_chip=2),
-    "v4": _Generation(2, _CUBES, "tpu-ubuntu2204-base", ("us-central2-b",)),
-    "v5litepod": _Generation(1, _FLAT, "v2-alpha-tpuv5-lite",
-                             ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "us-west4-b", "us-east1-c",
-                              "us-east5-b", "europe-west4-b", "asia-southeast1-b"), single_host=True),
-    "v5p": _Generation(2, {**_CUBES, 12288: "16x16x24"}, "v2-alpha-tpuv5",
-                       ("us-central1-a", "us-east5-a", "europe-west4-b")),
-    "v6e": _Generation(1, _FLAT, "v2-alpha-tpuv6e",
-                       ("us-central1-b", "us-central1-ai1", "us-central2-b", "us-east1-d", "us-east5-a", "us-east5-b",
-                        "us-south1-ai1b", "europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
-                       single_host=True),
-}  # fmt: skip
+    "v2": _Generation(2, _V2, "tpu-ubuntu2204-base", devices_per_chip=2),
+    "v3": _Generation(2, _V3, "tpu-ubuntu2204-base", devices_per_chip=2),
+    "v4": _Generation(2, _CUBES, "tpu-ubuntu2204-base"),
+    "v5litepod": _Generation(1, _FLAT, "v2-alpha-tpuv5-lite", single_host=True),
+    "v5p": _Generation(2, {**_CUBES, 12288: "16x16x24"}, "v2-alpha-tpuv5"),
+    "v6e": _Generation(1, _FLAT, "v2-alpha-tpuv6e", single_host=True),
+}
 
 
 def _accelerator(name: str, number: int, generation: _Generation) -> Accelerator:
@@ -125,10 +115,6 @@ def accelerator(type: str) -> Accelerator:
 def runtime_version(accelerator: Accelerator) -> str:
     """Returns the image that the cloud recommends for PyTorch on this generation."""
     return _GENERATIONS[accelerator.generation].runtime_version
-
-
-def zones(accelerator: Accelerator) -> tuple[str, ...]:
-    return _GENERATIONS[accelerator.generation].zones
 
 
 def check_slice(settings: RunSettings, found: Accelerator, remedy: str) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lockstep.config.accelerators import Accelerator, accelerator, runtime_version, zones
-from lockstep.config.plain import nearest
+from lockstep.config.accelerators import Accelerator, accelerator, runtime_version
 from lockstep.config.values import Section, matching, require, variable_name
 
 _LONGEST = 1024
@@ -23,18 +22,6 @@ def _plain(text: str) -> str:
         raise ValueError("begins with a dash, as options of commands do")
     if not text.isprintable() or len(text) > _LONGEST:
         raise ValueError(f"must be printable, in one line of {_LONGEST} characters at most")
-    return text
-
-
-def _bucket_name(text: str) -> str:
-    if "://" in text or "/" in text:
-        raise ValueError("write the name of the bucket alone, without gs:// and without a folder")
-    # Names with dots may be longer, but they need a domain that is yours: the same rule holds for their parts.
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", text, re.ASCII) or text.startswith("goog"):
-        raise ValueError(
-            "not the name of a bucket: 3 characters or more, lower-case letters, digits, dashes, underscores and dots, "
-            "with a letter or a digit at both ends"
-        )
     return text
 
 
@@ -66,13 +53,9 @@ def _no_secrets(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
-_PART = r"[a-z0-9]+(?:[._-]{1,2}[a-z0-9]+)*"
-Image = Annotated[
-    str,
-    matching(
-        rf"(?:[A-Za-z0-9][A-Za-z0-9.-]*(?::\d{{1,5}})?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@sha256:[0-9a-f]{{64}})?",
-        "not the name of an image; write for example HOST/project/name:tag",
-    ),
+# What becomes one argument of gcloud or docker.
+Word = Annotated[
+    str, matching(r"[A-Za-z0-9_][A-Za-z0-9._@:/-]{0,254}", "must be one word of letters, digits and . _ - @ : /")
 ]
 Folder = Annotated[str, AfterValidator(_folder)]
 Argument = Annotated[
@@ -88,17 +71,12 @@ _NAME = r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?"
 class Container(Section):
     """The container that ranks run in on every host, as for `docker run`."""
 
-    image: Image = Field(description="what the start-up script pulls, by tag or by digest")
-    name: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", "not the name of a container")] = Field(
-        "lockstep", description="to stop it by; one container of a name can run on a host at a time"
-    )
+    image: Word = Field(description="what the start-up script pulls, by tag or by digest")
+    name: Word = Field("lockstep", description="to stop it by; one container of a name can run on a host at a time")
     mounts: tuple[Annotated[str, AfterValidator(_mount)], ...] = Field(
         ("/root:/root",), strict=False, description="HOST_FOLDER:CONTAINER_FOLDER; pod.directory must be in one of them"
     )
-    workdir: Folder | None = Field(None, description="the working directory; the folder of the code where not given")
     privileged: bool = Field(True, description="what a TPU is reached by")
-    network: Literal["host", "bridge"] = Field("host", description="with bridge, ranks of other hosts do not get in")
-    ipc: Literal["host", "private"] = Field("host", description="host: the shared memory of the host, for data workers")
     env: Annotated[
         dict[Annotated[str, AfterValidator(variable_name)], Annotated[str, AfterValidator(_plain)]],
         AfterValidator(_no_secrets),
@@ -109,7 +87,9 @@ class Container(Section):
 class Bucket(Section):
     """A bucket that gcsfuse mounts on every host, for what a run writes."""
 
-    name: Annotated[str, AfterValidator(_bucket_name)]
+    name: Annotated[
+        str, matching(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", "not the name of a bucket, without gs:// and folders")
+    ]
     mount: Folder = Field("/root/logs", description="where it is on the hosts, and in the container by its mounts")
 
 
@@ -130,42 +110,17 @@ class Pod(Section):
     accelerator_type: Annotated[str, AfterValidator(lambda text: accelerator(text).type)] | None = Field(
         None, description="for gcloud: such as v4-32, which is 4 hosts of 4 chips"
     )
-    zone: (
-        Annotated[
-            str,
-            matching(
-                r"[a-z]{2,20}-[a-z]{2,20}\d{1,2}-[a-z][a-z0-9]{0,4}",
-                "not the name of a zone; write for example us-central2-b",
-            ),
-        ]
-        | None
-    ) = Field(None, description="such as us-central2-b; that of `gcloud config` where not given")
-    unlisted_zone: bool = Field(False, description="take a zone that Lockstep does not know to have such accelerators")
-    project: (
-        Annotated[str, matching(r"(?:[a-z0-9.-]{1,80}:)?[a-z][a-z0-9-]{4,28}[a-z0-9]", "not the id of a project")]
-        | None
-    ) = Field(None, description="that of `gcloud config` where not given")
-    runtime_version: (
-        Annotated[
-            str, matching(r"[a-z][a-z0-9.-]{1,80}", "not a runtime version; write for example tpu-ubuntu2204-base")
-        ]
-        | None
-    ) = Field(None, description="the image of the machines; where not given, by the accelerator's generation")
+    zone: Word | None = Field(None, description="such as us-central2-b; that of `gcloud config` where not given")
+    project: Word | None = Field(None, description="that of `gcloud config` where not given")
+    runtime_version: Word | None = Field(
+        None, description="the image of the machines; where not given, by the accelerator's generation"
+    )
     provisioning: Literal["spot", "on-demand", "reserved"] = Field(
         "spot", description="spot: a fraction of the price of on-demand, and can be taken away at any time"
     )
-    network: Annotated[str, matching(r"[a-z][a-z0-9./-]{0,250}", "not the name of a network")] | None = Field(
-        None, description="the one called default where not given"
-    )
-    service_account: (
-        Annotated[
-            str, matching(r"[a-z0-9][a-z0-9._-]{0,100}@[a-z0-9.-]{1,100}", "not the address of a service account")
-        ]
-        | None
-    ) = Field(None, description="whose rights the hosts have, such as to write to the bucket")
-    user: Annotated[str, matching(r"[A-Za-z_][\w.-]{0,63}", "not the name of a user")] | None = Field(
-        None, description="who to log in as there; gcloud takes your own name where not given"
-    )
+    network: Word | None = Field(None, description="the one called default where not given")
+    service_account: Word | None = Field(None, description="whose rights the hosts have, as to write to the bucket")
+    user: Word | None = Field(None, description="who to log in as there; gcloud takes your own name where not given")
     host_keys: Literal["first", "known"] = Field(
         "first", description="first: as gcloud does, trust a new host's key once; known: only keys that are known"
     )
@@ -187,9 +142,6 @@ class Pod(Section):
             raise ValueError("type: gcloud needs an accelerator_type, for example v4-32")
         if self.container is not None and not self.container.privileged:
             raise ValueError("container.privileged: a container does not get at the TPU without it")
-        if self.container is not None and self.container.network != "host":
-            raise ValueError("container.network: Docker on TPU pods works with the host's network only")
-        _check_zone(self)
         _check_mounts(self)
         return self
 
@@ -204,21 +156,9 @@ class Pod(Section):
 
 
 _OF_THE_CLOUD = (
-    "accelerator_type", "zone", "unlisted_zone", "project", "runtime_version", "provisioning", "network",
-    "service_account", "user", "host_keys", "bucket", "setup",
+    "accelerator_type", "zone", "project", "runtime_version", "provisioning", "network", "service_account", "user",
+    "host_keys", "bucket", "setup",
 )  # fmt: skip
-
-
-def _check_zone(pod: Pod) -> None:
-    if pod.zone is None or pod.unlisted_zone or pod.zone in (offered := zones(pod.accelerator)):
-        return
-    near = nearest(pod.zone, offered, cutoff=0.8)
-    raise ValueError(
-        f"zone: {pod.zone} is not known to have a {pod.accelerator_type}"
-        + (f"; did you mean {near}?" if near else "")
-        + f" {pod.accelerator.generation} is in {', '.join(offered)}. If the cloud has it there by now, set "
-        "unlisted_zone: true"
-    )
 
 
 def _check_mounts(pod: Pod) -> None:

@@ -190,7 +190,7 @@ class RunSettings(Section):
             json_schema_input_type=Literal["auto", "cpu", "cuda", "gpu", "xla"],
         ),
     ] = Field("auto", description="gpu means cuda")
-    processes: Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], _AUTO_OR_COUNT] = "auto"
+    processes: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, le=65_536)], _AUTO_OR_COUNT] = "auto"
     devices: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, le=65_536)], _AUTO_OR_COUNT] = Field(
         "auto", description="XLA devices per process; on the CPU, the number of virtual devices"
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -78,34 +76,6 @@ class Sweep(Section):
     seed: int = Field(0, ge=0, lt=2**32, description="of what is drawn")
     space: dict[str, Axis] = Field(min_length=1)
     prune: Asha | None = None
-
-
-def drawn(sweep: Sweep) -> list[dict[str, Any]]:
-    """Returns the values of every trial; the grid is walked once per sample."""
-    random = Random(sweep.seed)
-    grid = {name: axis.grid for name, axis in sweep.space.items() if axis.grid is not None}
-    trials = []
-    for _ in range(sweep.samples):
-        for point in itertools.product(*grid.values()):
-            chosen = dict(zip(grid, point, strict=True))
-            trials.append(
-                {name: chosen[name] if name in chosen else _draw(axis, random) for name, axis in sweep.space.items()}
-            )
-    return trials
-
-
-def trial_count(sweep: Sweep) -> int:
-    return sweep.samples * math.prod(len(axis.grid) for axis in sweep.space.values() if axis.grid is not None)
-
-
-def _draw(axis: Axis, random: Random) -> Any:
-    if axis.choice is not None:
-        return random.choice(axis.choice)
-    if axis.uniform is not None:
-        return random.uniform(*axis.uniform)
-    if axis.loguniform is not None:
-        return math.exp(random.uniform(*map(math.log, axis.loguniform)))
-    return random.randrange(*axis.randint) if axis.randint is not None else None
 
 
 def load_sweep(path: Path, config: RunConfig) -> Sweep:

@@ -188,7 +188,7 @@ class Ordering(Section):
 
 
 class Data(Section):
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0, le=1024)
     pin_memory: bool | None = Field(None, description="use page-locked host memory; null: with CUDA")
     prefetch: int | None = Field(None, gt=0, le=10_000, description="batches that each worker fetches in advance")
     drop_last: bool = False

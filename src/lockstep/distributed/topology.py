@@ -194,7 +194,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if text is None:
         if default is None:
             other = "WORLD_SIZE" if name == "RANK" else "RANK"
-            raise TopologyError(f"{other} is set but {name} is not: start the script with torchrun or `lockstep run`")
+            raise TopologyError(f"{other} is set but {name} is not: start the script with torchrun")
         return default
     try:
         return int(text)

@@ -23,7 +23,7 @@ from lockstep.distributed.watch.stall import Limits
 from lockstep.engine.stop_requests import Preempted
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, WorkerFailed
 from lockstep.launchers import script
-from lockstep.launchers.local import limits, supervisor
+from lockstep.launchers.local import supervisor
 from lockstep.launchers.local.child import call_function
 from lockstep.launchers.plan import local_plan
 from lockstep.mirror import mark, url
@@ -67,13 +67,11 @@ def launch(
     resumes = resumed is not None
     if topology is None:
         family, count = runtime.resolve(checked)
-        limits.check(count, checked.data.workers)
         loggers.check(checked.log)
         checked = checked.model_copy(update={"runtime": family, "processes": count})
     try:
         if topology is None and count > 1:
             script.require_guard("lockstep.launch")
-            script.require_importable(main)
             returned = _launch_processes(main, checked, place, resumes)
         else:
             here = replace(topology or Topology(), resumes=resumes)
@@ -88,7 +86,7 @@ def launch(
 def _launch_processes(main: Callable[..., Any], settings: RunSettings, place: _Folder, resumes: bool) -> list[Any]:
     count = int(settings.processes)
     limits = settings.launch
-    plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port, watched=True)
+    plan = local_plan([sys.executable], count, threads=limits.threads, port=limits.port)
     folder = place.make()
     with folder_lock.locked(folder), mirrored(folder, settings, _say):
         place.prepare(folder)

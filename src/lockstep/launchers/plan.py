@@ -53,10 +53,8 @@ def local_plan(
     port: int | None = None,
     cores: int | None = None,
     env: Mapping[str, str] | None = None,
-    watched: bool = False,
 ) -> LaunchPlan:
     """Plans processes on this host, which meet on the loopback interface."""
-    limits.check(processes)
     env = os.environ if env is None else env
     threads = threads or _number(env.get("OMP_NUM_THREADS")) or max(1, (cores or available_cores()) // processes)
     shared = {"OMP_NUM_THREADS": str(threads)}
@@ -73,9 +71,8 @@ def local_plan(
             world_size=processes,
             local_world_size=processes,
             port=port or 1,
-            launcher_serves_store=not watched,  # for scripts; our ranks have a private store
             launched_by_us=True,
-            watched=watched,
+            watched=True,
         )
         variables = {**topology.to_env(), "MASTER_PORT": str(port or ANY_PORT), **shared}
         plans.append(ProcessPlan(host, tuple(argv), variables))

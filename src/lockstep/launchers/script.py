@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import shlex
 import sys
@@ -68,25 +67,6 @@ def require_guard(call: str) -> None:
         raise LaunchError(
             f"{sys.modules['__main__'].__file__}:{statement.lineno}: {call} is called at the top level of the script, "
             'which every rank imports and would start again. Put the call under `if __name__ == "__main__":`'
-        )
-
-
-def require_importable(function: Any) -> None:
-    """Refuses a function of a script that ranks cannot import by its name."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code, name = getattr(function, "__code__", None), str(getattr(function, "__qualname__", ""))
-    if code is None or getattr(function, "__module__", None) != "__main__":
-        return
-    where = f"{code.co_filename}:{code.co_firstlineno}: {getattr(function, '__name__', 'the function')}"
-    if "<" in name:
-        raise LaunchError(f"{where} has no name at the top level of the script, by which ranks could import it: define "
-                          "a function there")  # fmt: skip
-    statement = _statement_of_main(code.co_firstlineno)
-    if isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test):
-        raise LaunchError(
-            f'{where} is defined under `if __name__ == "__main__":`, which ranks do not run: move its definition above '
-            "that line, and leave the call there"
         )
 
 
@@ -218,5 +198,5 @@ def start_again(folder: Path, env: Mapping[str, str], options: Mapping[str, Any]
                 f"{folder}: this run was started on {script.hosts} hosts: start `lockstep resume` on each of them by "
                 "the launcher that started it (torchrun ... -m lockstep resume RUN_DIR)"
             )
-        python += ["-P", "-m", "lockstep", "run", "--processes", str(script.processes)]
+        python += ["-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={script.processes}"]
     return Start([*python, *script.command], {RESUME_FOLDER: str(folder.resolve())}, script.directory)

@@ -1,4 +1,4 @@
-"""`launch: slurm`: submits runs and sweeps as batch jobs of SLURM.
+"""`launch: slurm`: submits runs as batch jobs of SLURM.
 
 The script of a job starts `lockstep resume RUN_DIR` with srun, so that a requeued job goes on with its run.
 """
@@ -12,28 +12,24 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.launch import limit_in_seconds
-from lockstep.config.load import check_profile_ranks, check_strategy, with_values
+from lockstep.config.load import check_profile_ranks, check_strategy
 from lockstep.config.schema import RunConfig
-from lockstep.config.sweep import Sweep, drawn, trial_count
 from lockstep.distributed.store import wire
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launchers import checks
 from lockstep.launchers.base import Ended, Out, Say
 from lockstep.record import run_folder
-from lockstep.record.trials import Trial, trial_folder, write_sweep, write_trials
 
 if TYPE_CHECKING:
     from lockstep.launchers.resume import Resumed
 
 SCRIPT, LOGS = "job.sh", "slurm"  # in the run's folder
-MOST_TRIALS = 100_000  # SLURM's own limit (MaxArraySize) is usually 1,001
 _ANSWER_SECONDS = 120.0  # a controller that is busy takes its time
 
 
@@ -71,40 +67,18 @@ def describe(config: RunConfig) -> str:
     return "with launch: slurm"
 
 
-def plan_sweep(config: RunConfig, sweep: Sweep, folder: Path) -> tuple[RunConfig, Job]:
-    config = resolved(config)
-    return config, of_sweep(config, folder.absolute(), check_sweep(sweep), sweep.concurrency)
-
-
-def submit_sweep(config: RunConfig, sweep: Sweep, out: Path) -> Ended:
-    """Submits every trial of a sweep, as the tasks of an array."""
-    trials, config = check_sweep(sweep), resolved(config)
-    folder = run_folder.create(out, f"{config.name}-sweep").absolute()
-    with _removed_on_failure(folder):
-        make_trial_folders(config, sweep, folder)
-        job = of_sweep(config, folder, trials, sweep.concurrency)
-        return _queued(config, job, submit(job), trials)
-
-
 def _submit_run(config: RunConfig, folder: Path) -> Ended:
+    """Submits the job; the message says how to watch it, and how to end it."""
     job = of_run(config, folder)
-    return _queued(config, job, submit(job))
-
-
-def _queued(config: RunConfig, job: Job, number: str, trials: int | None = None) -> Ended:
-    """Says what was queued, how to watch it, and how to end it."""
+    number = submit(job)
     tasks, nodes = int(config.processes), config.launch.slurm.nodes
-    output = job.output.replace("%j", number).replace("%A", number).replace("%a", "0")
-    each = f", {trials} trials with" if trials is not None else ":"
     lines = [
-        f"SLURM job {number} is queued{each} {tasks} task{'s' if tasks > 1 else ''} on {nodes} "
+        f"SLURM job {number} is queued: {tasks} task{'s' if tasks > 1 else ''} on {nodes} "
         f"node{'s' if nodes > 1 else ''}; folder {job.folder}",
         f"watch it:   squeue --job {number}",
-        f"its output: {output}" + (" (and so on, by trial)" if trials is not None else ""),
+        f"its output: {job.output.replace('%j', number)}",
         f"end it:     scancel {number}",
     ]
-    if trials is not None:
-        lines.append(f"its table:  lockstep sweep {job.folder}")
     return Ended(config=config, message="\n".join(lines), job=number)
 
 
@@ -150,31 +124,6 @@ def submit(job: Job) -> str:
     return number
 
 
-def check_sweep(sweep: Sweep) -> int:
-    """Returns the number of trials. Refuses sweeps whose trials need to know of each other."""
-    if sweep.prune is not None:
-        raise ConfigError(
-            f"prune: {sweep.prune.type} compares trials while they run, and the tasks of a SLURM array know nothing of "
-            "each other: it needs Ray. Leave prune out, or leave launch: slurm out and sweep on a Ray cluster"
-        )
-    count = trial_count(sweep)
-    if count > MOST_TRIALS:
-        raise ConfigError(f"the sweep has {count} trials, and a SLURM array can have {MOST_TRIALS} at most")
-    return count
-
-
-def make_trial_folders(config: RunConfig, sweep: Sweep, folder: Path) -> None:
-    """Writes the folder of every trial; a trial with an invalid config is refused before anything is submitted."""
-    trials = [Trial(number, values, "queued", None, None) for number, values in enumerate(drawn(sweep))]
-    configs = [with_values(config, each.values) for each in trials]
-    for trial, chosen in zip(trials, configs, strict=True):
-        run = folder / trial_folder(trial.number)
-        (run / "logs").mkdir(parents=True)
-        run_folder.write_config(run, chosen)
-    write_sweep(folder, sweep)
-    write_trials(folder, trials)
-
-
 @dataclass(frozen=True)
 class Job:
     """A batch job as data: the command, and the script that it submits."""
@@ -182,7 +131,7 @@ class Job:
     argv: tuple[str, ...]
     script: str
     folder: Path
-    output: str  # the file that the job writes to; %j, or %A and %a, stand for its number
+    output: str  # the file that the job writes to; %j stands for its number
 
     @property
     def script_file(self) -> Path:
@@ -193,17 +142,10 @@ class Job:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """Returns the config with the number of tasks of all nodes, checked against nodes, GPUs and strategy."""
+    """Returns the config with the number of tasks of all nodes, checked against nodes and strategy."""
     tasks = total(config)
     check_strategy(config.strategy, config.runtime, tasks)
     check_profile_ranks(config.profile, tasks)
-    limit = config.launch.slurm.time and limit_in_seconds(config.launch.slurm.time)
-    if limit and limit <= warning(config):
-        raise ConfigError(
-            f"launch.slurm: the time limit {config.launch.slurm.time} is {limit:g} s, and {warning(config)} s "
-            "before it the run is asked to save (signal_before, or timeouts.stop where that is longer): as soon as it "
-            "starts. Ask for more time, or set them lower"
-        )
     return config.model_copy(update={"processes": tasks})
 
 
@@ -224,36 +166,19 @@ def total(config: RunConfig) -> int:
             f"processes: {wanted}, but launch.slurm.nodes: {asked.nodes}: every node needs a process at least. Set "
             f"processes: {asked.nodes}, or ask for fewer nodes"
         )
-    room = asked.gpus_per_node and asked.nodes * asked.gpus_per_node
-    if room and wanted > room and not config.launch.share_devices:
-        raise ConfigError(
-            f"processes: {wanted}, but launch.slurm asks for {asked.nodes} nodes with {asked.gpus_per_node} GPUs each: "
-            f"{wanted} processes need {wanted} GPUs"
-        )
     return wanted
 
 
 def of_run(config: RunConfig, folder: Path) -> Job:
     """Returns the job that trains the run of a folder; the config is resolved."""
-    text = _script(config, shlex.quote(str(folder)), "$SLURM_JOB_ID")
-    return _job(config, folder, text, "%j.out", [])
-
-
-def of_sweep(config: RunConfig, folder: Path, trials: int, at_once: int) -> Job:
-    """Returns the array job whose tasks train one trial of a sweep each."""
-    # By the numbers of the array and the task: the job number alone may be that of the whole array.
-    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-    run = shlex.quote(f"{folder}/trial-") + '"$(printf %05d "$SLURM_ARRAY_TASK_ID")"'
-    table = _TABLE.format(python=shlex.join(_PYTHON), folder=shlex.quote(str(folder)))
-    text = _script(config, run, job, table)
-    return _job(config, folder, text, "%A_%a.out", [f"--array=0-{trials - 1}%{at_once}"])
-
-
-def _job(config: RunConfig, folder: Path, text: str, output: str, more: Sequence[str]) -> Job:
     _refuse_odd(folder)
-    log = f"{folder / LOGS}".replace("%", "%%") + f"/{output}"
-    options = [*_options(config), f"--output={log}", *more]
-    return Job(("sbatch", *options, str(folder / LOGS / SCRIPT)), text, folder, str(folder / LOGS / output))
+    requeue = _REQUEUE.format(saved=PREEMPTED_EXIT_CODE) if config.launch.slurm.requeue else ""
+    text = _RUN.format(
+        run=shlex.quote(str(folder)), srun=shlex.join(_srun(config)), python=shlex.join(_PYTHON), after=requeue
+    )
+    log = f"{folder / LOGS}".replace("%", "%%") + "/%j.out"
+    argv = ("sbatch", *_options(config), f"--output={log}", str(folder / LOGS / SCRIPT))
+    return Job(argv, text, folder, str(folder / LOGS / "%j.out"))
 
 
 def _refuse_odd(folder: Path) -> None:
@@ -319,16 +244,7 @@ code=$?
 
 _REQUEUE = """\
 if [ "$code" -eq {saved} ] && [ -z "$told" ]; then
-    scontrol requeue "{job}" && exit "$code"
+    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
     echo "lockstep: the job could not be requeued; go on with: lockstep resume $run" >&2
 fi
 """
-
-_TABLE = """\
-{python} sweep {folder} --ended "$SLURM_ARRAY_TASK_ID" "$code"
-"""
-
-
-def _script(config: RunConfig, run: str, job: str, table: str = "") -> str:
-    requeue = _REQUEUE.format(saved=PREEMPTED_EXIT_CODE, job=job) if config.launch.slurm.requeue else ""
-    return _RUN.format(run=run, srun=shlex.join(_srun(config)), python=shlex.join(_PYTHON), after=requeue + table)

@@ -40,7 +40,7 @@ def _torchrun(processes: int) -> tuple[str, ...]:
 
 
 # Resets what a config may say for one way of running alone.
-_HERE = ("launch.type=local", "launch.hosts=[]", "launch.hosts_file=null", "launch.nodes=null", "launch.network=null")
+_HERE = ("launch.type=local", "launch.hosts=[]", "launch.network=null")
 _UNSHARDED = (
     "strategy.mesh=null",
     "strategy.meshes={}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import io
 import logging
@@ -22,7 +21,6 @@ import sys
 import threading
 import time
 import types
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed.failure import report, stop_file
 from lockstep.distributed.signals import end_below, nothing
-from lockstep.distributed.topology import Topology
 from lockstep.distributed.watch.heartbeat import user_line
 from lockstep.errors import PREEMPTED_EXIT_CODE, ConfigError
 from lockstep.terminal import make_safe
@@ -142,26 +139,29 @@ def _run_rank(
 
 
 def run_command(argv: tuple[str, ...]) -> None:
-    """Runs `python script.py ...` or `python -m module ...` in this process."""
-    _make_leaving_safe()
-    _run_python(argv)
+    """Runs `python -P -m module ...` in this process: it is `__main__` until the end, for threads and handlers too."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = list(argv[3:])
+    runpy._run_module_as_main(argv[3])  # type: ignore[attr-defined]
 
 
-def check_config(connection: Connection, config: RunConfig) -> None:
-    """Sends what is wrong with the names in a config, or None."""
-    from lockstep.launchers.checks import silence
-    from lockstep.tasks.config_checks import CannotImport, check_made, check_parts
+def check_config(connection: Connection, config: RunConfig, elsewhere: bool) -> None:
+    """Sends what is wrong with the names in a config, and what could not be checked."""
+    from lockstep.tasks.config_checks import ELSEWHERE, CannotImport, check_made, check_parts
 
     signal.alarm(_CHECK_SECONDS)  # also where the launcher is gone
-    silence()
-    problem = None
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):  # the ranks import the same, and show what it prints
+        os.dup2(nowhere, number)
+    problem, passed_over = "", []
     try:
-        check_parts(config, (CannotImport,))  # ranks show the traceback of what fails while it is imported
+        # Ranks show the traceback of what fails while it is imported.
+        passed_over = check_parts(config, ELSEWHERE if elsewhere else (CannotImport,))
         check_made(config)
     except ConfigError as error:
         problem = str(error)
     finally:
-        connection.send(problem)
+        connection.send((problem, passed_over[0] if passed_over else ""))
         os._exit(0)
 
 
@@ -184,14 +184,9 @@ def _set_up_process(error_file: Path, ignored: Sequence[int]) -> None:
     import torch
 
     make_safe()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
-        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-    if signal.SIGINT not in ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if Topology.from_env(os.environ).watched:
-        # Our ranks leave signals of the terminal to the launcher; a script does as it likes.
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
-            signal.signal(number, nothing)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if signal.SIGTERM in ignored else signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
+        signal.signal(number, nothing)  # ranks leave signals of the terminal to the launcher
     if stop_file(error_file).exists():
         os.kill(os.getpid(), signal.SIGTERM)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the launcher reports failures
@@ -215,45 +210,6 @@ def _writing_failure(error_file: Path) -> Iterator[None]:
     except BaseException as error:
         report(error, int(os.environ.get("RANK", "0")), socket.gethostname()).write(error_file)
         raise
-
-
-def _make_leaving_safe() -> None:
-    """A script that destroys its group right after a step could wait for ever (see group.settle)."""
-    import torch.distributed as dist
-
-    from lockstep.distributed.group import settle
-
-    destroy = dist.destroy_process_group
-
-    @functools.wraps(destroy)
-    def settle_and_destroy(*args: Any, **kwargs: Any) -> None:
-        settle()
-        destroy(*args, **kwargs)
-
-    dist.destroy_process_group = settle_and_destroy
-
-
-def _run_python(argv: tuple[str, ...]) -> None:
-    """Runs a command line as `python` does: it is `__main__` until the process ends, for threads and handlers too."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
-    if argv[1] == "-P":
-        argv = argv[1:]
-    elif argv[1] == "-m":
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    if argv[1] == "-m":
-        sys.argv = list(argv[2:])
-        runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
-        return
-    sys.argv = list(argv[1:])
-    if zipfile.is_zipfile(argv[1]):
-        sys.path.insert(0, argv[1])
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
-        return
-    script = Path(argv[1])
-    sys.path.insert(0, str(script.resolve().parent))
-    main.__file__ = str(script.absolute())
-    exec(compile(script.read_bytes(), argv[1], "exec"), main.__dict__)
 
 
 def _leave(rank: int, exit_code: int, error_file: Path) -> None:

@@ -67,28 +67,35 @@ def _never_started() -> dict[str, Any]:
     return {name: each for name, each in vars(multiprocessing.forkserver.ForkServer()).items() if name != "_lock"}
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, elsewhere: bool = False) -> str:
     """Raises ConfigError where a config names what its task does not have, by a child of the fork server.
 
-    If that takes long or fails, nothing is raised: the ranks will report it.
+    Returns what was not checked, which the ranks will report; with `elsewhere`, they may have what is missing here.
     """
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=check_config, args=(theirs, config), name="lockstep-check", daemon=True)
-    server, problem = ForkServer(), None
+    process = context.Process(target=check_config, args=(theirs, config, elsewhere), name="lockstep-check", daemon=True)
+    server, answer = ForkServer(), ("", f"importing the task took longer than {_CHECK_SECONDS:g} s, or failed")
     try:
         server.start(process.start)
         theirs.close()
         with suppress(EOFError, OSError):
-            problem = ours.recv() if ours.poll(_CHECK_SECONDS) else None
+            answer = ours.recv() if ours.poll(_CHECK_SECONDS) else answer
     finally:
         if process.pid is not None:
             process.kill()
             process.join(_CHECK_SECONDS)
         ours.close()
         server.end_what_is_left()
-    if problem is not None:
+    problem, not_checked = answer
+    if problem:
         raise ConfigError(problem)
+    return not_checked
+
+
+def stop() -> None:
+    """Ends the fork server, where no ranks will be started by it."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class ForkServer:

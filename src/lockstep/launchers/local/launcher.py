@@ -55,12 +55,10 @@ def resolved(config: RunConfig, say: Say) -> RunConfig:
     from lockstep import runtime
     from lockstep.config.load import check_profile_ranks, check_strategy, uneven_shares
     from lockstep.config.strategy import batch_shares
-    from lockstep.launchers.local import limits
     from lockstep.record import loggers
 
     family, processes = runtime.resolve(config)
     loggers.check(config.log)
-    limits.check(processes, config.data.workers)
     if idle := runtime.unused_devices(family, processes):
         say(idle)
     check_strategy(config.strategy, family, processes)
@@ -75,7 +73,7 @@ def _plan(config: RunConfig, folder: str) -> LaunchPlan:
 
     argv = [sys.executable, "-P", "-m", "lockstep.worker", folder]
     launch = config.launch
-    return local_plan(argv, int(config.processes), threads=launch.threads, port=launch.port, watched=True)
+    return local_plan(argv, int(config.processes), threads=launch.threads, port=launch.port)
 
 
 def _check_names(config: RunConfig) -> None:

@@ -1,20 +1,14 @@
-"""Limits of this host: cores, memory and processes, by the control groups of this process and the system."""
+"""How many cores this process may use, by its control groups, and what the kernel killed for lack of memory."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-
-from lockstep.errors import ConfigError
 
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _COUNTERS = Path("/proc/vmstat")
-# Version 1 writes a number of this order where there is no limit.
-_UNLIMITED = 2**60
 
 
 def core_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | None:
@@ -24,12 +18,6 @@ def core_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float | No
     periods = _read(root, membership, "cpu", "cpu.cfs_period_us")
     texts += [f"{quota} {period}" for quota, period in zip(quotas, periods, strict=False)]
     return min((cores for text in texts if (cores := _cores(text)) is not None), default=None)
-
-
-def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    texts = _read(root, membership, "", "memory.max")
-    texts += _read(root, membership, "memory", "memory.limit_in_bytes")
-    return min((limit for text in texts if (limit := _bytes(text)) is not None), default=None)
 
 
 def kills_for_memory(counters: Path = _COUNTERS) -> int:
@@ -42,18 +30,9 @@ def kills_for_memory(counters: Path = _COUNTERS) -> int:
     return 0
 
 
-def process_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    texts = _read(root, membership, "", "pids.max") + _read(root, membership, "pids", "pids.max")
-    return min((int(text) for text in texts if text.isdigit()), default=None)
-
-
 def _cores(text: str) -> float | None:
     quota, _, period = text.partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _bytes(text: str) -> int | None:
-    return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
 
 
 def _read(root: Path, membership: Path, controller: str, file: str) -> list[str]:
@@ -76,38 +55,3 @@ def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
             group = PurePosixPath(path)
             for each in (group, *group.parents):
                 yield root / controller / str(each).lstrip("/")
-
-
-# Every rank needs a port.
-_PORTS = 65_535
-# With fewer open files than this torch cannot even be imported, or its store not be opened.
-_FILES = 50
-_PID_MAX = Path("/proc/sys/kernel/pid_max")
-
-
-def check(processes: int, workers: int = 0) -> None:
-    """Refuses more ranks, or data workers, than this host can have."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < _FILES:
-        raise ConfigError(f"a process may have {files} open files here, and a run needs {_FILES}: ulimit -n {_FILES}")
-    most, why = limit()
-    if processes > most:
-        raise ConfigError(f"processes: {processes} is more than this host can have: at most {most} ({why})")
-    if processes * (1 + workers) > most:
-        raise ConfigError(
-            f"data.workers: {workers} for each of {processes} processes is more than this host can have: at most "
-            f"{most} processes in all ({why})"
-        )
-
-
-def limit() -> tuple[int, str]:
-    """Returns the tightest limit of processes, and its name."""
-    limits = [(_PORTS, "the ports of a host")]
-    with contextlib.suppress(OSError, ValueError):
-        limits.append((int(_PID_MAX.read_text(encoding="utf-8")), "kernel.pid_max"))
-    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if most != resource.RLIM_INFINITY and os.geteuid() != 0:  # root is not held to it
-        limits.append((most, "ulimit -u"))
-    if (allowed := process_limit()) is not None:
-        limits.append((allowed, "pids.max of its control group"))
-    return min(limits)

@@ -15,11 +15,11 @@ import torch._dynamo  # noqa: F401  every optimizer imports it, and it takes as 
 
 import lockstep.distributed.group
 import lockstep.import_path
-import lockstep.launchers.checks
 import lockstep.launchers.local.child
 import lockstep.record.display
 import lockstep.record.logs
 import lockstep.record.run_folder
+import lockstep.tasks.config_checks
 import lockstep.tasks.predict  # not the worker: it is run as a module, which must not be loaded before
 from lockstep.distributed.signals import adopt_orphans
 

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,20 +40,24 @@ class Ended:
 
 
 class Ranks:
-    """All processes of an attempt: polled, asked to stop, ended."""
+    """All processes of an attempt, from multiprocessing's fork server: polled, asked to stop, ended.
 
-    def pids(self) -> dict[int, int]:
-        raise NotImplementedError
+    Each sends its outcome before it leaves, and waits for the others. Torch's process contexts would skip what Python
+    does at the end of a process, report one failure alone, wait for ever for a rank that left with exit code 0 before
+    it returned, and import torch into the launcher.
+    """
 
-    def poll(self) -> Ended | None:
-        raise NotImplementedError
-
-    def done(self) -> Ended | None:
-        """Returns what all ranks returned, also while some of them are still leaving."""
-        return None
-
-    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        raise NotImplementedError
+    def __init__(
+        self, entry: Callable[..., Any], arguments: list[Any], envs: list[dict[str, str]], error_files: list[Path]
+    ) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._entry, self._arguments, self._envs, self._error_files = entry, arguments, envs, error_files
+        self._outcomes = [self._context.SimpleQueue() for _ in envs]
+        self._all_returned = self._context.Event()
+        self._processes: list[ForkServerProcess] = []
+        self._return_values: dict[int, Outcome] = {}
+        self._returned_at = math.inf
+        self._server = ForkServer()
 
     def ask_to_stop(self) -> None:
         for rank in self.pids():
@@ -78,27 +81,6 @@ class Ranks:
         with suppress(ProcessLookupError):
             os.kill(self.pids()[rank], number)
 
-
-class _Functions(Ranks):
-    """A process per rank, from multiprocessing's fork server.
-
-    Each sends its outcome before it leaves, and waits for the others. Torch's process contexts would skip what Python
-    does at the end of a process, report one failure alone, wait for ever for a rank that left with exit code 0 before
-    it returned, and import torch into the launcher.
-    """
-
-    def __init__(
-        self, entry: Callable[..., Any], arguments: list[Any], envs: list[dict[str, str]], error_files: list[Path]
-    ) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._entry, self._arguments, self._envs, self._error_files = entry, arguments, envs, error_files
-        self._outcomes = [self._context.SimpleQueue() for _ in envs]
-        self._all_returned = self._context.Event()
-        self._processes: list[ForkServerProcess] = []
-        self._return_values: dict[int, Outcome] = {}
-        self._returned_at = math.inf
-        self._server = ForkServer()
-
     def start(self) -> None:
         self._server.start(self._make_processes)
 
@@ -115,6 +97,7 @@ class _Functions(Ranks):
         return {rank: each.pid for rank, each in enumerate(self._processes) if each.pid is not None}
 
     def done(self) -> Ended | None:
+        """Returns what all ranks returned, also while some of them are still leaving."""
         return Ended(returned=dict(self._return_values)) if len(self._return_values) == len(self._envs) else None
 
     def poll(self) -> Ended | None:
@@ -217,66 +200,13 @@ class _Functions(Ranks):
         return [rank for rank in self._alive() if not leaving_file(self._error_files[rank]).exists()]
 
 
-def start_functions(
-    plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path]
-) -> Ranks:
+def start(plan: LaunchPlan, entry: Callable[..., Any] | None, argument: Any, error_files: list[Path]) -> Ranks:
     """Starts a process per rank from the fork server, for the plan's command or for `entry` with an argument."""
     arguments = [process.argv if entry is None else argument for process in plan.processes]
-    context = _Functions(entry or run_command, arguments, [dict(each.env) for each in plan.processes], error_files)
+    ranks = Ranks(entry or run_command, arguments, [dict(each.env) for each in plan.processes], error_files)
     try:
-        context.start()
+        ranks.start()
     except BaseException:
-        context.close(signal.SIGKILL)
+        ranks.close(signal.SIGKILL)
         raise
-    return context
-
-
-class _Commands(Ranks):
-    """A new interpreter per rank, each in a separate session."""
-
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, plan: LaunchPlan) -> None:
-        for each in plan.processes:
-            self._processes.append(subprocess.Popen(each.argv, env={**os.environ, **each.env}, start_new_session=True))
-
-    def pids(self) -> dict[int, int]:
-        return {rank: each.pid for rank, each in enumerate(self._processes)}
-
-    def poll(self) -> Ended | None:
-        codes = {rank: each.poll() for rank, each in enumerate(self._processes)}
-        gone = {rank: code for rank, code in codes.items() if code is not None}
-        failed = {rank: code for rank, code in gone.items() if code != 0}
-        if failed:
-            self.close()
-            return Ended(exit_codes=failed)
-        return Ended(returned=dict.fromkeys(gone, Outcome())) if len(gone) == len(codes) else None
-
-    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends every session, by a signal and, with what is left of it, by SIGKILL."""
-        self._signal_sessions(number)
-        deadline = time.monotonic() + END_SECONDS
-        for each in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                each.wait(max(deadline - time.monotonic(), 0.0))
-        self._signal_sessions(signal.SIGKILL)
-        for each in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                each.wait(END_SECONDS)
-
-    def _signal_sessions(self, number: signal.Signals) -> None:
-        for each in self._processes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(each.pid, number)
-
-
-def start_commands(plan: LaunchPlan) -> Ranks:
-    """Starts a new interpreter per rank."""
-    context = _Commands()
-    try:
-        context.start(plan)
-    except BaseException:
-        context.close(signal.SIGKILL)
-        raise
-    return context
+    return ranks

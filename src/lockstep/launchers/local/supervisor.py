@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import math
-import os
 import resource
 import signal
 import socket
@@ -14,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +57,6 @@ def launch(
     argument: Any = None,
     max_restarts: int = 0,
     grace: float = 60.0,
-    fresh: bool = False,
     watch: Limits | None = None,
     folder: Path | None = None,
 ) -> Result:
@@ -71,7 +68,7 @@ def launch(
     fork_server.warm_up(plan.threads)
     with timelines.opened(folder, _warn) as timeline:
         timeline.note("start", world_size=len(plan.processes))
-        supervisor = _Supervisor(plan, entry, argument, grace, fresh, watch, timeline)
+        supervisor = _Supervisor(plan, entry, argument, grace, watch, timeline)
         try:
             result = supervisor.run(max_restarts, folder)
         except LockstepError as error:  # no process could be started
@@ -90,7 +87,6 @@ class _Supervisor:
     entry: Callable[..., Any] | None
     argument: Any
     grace: float
-    fresh: bool
     watch: Limits | None
     timeline: Timeline
 
@@ -98,8 +94,8 @@ class _Supervisor:
         from lockstep.distributed.store.private import store_prefix
 
         count = len(self.plan.processes)
-        self.signals = Signals(save_on_request=not self.fresh)  # a forked rank ignores it until it listens
-        with self.signals.listening(), _store(self.plan.port, for_scripts=self.watch is None) as (port, store):
+        self.signals = Signals(save_on_request=True)
+        with self.signals.listening(), _store(self.plan.port) as (port, store):
             for attempt in range(max_restarts + 1):
                 heartbeats, kills = store.under(store_prefix(attempt)), limits.kills_for_memory()
                 result = self._attempt(self.plan.at(port, attempt, str(store.unix_path)), heartbeats)
@@ -124,16 +120,13 @@ class _Supervisor:
 
     def _attempt(self, plan: LaunchPlan, heartbeats: Any) -> Result:
         from lockstep.distributed.watch.stall import Watcher
-        from lockstep.launchers.local.ranks import start_commands, start_functions
+        from lockstep.launchers.local.ranks import start
 
         count = len(plan.processes)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
             error_files = [Path(folder) / f"error-{rank}.json" for rank in range(count)]
             try:
-                if self.fresh:
-                    ranks = start_commands(plan)
-                else:
-                    ranks = start_functions(plan, self.entry, self.argument, error_files)
+                ranks = start(plan, self.entry, self.argument, error_files)
             except OSError as error:
                 raise LaunchError(cannot_start(count, error)) from None
             try:
@@ -276,31 +269,25 @@ def reports(error_files: list[Path]) -> list[Report]:
 
 
 @contextlib.contextmanager
-def _store(port: int | None, for_scripts: bool) -> Iterator[tuple[int, Client]]:
-    """Serves the private store of the ranks, for all attempts; yields MASTER_PORT and a connection to the store.
-
-    Scripts use a store of torch instead, at that port of the loopback interface: as under torchrun, every user of this
-    host can reach it. For our ranks, nothing listens there.
-    """
+def _store(port: int | None) -> Iterator[tuple[int, Client]]:
+    """Serves the private store of the ranks, for all attempts; yields MASTER_PORT and a connection to the store."""
     from lockstep.distributed.store.client import connect_unix
     from lockstep.distributed.store.private import SOCKET, fresh_folder
     from lockstep.distributed.store.server import Server, listen_on_unix
 
-    with fresh_folder() as folder, _loopback_port(port) as listener:
-        number = listener.getsockname()[1]
-        of_torch = _torch_store(listener, number) if for_scripts else None
-        listener.close()  # where torch has it, a copy
+    with fresh_folder() as folder:
+        with _loopback_port(port) as listener:
+            number = listener.getsockname()[1]
         path = str(folder / SOCKET)
         server = Server(listen_on_unix(path))
         try:
             yield number, connect_unix(path, _ANSWER_SECONDS)
         finally:
             server.close()
-            del of_torch
 
 
 def _loopback_port(port: int | None) -> socket.socket:
-    """Binds a socket to loopback only, so that no other process can take the port in between."""
+    """Binds a socket to loopback, to see that the port is free."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -319,18 +306,3 @@ def _loopback_port(port: int | None) -> socket.socket:
             "or name another"
         ) from None
     return listener
-
-
-def _torch_store(listener: socket.socket, port: int) -> Any:
-    from torch._C._distributed_c10d import TCPStore
-
-    listener.listen(1024)
-    limit = timedelta(seconds=_ANSWER_SECONDS)
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=limit,
-        master_listen_fd=os.dup(listener.fileno()),
-    )

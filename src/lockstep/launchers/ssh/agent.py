@@ -30,14 +30,13 @@ from lockstep.distributed.topology import NETWORK_STORE, Place, Topology
 from lockstep.distributed.watch.stall import Limits
 from lockstep.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, LockstepError
 from lockstep.launchers.local.fork_server import warm_up
-from lockstep.launchers.local.ranks import start_functions
+from lockstep.launchers.local.ranks import start
 from lockstep.launchers.local.supervisor import cannot_start, reports, say_who_was_late
 from lockstep.launchers.plan import LaunchPlan, ProcessPlan, available_cores
 from lockstep.launchers.ssh.folder import Job
-from lockstep.launchers.ssh.head import Head, HeadThread
+from lockstep.launchers.ssh.head import GONE_SECONDS, Head, HeadThread, Line
 from lockstep.launchers.ssh.host import interface_of
-from lockstep.launchers.ssh.line import GONE_SECONDS, Line
-from lockstep.launchers.ssh.record import Order, RankRange, checked_env
+from lockstep.launchers.ssh.record import Order, checked_env
 from lockstep.mirror import staging
 from lockstep.mirror.mark import mirrored
 from lockstep.mirror.url import parse
@@ -46,7 +45,6 @@ from lockstep.terminal import make_safe, tell
 
 _LOOK_SECONDS = 0.05
 _LOST_HEAD_EXIT_CODE = 4
-_MARK = ".seen-by-all-"
 
 
 class Agent:
@@ -54,7 +52,7 @@ class Agent:
         self._order, self._job = order, job
         self._config = order.run_config()
         self._signals = Signals(save_on_request=True)
-        self._threads = self._config.launch.threads or max(1, available_cores() // order.here.processes)
+        self._threads = self._config.launch.threads or max(1, available_cores() // order.here.count)
         self._ranks: HostRanks | None = None
         self._attempt, self._saves = -1, 0
 
@@ -96,19 +94,15 @@ class Agent:
         return GONE_SECONDS if self._attempt >= 0 else self._config.timeouts.rendezvous
 
     def _begin(self, message: dict[str, Any], line: Line) -> None:
-        """Starts the ranks of a new attempt, where this host has any."""
+        """Starts the ranks of a new attempt."""
         self._close_ranks()
         self._attempt = int(message["attempt"])
-        world = [RankRange.model_validate(each) for each in message["ranks"]]
-        sees = _shared_mark(self._order).exists() if self._order.shared else None
-        line.say(attempt=self._attempt, ended=None, sees_folder=sees)
-        for slot, ranks in enumerate(world):
-            if ranks.host == self._order.index:
-                try:
-                    _make_run_folder(self._order)
-                    self._ranks = HostRanks(self._order, slot, world, self._attempt, self._threads)
-                except (LockstepError, OSError) as error:
-                    line.say(leaves=f"its ranks could not be started: {error}")
+        line.say(attempt=self._attempt, ended=None)
+        try:
+            _make_run_folder(self._order)
+            self._ranks = HostRanks(self._order, self._attempt, self._threads)
+        except (LockstepError, OSError) as error:
+            line.say(leaves=f"its ranks could not be started: {error}")
 
     def _tend(self, ranks: HostRanks, message: dict[str, Any], line: Line) -> None:
         if message.get("stop"):
@@ -146,7 +140,7 @@ class Agent:
     def _leading(self) -> Iterator[HeadThread | None]:
         """On the first host, serves the store, holds the run's folder and runs the head."""
         if self._order.index:
-            self._job.has_begun(None)
+            self._job.has_begun()
             yield None
             return
         address, port = self._order.head.address, self._order.port
@@ -160,10 +154,10 @@ class Agent:
         if url is not None:
             staging.existing_or_new(url, "--out", folder)
         _make_run_folder(self._order)
-        with folder_lock.locked(folder), _marked(self._order), mirrored(folder, self._config, tell, url) as mirror:
+        with folder_lock.locked(folder), mirrored(folder, self._config, tell, url) as mirror:
             run_folder.has_begun(folder)
             limits = Limits.of(self._config.timeouts, str(self._config.runtime))
-            self._job.has_begun(port)
+            self._job.has_begun()
             store = self._connect(self._config.timeouts.rendezvous)
             yield HeadThread(Head(self._order, store, limits, self._signals), self._order, self._job, mirror)
         server.close()
@@ -172,27 +166,27 @@ class Agent:
 class HostRanks:
     """The ranks of this host in one attempt; how they ended is plain data for the head."""
 
-    def __init__(self, order: Order, slot: int, world: list[RankRange], attempt: int, threads: int) -> None:
-        self._range = ranks = world[slot]
+    def __init__(self, order: Order, attempt: int, threads: int) -> None:
+        self._host = order.here
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
-        self._error_files = [self._folder / f"error-{index}.json" for index in range(ranks.count)]
+        self._error_files = [self._folder / f"error-{index}.json" for index in range(order.here.count)]
         self._asked = self._dumped = False
-        plan = _plan(order, slot, world, attempt, threads)
+        plan = _plan(order, attempt, threads)
         try:
-            self._ranks = start_functions(plan, None, None, self._error_files)
+            self._ranks = start(plan, None, None, self._error_files)
         except OSError as error:
-            raise LaunchError(cannot_start(ranks.count, error)) from None
+            raise LaunchError(cannot_start(order.here.count, error)) from None
 
     def poll(self) -> dict[str, Any] | None:
         ended = self._ranks.poll()
         if ended is None:
             return None
         if ended.without_server is not None:
-            report = Report(self._range.first, socket.gethostname(), "LaunchError", ended.without_server, 5, 0.0)
+            report = Report(self._host.first, socket.gethostname(), "LaunchError", ended.without_server, 5, 0.0)
             return self._ended(reports=[asdict(report)], exit_codes={})
         if ended.exit_codes:
-            return self._ended(exit_codes={self._range.first + at: code for at, code in ended.exit_codes.items()})
-        codes = {self._range.first + at: outcome.exit_code for at, outcome in ended.returned.items()}
+            return self._ended(exit_codes={self._host.first + at: code for at, code in ended.exit_codes.items()})
+        codes = {self._host.first + at: outcome.exit_code for at, outcome in ended.returned.items()}
         return self._ended(returned=codes)
 
     def ask_to_stop(self) -> None:
@@ -222,49 +216,28 @@ class HostRanks:
         return {"reports": [asdict(each) for each in reports(self._error_files)], **found}
 
 
-def _plan(order: Order, slot: int, world: list[RankRange], attempt: int, threads: int) -> LaunchPlan:
-    ranks = world[slot]
+def _plan(order: Order, attempt: int, threads: int) -> LaunchPlan:
     argv = (sys.executable, "-P", "-m", "lockstep.worker", order.folder)
     shared = {"OMP_NUM_THREADS": str(threads), SECRET: order.secret}
     interface = interface_of(order.here.address)
     if interface is not None:  # gloo and NCCL listen in the network of the run
         shared.update({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
     processes = []
-    for local_rank, rank in enumerate(ranks.ranks):
+    for local_rank, rank in enumerate(order.here.ranks):
         topology = Topology(
-            place=Place(rank=rank, local_rank=local_rank, host_index=slot, host=order.here.name),
-            world_size=world[-1].first + world[-1].count,
-            local_world_size=ranks.count,
+            place=Place(rank=rank, local_rank=local_rank, host_index=order.index, host=order.here.name),
+            world_size=order.world_size,
+            local_world_size=order.here.count,
             address=order.head.address,
             port=order.port,
             attempt=attempt,
             store=NETWORK_STORE,
             launched_by_us=True,
             watched=True,
-            hosts=len(world),
+            hosts=len(order.hosts),
         )
         processes.append(ProcessPlan(order.here.name, argv, {**topology.to_env(), **shared}))
     return LaunchPlan(tuple(processes), threads, order.port)
-
-
-def _shared_mark(order: Order) -> Path:
-    """Returns a file that exists only on hosts that see the run's folder of the first host."""
-    return Path(order.folder) / f"{_MARK}{order.job}"
-
-
-@contextlib.contextmanager
-def _marked(order: Order) -> Iterator[None]:
-    if not order.shared:
-        yield
-        return
-    mark = _shared_mark(order)
-    for left in mark.parent.glob(f"{_MARK}*"):  # by a job that was killed
-        left.unlink(missing_ok=True)
-    mark.touch()
-    try:
-        yield
-    finally:
-        mark.unlink(missing_ok=True)
 
 
 def _make_run_folder(order: Order) -> None:
@@ -291,19 +264,16 @@ def main(job_folder: str) -> int:
     job = Job(Path(job_folder))
     _print_to(job.console)
     make_safe()
-    said = ""
     try:
         job.hold()
         order = Order.model_validate_json(job.order.read_text(encoding="utf-8"))
         os.environ.update(checked_env(order.env))
         code = Agent(order, job).run()
     except (LockstepError, ValidationError, OSError) as error:
-        said = f"lockstep: {error}"
-        tell(said)
+        tell(f"lockstep: {error}")
         code = error.exit_code if isinstance(error, LockstepError) else 2
-    with contextlib.suppress(OSError):  # no room even for that: the console has said so
-        if job.ended() is None:
-            job.has_ended(code, "ended", said)
+    if job.ended() is None:
+        job.has_ended(code, "ended")
     return code
 
 

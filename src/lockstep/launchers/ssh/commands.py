@@ -8,16 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lockstep.config.accelerators import Accelerator, check_slice
-from lockstep.config.plain import read_text
 from lockstep.config.pod import Container, Pod
 from lockstep.config.schema import RunConfig, RunSettings
-from lockstep.config.values import host_name
 from lockstep.errors import ConfigError
 from lockstep.launchers.ssh.code import Code
 from lockstep.launchers.ssh.folder import checked_name
 from lockstep.launchers.ssh.record import Record, archive_of, plain, startup_of
-from lockstep.launchers.ssh.ssh import Ssh, require_ssh
-from lockstep.launchers.ssh.transport import Command, Transport
+from lockstep.launchers.ssh.ssh import Command, Ssh, Transport, require_ssh
 
 # How long the start-up script of a host may take.
 READY_SECONDS = 1200.0
@@ -53,13 +50,9 @@ class PodCommands:
         chosen = range(len(self.transport.workers)) if worker is None else [worker]
         return [command for each in chosen for command in self.transport.run(argv, each)]
 
-    def inspecting(
-        self, folder: str | None = None, make: bool = False, devices: bool = True, claim: str | None = None
-    ) -> list[Command]:
-        about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES} if devices else None
-        claims: dict[str, Any] = {"claim": claim} if claim else {}
-        network = self.config.launch.network
-        return self.asking("inspect", config=about, network=network, folder=folder, make=make, **claims)
+    def inspecting(self, folder: str | None = None, make: bool = False) -> list[Command]:
+        about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES}
+        return self.asking("inspect", config=about, network=self.config.launch.network, folder=folder, make=make)
 
     def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")
@@ -109,18 +102,10 @@ class PodCommands:
             commands += self.transport.fetch(packed, archive_of(self.name).with_name(f"pull-{worker}.tar"), worker)
         return commands
 
-    @property
-    def nodes(self) -> int:
-        return self.config.launch.nodes or len(self.transport.workers)
-
     def worker(self, number: int) -> int:
         if number >= len(self.transport.workers):
             raise ConfigError(f"--worker {number}: pod {self.name} has workers 0 to {len(self.transport.workers) - 1}")
         return number
-
-    def head(self, record: Record) -> int:
-        workers = self.transport.workers
-        return workers.index(record.head) if record.head in workers else 0
 
 
 def _without_home(path: str) -> str:
@@ -139,44 +124,19 @@ def _transport(name: str, config: RunConfig) -> Transport:
 
 
 def host_names(config: RunConfig) -> list[str]:
-    """Returns the hosts of launch.hosts, or of launch.hosts_file with one per line and comments."""
-    launch = config.launch
-    hosts, place = list(launch.hosts), "launch.hosts"
-    if launch.hosts_file is not None:
-        place = f"launch.hosts_file {launch.hosts_file}"
-        hosts = _of_file(Path(launch.hosts_file).expanduser(), place)
+    hosts = list(config.launch.hosts)
     if not hosts:
-        raise ConfigError("launch: ssh needs hosts: name them in launch.hosts, or in a file (launch.hosts_file)")
+        raise ConfigError("launch: ssh needs hosts: name them in launch.hosts")
     twice = sorted({each for each in hosts if hosts.count(each) > 1})
     if twice:
         raise ConfigError(
-            f"{place}: {twice[0]} is listed twice: a host has one agent, and `processes` are spread evenly"
+            f"launch.hosts: {twice[0]} is listed twice: a host has one agent, and `processes` are spread evenly"
         )
-    if launch.nodes is not None and launch.nodes > len(hosts):
-        raise ConfigError(f"launch.nodes: {launch.nodes} hosts are to train, but {place} has {len(hosts)}")
-    nodes = launch.nodes or len(hosts)
-    if config.processes != "auto" and int(config.processes) < nodes:
+    if config.processes != "auto" and int(config.processes) < len(hosts):
         raise ConfigError(
-            f"processes: {config.processes} ranks cannot be spread over {nodes} hosts, each needs one; processes "
+            f"processes: {config.processes} ranks cannot be spread over {len(hosts)} hosts, each needs one; processes "
             "counts all ranks of the run"
         )
-    return hosts
-
-
-def _of_file(file: Path, place: str) -> list[str]:
-    try:
-        lines = read_text(file).splitlines()
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot be read: {error.strerror or error}") from None
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        try:
-            hosts.append(host_name(text))
-        except ValueError as error:
-            raise ConfigError(f"{file}:{number}: {error}, got {text!r}") from None
     return hosts
 
 
@@ -193,32 +153,23 @@ def check_accelerator(settings: RunSettings) -> Accelerator:
 
 
 def run_in_container(
-    pod: Pod,
-    argv: Sequence[str],
-    *,
-    workdir: str,
-    variables: Sequence[str] = (),
-    detached: bool = False,
-    named: bool = True,
+    pod: Pod, argv: Sequence[str], *, workdir: str, detached: bool = False, named: bool = True
 ) -> list[str]:
     """Returns the command that runs another in a new container, which is removed with it.
 
-    Variables are passed by name, so that their values are in the environment of docker and on no command line. Without
-    `named`, the container runs beside the one that has the pod's name.
+    Without `named`, the container runs beside the one that has the pod's name.
     """
     container = _container(pod)
     values = {**_TPU, **container.env} if pod.type == "gcloud" else container.env
-    passed = [name for name in dict.fromkeys(variables) if name not in values]
     return [
-        *_docker(container, passed), "run",
+        *_docker(container), "run",
         *(["-d"] if detached else []),
         *([f"--name={container.name}"] if named else []), "--rm",
         *(["--privileged"] if container.privileged else []),
-        f"--net={container.network}", f"--ipc={container.ipc}",
+        "--net=host", "--ipc=host",
         *(part for name, value in values.items() for part in ("-e", f"{name}={value}")),
-        *(part for name in passed for part in ("-e", name)),
         *(part for mount in container.mounts for part in ("-v", mount)),
-        "-w", container.workdir or workdir,
+        "-w", workdir,
         container.image, *argv,
     ]  # fmt: skip
 
@@ -230,17 +181,10 @@ def stop_container(pod: Pod, grace: float) -> list[str]:
     return [*_docker(container), "stop", "-t", str(max(1, round(grace))), container.name]
 
 
-def list_containers(pod: Pod) -> list[str]:
-    return [*_docker(_container(pod)), "ps", "-a"]
-
-
 def _container(pod: Pod) -> Container:
     assert pod.container is not None, "only a pod with a container has commands for one"
     return pod.container
 
 
-def _docker(container: Container, preserved: Sequence[str] = ()) -> list[str]:
-    if not container.sudo:
-        return ["docker"]
-    # Never ask for a password, and keep the variables that were named.
-    return ["sudo", "-n", *([f"--preserve-env={','.join(preserved)}"] if preserved else []), "docker"]
+def _docker(container: Container) -> list[str]:
+    return ["sudo", "-n", "docker"] if container.sudo else ["docker"]  # never ask for a password

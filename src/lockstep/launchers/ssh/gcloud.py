@@ -1,4 +1,4 @@
-"""The commands of gcloud for Cloud TPU VMs, and the start-up script of their hosts.
+"""The commands of gcloud for Cloud TPU VMs, why they fail, and the start-up script of their hosts.
 
 gcloud passes `--command` to the user's shell on every worker, so it is quoted for that shell. gcloud has an SSH key
 (~/.ssh/google_compute_engine) and forwards no agent.
@@ -17,9 +17,8 @@ from typing import Literal
 
 from lockstep.config.pod import Bucket, Pod, pod_name
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launchers.ssh.gcloud_errors import explained
-from lockstep.launchers.ssh.transport import Command
-from lockstep.shown import brief
+from lockstep.launchers.ssh.ssh import Command
+from lockstep.shown import brief, in_a_line
 
 _TPU_VM = ("gcloud", "compute", "tpus", "tpu-vm")
 _PROVISIONING = {"spot": ["--spot"], "reserved": ["--reserved"], "on-demand": []}
@@ -69,14 +68,14 @@ class Gcloud:
                 *_PROVISIONING[pod.provisioning],
                 f"--accelerator-type={pod.accelerator_type}",
                 f"--version={pod.version}",
-                *([f"--metadata-from-file=startup-script={_in_a_list(script)}"] if script else []),
+                *([f"--metadata-from-file=startup-script={script}"] if script else []),
                 *([f"--network={pod.network}"] if pod.network else []),
                 *([f"--service-account={pod.service_account}"] if pod.service_account else []),
             )
         ]  # fmt: skip
 
-    def delete(self, *, asynchronous: bool = False) -> list[Command]:
-        return [self._command("delete", self.name, *(["--async"] if asynchronous else []), "--quiet")]
+    def delete(self) -> list[Command]:
+        return [self._command("delete", self.name, "--quiet")]
 
     def start(self) -> list[Command]:
         """Starts hosts that were stopped, with their disks as they were."""
@@ -85,39 +84,44 @@ class Gcloud:
     def describe(self) -> list[Command]:
         return [self._command("describe", self.name, "--format=json")]
 
-    def listing(self) -> list[Command]:
-        """Lists all Cloud TPUs of the zone."""
-        return [self._command("list")]
-
     def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
         """Without a worker, one command runs on all of them at once, and their outputs come mixed."""
         if not argv or argv[0].startswith("-"):
             raise ConfigError(f"not a command to run on a worker: {brief(shlex.join(argv))!r}")
-        if any("\0" in argument for argument in argv):
-            raise ConfigError("an argument of a command cannot have a zero byte in it")
         options = [f"--worker={self._worker(worker)}", f"--command={shlex.join(argv)}"]
         return [self._command("ssh", self._target, *self._host_keys, *options, worker=worker)]
 
     def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
         where = f"{self._target}:{_remote(to)}"
-        options = [*self._host_keys, f"--worker={self._worker(worker)}"]
-        return [self._command("scp", *options, _local(file), where, worker=worker)]
+        return [
+            self._command("scp", *self._host_keys, f"--worker={self._worker(worker)}", str(file), where, worker=worker)
+        ]
 
     def fetch(self, path: str, to: Path, worker: int) -> list[Command]:
         where = f"{self._target}:{_remote(path)}"
-        options = [*self._host_keys, f"--worker={self._worker(worker)}"]
-        return [self._command("scp", *options, where, _local(to), worker=worker)]
+        return [
+            self._command("scp", *self._host_keys, f"--worker={self._worker(worker)}", where, str(to), worker=worker)
+        ]
 
     def explain(self, command: Command, code: int, errors: str) -> str:
-        return explained(self.name, self.pod, command, code, errors)
-
-    @property
-    def _target(self) -> str:
-        return f"{self.pod.user}@{self.name}" if self.pod.user else self.name
+        """Returns what was tried and where, the cause and its remedy, and the last lines of the output."""
+        where = "" if command.worker is None else f" on worker {command.worker}"
+        tried = f"`{' '.join(command.argv[:5])} ...`{where} failed (exit status {code})"
+        lines = [line.strip() for line in errors.splitlines() if line.strip()][-_LAST_LINES:]
+        own = errors[errors.index(_OF_GCLOUD) :] if _OF_GCLOUD in errors else ""
+        if code == 255 or "return code [255]" in own:
+            own += errors  # of ssh
+        values = {"name": self.name, "accelerator": self.pod.accelerator_type, "zone": self.pod.zone or "that zone"}
+        remedy = next((text.format(**values) for pattern, text in _REMEDIES if re.search(pattern, own, re.I)), "")
+        return f"{tried}: {remedy}" + "".join(f"\n  {in_a_line(line)[:_LONGEST_LINE]}" for line in lines)
 
     @property
     def _host_keys(self) -> list[str]:
         return ["--strict-host-key-checking=yes"] if self.pod.host_keys == "known" else []
+
+    @property
+    def _target(self) -> str:
+        return f"{self.pod.user}@{self.name}" if self.pod.user else self.name
 
     def _worker(self, worker: int | None) -> str:
         if worker is None:
@@ -142,11 +146,33 @@ def require_gcloud() -> None:
         )
 
 
+_LAST_LINES, _LONGEST_LINE = 8, 400
+_OF_GCLOUD = "ERROR: (gcloud"  # a run on the hosts may print anything
+_REMEDIES = (
+    (r"active account|gcloud auth login|auth tokens|reauthentication|valid credentials",
+     "gcloud is not logged in: run `gcloud auth login`"),
+    (r"property \[(core/)?project\]|valid project", "set pod.project, or run `gcloud config set project PROJECT`"),
+    (r"property \[(compute/)?zone\]|\[--zone\]", "set pod.zone, or run `gcloud config set compute/zone ZONE`"),
+    (r"PREEMPTED|TERMINATED", "the pod was taken away: `lockstep pod resume {name}` makes it again and goes on"),
+    (r"has state|currently connected to", "the pod is not running: `lockstep pod resume {name}` starts it"),
+    (r"capacity|enough resources|RESOURCE_POOL_EXHAUSTED",
+     "there is no free {accelerator} in {zone} now: try later, another pod.zone or another pod.provisioning"),
+    (r"quota|RESOURCE_EXHAUSTED",
+     "the project's quota allows no {accelerator} in {zone}: ask for more (IAM, Quotas: TPU), or take another"),
+    (r"PERMISSION_DENIED|does not have permission",
+     "the account may not do this in the project, or the zone has no TPUs: ask for the role TPU Admin"),
+    (r"ALREADY_EXISTS", "there is a pod called {name} already: `lockstep pod delete {name}` first"),
+    (r"nodes/\S+ was not found|NOT_FOUND", "there is no such pod, or accelerator, in {zone}: `lockstep pod create`"),
+    (r"SSH key is not present in the SSH agent", "run `ssh-add ~/.ssh/google_compute_engine`"),
+    (r"host key verification failed|HOST IDENTIFICATION HAS CHANGED",
+     "the host's key is not the known one: if the pod was made anew, run `gcloud compute config-ssh --remove`"),
+    (r"return code \[255\]|permission denied \(|connect to host",
+     "the host cannot be reached by SSH: try `gcloud compute tpus tpu-vm ssh {name}` by hand, which makes the key"),
+)  # fmt: skip
+
 Step = Literal["use", "wait", "start", "recreate"]
 _STEPS: dict[str, Step] = {
     "READY": "use",
-    **dict.fromkeys(("CREATING", "STARTING", "RESTARTING", "REIMAGING", "REPAIRING", "UNHIDING"), "wait"),
-    **dict.fromkeys(("STOPPING", "DELETING", "HIDING", "HIDDEN", "UNKNOWN", "STATE_UNSPECIFIED"), "wait"),
     "STOPPED": "start",
     # A spot TPU that was taken away stays in the list until it is deleted, and never comes back by itself. Nothing
     # else is deleted: its disks may have what nobody has copied.
@@ -155,28 +181,13 @@ _STEPS: dict[str, Step] = {
 }
 
 
-def state(described: str) -> str:
-    """Returns the state of a Cloud TPU from the output of `describe`."""
+def next_step(described: str) -> tuple[str, Step]:
+    """Returns the state in the output of `describe`, and what the pod needs before a run can be resumed there."""
     try:
-        found = json.loads(described)["state"]
+        state = str(json.loads(described)["state"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        found = None
-    if not isinstance(found, str) or found not in _STEPS:
-        raise LaunchError(f"gcloud did not say what state the pod is in, but {brief(described.strip())!r}")
-    return found
-
-
-def next_step(state: str) -> Step:
-    """Returns what a pod in this state needs before a run can be resumed there."""
-    return _STEPS[state]
-
-
-def _local(file: Path) -> str:
-    text = str(file)
-    # What has a colon is a path on some host to scp.
-    if ":" in text or not text.isprintable():
-        raise ConfigError(f"{brief(text)!r} cannot be copied by gcloud: its name has a colon, or a control character")
-    return f"./{text}" if text.startswith("-") else text
+        raise LaunchError(f"gcloud did not say what state the pod is in, but {brief(described.strip())!r}") from None
+    return state, _STEPS.get(state, "wait")
 
 
 def _remote(path: str) -> str:
@@ -186,14 +197,6 @@ def _remote(path: str) -> str:
             f"{brief(path)!r} cannot be a path on the hosts of a pod: use letters, digits and . _ - + = @ % alone"
         )
     return path
-
-
-def _in_a_list(file: Path) -> str:
-    text = str(file)
-    # The option takes a list of KEY=FILE, with commas between; a leading ^ would change what is between.
-    if "," in text or "^" in text or not text.isprintable():
-        raise ConfigError(f"the start-up script cannot be at {brief(text)!r}: gcloud takes no comma and no ^ in it")
-    return text
 
 
 def startup_script(pod: Pod) -> str:

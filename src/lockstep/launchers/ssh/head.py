@@ -1,7 +1,7 @@
-"""The head of a job, on the first host: it assigns ranks, watches all hosts, ends or restarts them, and concludes.
+"""The head of a job, on the first host, and the line to it: it watches all hosts, ends or restarts them, and concludes.
 
-A host that is lost, or whose ranks fail, ends the attempt everywhere. Another one starts from the newest checkpoint,
-with a spare in place of a host that is gone.
+A host that is lost ends the job everywhere. Ranks that fail end the attempt everywhere, and another one starts from the
+newest checkpoint. On every host, a Line sends heartbeats with news of the host, and receives what the head says.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from typing import Any
 
 from lockstep.distributed.failure import Failure, Report, Result, find_cause, how_to_plan, worth_retrying
 from lockstep.distributed.signals import Signals
-from lockstep.distributed.store.client import Client
+from lockstep.distributed.store.client import Client, StoreLost
 from lockstep.distributed.store.private import store_prefix
 from lockstep.distributed.topology import ranks_text
 from lockstep.distributed.watch.stall import Limits, RunningClock, Watcher
 from lockstep.errors import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE, BucketBehind, RankStalled
 from lockstep.launchers.ssh.folder import Job
-from lockstep.launchers.ssh.line import GONE_SECONDS, HEAD_KEY, closed_key, closed_patience, decoded, host_key
-from lockstep.launchers.ssh.record import Order, RankRange, spread
+from lockstep.launchers.ssh.record import Order
 from lockstep.mirror.mirror import Mirror
 from lockstep.record import timeline as timelines
 from lockstep.record.run_folder import note_end, read_summary
 from lockstep.record.timeline import Timeline
 from lockstep.runs.report import leave_report
-from lockstep.shown import shown
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
@@ -43,6 +41,20 @@ _END_SECONDS, _FINISH_SECONDS = 20.0, 5.0
 # How long ranks that have not made a step get to leave by themselves, once they are asked to.
 _EARLY_SECONDS = 10.0
 _DUMP_SECONDS = 1.0
+# A host, or the head, that is silent for so long counts as gone. A heartbeat comes five times a second; on a link that
+# loses one packet in twenty, TCP needs a few seconds now and then.
+GONE_SECONDS = 10.0
+_BEAT_SECONDS = 0.2
+_HEAD_KEY = "pod/head"
+
+
+def _host_key(index: int) -> str:
+    return f"pod/host/{index}"
+
+
+def _closed_key(index: int) -> str:
+    """Returns the key that the store sets when the connection of a host is closed: its agent died."""
+    return f"pod/closed/{index}"
 
 
 class HostLost(Exception):
@@ -60,18 +72,14 @@ class Head:
         self._message: dict[str, Any] = {"attempt": -1}
         self._said: dict[int, dict[str, Any]] = {}
         self._heard: dict[int, float] = {}
-        self._closed: dict[int, bytes | None] = {}  # the last connection of a host that was closed
-        self._closed_at: dict[int, float] = {}  # of those that have not come back
         self.lost: dict[int, str] = {}
-        self._ranks: list[RankRange] = []
         self._timeline: Timeline
-        self._blind: set[int] = set()  # hosts that do not see the run's folder, already reported
 
     def run(self) -> Result:
-        with timelines.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._timeline:
+        with timelines.opened(Path(self._order.folder), _say) as self._timeline:
             self._timeline.note("start", note=", ".join(each.name for each in self._order.hosts))
             result = self._run()
-            self._timeline.ended(result, self.world_size)
+            self._timeline.ended(result, self._order.world_size)
             return result
 
     def _run(self) -> Result:
@@ -85,12 +93,13 @@ class Head:
             failure = result.failure
             if failure is None or self._signals.count or attempt == self._restarts or not worth_retrying(failure):
                 break
-            if len(self._living()) < self._order.nodes:
-                gone = ", ".join(self._name(host) for host in self.lost)
-                tell(f"lockstep: no other attempt: {gone} is gone, and launch.hosts has no spare that is left")
+            if self.lost:
                 break
-            self._timeline.failed("restart", failure, self.world_size, attempt=attempt + 1)
-            self._tell_restart(failure, attempt)
+            self._timeline.failed("restart", failure, self._order.world_size, attempt=attempt + 1)
+            tell(
+                f"lockstep: {failure.render(self._order.world_size)}\n"
+                f"lockstep: restarting from the newest checkpoint (restart {attempt + 1} of {self._restarts})"
+            )
         return self._finish(result)
 
     def give_up(self, error: Exception) -> Result:
@@ -110,13 +119,7 @@ class Head:
             if self._clock.now() > deadline:
                 break
             time.sleep(_LOOK_SECONDS)
-        needed = [index for index in missing if index < self._order.nodes]
-        for index in missing:
-            self.lost[index] = "it never came"
-        names = ", ".join(self._name(index) for index in needed or missing)
-        if not needed:
-            tell(f"lockstep: {names} did not come within {self._join:g} s: there is no such spare")
-            return None
+        names = ", ".join(self._name(index) for index in missing)
         cause = (
             f"{names} did not come within {self._join:g} s: the agent was started there, but does not reach "
             f"{self._order.head.address} port {self._order.port} on {self._name(0)}. Check the firewall between them; "
@@ -125,9 +128,8 @@ class Head:
         return Failure(0, self._name(0), cause, 3, HostLost.__name__, concerns_all_ranks=True)
 
     def _attempt(self, attempt: int) -> Result:
-        self._ranks = spread(self._order, self._living()[: self._order.nodes])
-        self._say(attempt=attempt, ranks=[each.model_dump() for each in self._ranks], stop=False, end=False)
-        watcher = Watcher(self._store.under(store_prefix(attempt)), range(self.world_size), self._limits)
+        self._say(attempt=attempt, stop=False, end=False)
+        watcher = Watcher(self._store.under(store_prefix(attempt)), range(self._order.world_size), self._limits)
         result = self._supervise(watcher)
         self._end()
         if result is None:
@@ -143,14 +145,12 @@ class Head:
         stopped, failed_at, watched_at = None, None, 0.0
         while True:
             self._look()
-            self._tell_blind()
             now = self._clock.now()
-            states = [self._ended(each) for each in self._ranks]
+            states = [self._ended(index) for index in range(len(self._order.hosts))]
             if all(state is not None and "returned" in state for state in states):
                 return Result(max(code for state in states if state for code in state["returned"].values()))
-            for ranks in self._ranks:
-                if ranks.host in self.lost:
-                    return self._without(ranks)
+            if self.lost:
+                return self._without(*next(iter(self.lost.items())))
             if any(state is not None and "returned" not in state for state in states):
                 failed_at = failed_at or now
                 if all(states) or now > failed_at + (_FALL_SECONDS if self._knows_cause() else GONE_SECONDS + 2):
@@ -183,10 +183,10 @@ class Head:
                 return Result(5, failure=Failure(0, self._name(0), cause, 5))
             time.sleep(_LOOK_SECONDS)
 
-    def _without(self, ranks: RankRange) -> Result:
-        name, why = self._name(ranks.host), self.lost[ranks.host]
-        cause = f"host {name} ({ranks_text(list(ranks.ranks))}) is gone: {why}"
-        failure = Failure(ranks.first, name, cause, 5, HostLost.__name__, concerns_all_ranks=True)
+    def _without(self, index: int, why: str) -> Result:
+        host = self._order.hosts[index]
+        cause = f"host {host.name} ({ranks_text(list(host.ranks))}) is gone: {why}"
+        failure = Failure(host.first, host.name, cause, 5, HostLost.__name__, concerns_all_ranks=True)
         return Result(5, failure=failure)
 
     def _stalled(self, rank: int, message: str) -> Result:
@@ -203,7 +203,7 @@ class Head:
         deadline = self._clock.now() + _END_SECONDS
         while self._clock.now() < deadline:
             self._look()
-            if all(self._ended(each) is not None or each.host in self.lost for each in self._ranks):
+            if all(self._ended(at) is not None or at in self.lost for at in range(len(self._order.hosts))):
                 return
             time.sleep(_LOOK_SECONDS)
 
@@ -233,8 +233,8 @@ class Head:
 
     def _reports(self) -> list[Report]:
         found = []
-        for ranks in self._ranks:
-            for raw in (self._ended(ranks) or {}).get("reports", ()):
+        for index in range(len(self._order.hosts)):
+            for raw in (self._ended(index) or {}).get("reports", ()):
                 try:
                     found.append(Report(**raw))
                 except TypeError:  # not as we write them
@@ -242,12 +242,12 @@ class Head:
         return found
 
     def _codes(self) -> dict[int, int]:
-        ended = [self._ended(each) or {} for each in self._ranks]
+        ended = [self._ended(index) or {} for index in range(len(self._order.hosts))]
         return {int(rank): int(code) for each in ended for rank, code in each.get("exit_codes", {}).items()}
 
-    def _ended(self, ranks: RankRange) -> dict[str, Any] | None:
+    def _ended(self, index: int) -> dict[str, Any] | None:
         """Returns how the ranks of a host ended in this attempt."""
-        said = self._said.get(ranks.host, {})
+        said = self._said.get(index, {})
         ended = said.get("ended") if said.get("attempt") == self._message["attempt"] else None
         return ended if isinstance(ended, dict) else None
 
@@ -266,70 +266,84 @@ class Head:
         self._say()
         now = self._clock.now()
         everyone = range(len(self._order.hosts))
-        values = self._store.read_all([*map(host_key, everyone), *map(closed_key, everyone)])
+        values = self._store.read_all([*map(_host_key, everyone), *map(_closed_key, everyone)])
         for index in everyone:
-            said, closed = decoded(values[index]), values[len(everyone) + index]
+            said, closed = _decoded(values[index]), values[len(everyone) + index] is not None
             if said is not None and said.get("count") != self._said.get(index, {}).get("count"):
                 self._said[index], self._heard[index] = said, now
-                self._closed_at.pop(index, None)
-            if closed != self._closed.get(index):
-                self._closed[index], self._closed_at[index] = closed, now
-            if index in self._heard and index not in self.lost and (why := self._why_gone(index, now)) is not None:
-                self.lost[index] = why
-
-    def _why_gone(self, index: int, now: float) -> str | None:
-        said = self._said[index]
-        if said.get("leaves"):
-            return str(said["leaves"])
-        patience = closed_patience(said.get("exchange"))
-        if now > self._closed_at.get(index, now) + patience:
-            return (
-                f"its connection was closed, and did not come back within {patience:.1f} s: its agent was killed, or "
-                "the host was shut down"
-            )
-        if now > self._heard[index] + GONE_SECONDS:
-            return f"nothing was heard of it for {GONE_SECONDS:g} s: it died, or the network to it is cut"
-        return None
+            if index not in self._heard or index in self.lost:
+                continue
+            if self._said[index].get("leaves"):
+                self.lost[index] = str(self._said[index]["leaves"])
+            elif closed and not self._said[index].get("finished"):
+                self.lost[index] = "its connection was closed: its agent was killed, or the host was shut down"
+            elif now > self._heard[index] + GONE_SECONDS:
+                self.lost[index] = f"nothing was heard of it for {GONE_SECONDS:g} s: it died, or the network is cut"
 
     def _say(self, **news: Any) -> None:
         self._count += 1
         self._message = {**self._message, **news, "count": self._count}
-        self._store.set(HEAD_KEY, json.dumps(self._message))
-
-    def _living(self) -> list[int]:
-        return [index for index in sorted(self._heard) if index not in self.lost]
-
-    @property
-    def world_size(self) -> int:
-        return sum(each.count for each in self._ranks)
+        self._store.set(_HEAD_KEY, json.dumps(self._message))
 
     def _name(self, index: int) -> str:
         return self._order.hosts[index].name
 
     def _host_of(self, rank: int) -> str:
-        return next((self._name(each.host) for each in self._ranks if rank in each.ranks), self._name(0))
+        return next((each.name for each in self._order.hosts if rank in each.ranks), self._name(0))
 
-    def _tell_blind(self) -> None:
-        """Warns of hosts that do not see a run's folder that was named as shared; the run works all the same."""
-        new = [index for index, said in self._said.items() if said.get("sees_folder") is False]
-        new = [index for index in new if index not in self._blind]
-        if new:
-            self._blind.update(new)
-            names, head = ", ".join(map(self._name, new)), self._name(0)
-            tell(
-                f"lockstep: {names} does not see {self._order.folder} of {head}: the path is on another disk "
-                f"there. The run and its checkpoints are on {head} alone, and lost with it. Mount the same disk on all "
-                "hosts, or use a bucket (--out s3://...); without --out it is the same, in the pod's folder"
-            )
 
-    def _tell_restart(self, failure: Failure, attempt: int) -> None:
-        before = {each.host for each in self._ranks}
-        spares = [self._name(index) for index in self._living()[: self._order.nodes] if index not in before]
-        instead = f", with {', '.join(spares)} in the place of {', '.join(self._name(each) for each in self.lost)}"
-        tell(
-            f"lockstep: {failure.render(self.world_size)}\nlockstep: restarting from the newest checkpoint"
-            f"{instead if spares else ''} (restart {attempt + 1} of {self._restarts})"
-        )
+class Line:
+    """The connection of a host to the head, in a thread: a store that does not answer blocks nothing else."""
+
+    def __init__(self, connect: Callable[[float], Client], join_seconds: float, index: int) -> None:
+        """`connect` gets a limit in seconds: as long as hosts may take to come together."""
+        self._connect, self._join_seconds, self._index = connect, join_seconds, index
+        self._said: dict[str, Any] = {}
+        self._clock = RunningClock()
+        self._answered = self._clock.now()
+        self._done = threading.Event()
+        self.heard: dict[str, Any] = {}
+        self.problem: str | None = None  # why there is no connection
+        self._thread = threading.Thread(target=self._talk, name="lockstep-line", daemon=True)
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def say(self, **news: Any) -> None:
+        self._said = {**self._said, **news}
+
+    @property
+    def quiet(self) -> float:
+        """Seconds since the head's store answered, without pauses of this whole machine."""
+        return self._clock.now() - self._answered
+
+    def close(self) -> None:
+        """Sends the last news and ends."""
+        self._done.set()
+        connected = bool(self.heard) and self.problem is None and self.quiet < GONE_SECONDS
+        self._thread.join(2 * GONE_SECONDS if connected else 0.0)
+
+    def _talk(self) -> None:
+        try:
+            client = self._connect(self._join_seconds)
+            client.set_final_message(_closed_key(self._index), "closed")
+            count, last = 0, False
+            while not last:
+                last, count = self._done.is_set(), count + 1
+                client.set(_host_key(self._index), json.dumps({**self._said, "count": count}))
+                self.heard = _decoded(client.read(_HEAD_KEY)) or self.heard
+                self._answered = self._clock.now()
+                self._done.wait(_BEAT_SECONDS)
+        except (StoreLost, OSError) as error:
+            self.problem = str(error) or type(error).__name__
+
+
+def _decoded(message: bytes | None) -> dict[str, Any] | None:
+    try:
+        found = json.loads(message or b"null")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class HeadThread:
@@ -354,64 +368,60 @@ class HeadThread:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status, said = conclude(self._order, self._result, self._head.world_size, self._mirror)
-        self._job.has_ended(code, status, said)
+        code, status = conclude(self._order, self._result, self._mirror)
+        self._job.has_ended(code, status)
         return code
 
 
-def conclude(order: Order, result: Result, world_size: int, mirror: Mirror | None = None) -> tuple[int, str, str]:
-    """Says how the job ended, where it is and what to do next; returns exit code, status and what was said."""
-    said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(shown(text))
-        tell(text)
-
+def conclude(order: Order, result: Result, mirror: Mirror | None = None) -> tuple[int, str]:
+    """Says how the job ended, where it is and what to do next; returns exit code and status."""
     try:
         note_end(Path(order.folder), result)
     except OSError as error:
-        say(f"lockstep: {error}")
-    leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
-    config = order.run_config()
-    limit = config.timeouts.checkpoint if result.exit_code == 0 else config.timeouts.stop
-    behind = mirror.finish(limit) if mirror is not None else None
-    code, status = _say_end(order, result, world_size, say)
+        _say(str(error))
+    leave_report(Path(order.folder), _say)
+    timeouts = order.run_config().timeouts
+    behind = mirror.finish(timeouts.checkpoint if result.exit_code == 0 else timeouts.stop) if mirror else None
+    code, status = _say_end(order, result)
     if behind is not None:
-        say(f"lockstep: {behind}")
+        _say(behind)
         code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
-    return code, status, "\n".join(said)
+    return code, status
 
 
-def _say_end(order: Order, result: Result, world_size: int, say: Callable[[str], None]) -> tuple[int, str]:
+def _say(text: str) -> None:
+    tell(f"lockstep: {text}")
+
+
+def _say_end(order: Order, result: Result) -> tuple[int, str]:
     """The exit code is 75 only where there is a checkpoint to resume from."""
     folder, pod = Path(order.folder), shlex.quote(order.pod)
-    config = order.run_config()
     saved = any((folder / "checkpoints").glob("step-*"))
     go_on = f"lockstep pod resume {pod}"
     if result.failure is not None:
         failure = result.failure
-        say("\n".join(f"lockstep: {line}" if line else "" for line in failure.render(world_size).split("\n")))
-        if failure.memory and config.after is None:
-            say(f"lockstep: {how_to_plan('CONFIG', world_size)}")
-        say(f"lockstep: logs: lockstep pod pull {pod}")
+        tell("\n".join(f"lockstep: {line}" if line else "" for line in failure.render(order.world_size).split("\n")))
+        if failure.memory and order.run_config().after is None:
+            _say(how_to_plan("CONFIG", order.world_size))
+        _say(f"logs: lockstep pod pull {pod}")
         if saved:
-            say(f"lockstep: go on from the last checkpoint with: {go_on}")
+            _say(f"go on from the last checkpoint with: {go_on}")
         return result.exit_code, "failed"
     if result.exit_code == PREEMPTED_EXIT_CODE:
-        say(f"lockstep: saved and stopped; go on with: {go_on}")
+        _say(f"saved and stopped; go on with: {go_on}")
         return result.exit_code, "preempted"
     if result.nothing_to_save:
-        say(f"lockstep: stopped before the first step; go on with: {go_on}")
+        _say(f"stopped before the first step; go on with: {go_on}")
         return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
     if result.exit_code:
         then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
-        say(f"lockstep: ended at once; {then}")
+        _say(f"ended at once; {then}")
         return result.exit_code, "interrupted"
     summary = read_summary(folder)
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
                         if isinstance(value, (int, float)))  # fmt: skip
     progress = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
-    say(f"lockstep: {summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
-    say(f"lockstep: run folder: {order.url or f'{order.head.name}:{folder}'}")
-    say(f"lockstep: bring it here: lockstep pod pull {pod}")
+    _say(f"{summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
+    _say(f"run folder: {order.url or f'{order.head.name}:{folder}'}")
+    _say(f"bring it here: lockstep pod pull {pod}")
     return 0, str(summary.get("status", "completed"))

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError, LockstepError
-from lockstep.launchers.ssh.code import digest, digests, unpack
+from lockstep.launchers.ssh.code import unpack
 from lockstep.launchers.ssh.folder import Job, PodFolder
-from lockstep.launchers.ssh.transport import CONSOLE, encoded
+from lockstep.launchers.ssh.ssh import CONSOLE, encoded
 from lockstep.version import installed, version_of
 
 # How long an agent may take to say that it is at work: a bucket whose writer died is waited for, for a minute.
@@ -42,29 +42,18 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     job = folder.newest_job()
     address = network_address(asked.get("network"))
     return {
-        "python": ".".join(map(str, sys.version_info[:3])),
         "lockstep": installed(),
         "torch": version_of("torch"),
         "host": os.uname().nodename,
         "address": address,
         "addresses": sorted(interfaces().values()),
         "port": _free_port(address) if address else None,
-        "time": time.time(),
-        "free_bytes": _free_bytes(existing),
         "writable": os.access(existing, os.W_OK),
         "path": str(folder.path),
-        "code": digests(folder.code, only_travelling=False),
         "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
-        "newest_step": _newest_step(asked.get("folder")),
-        "claimed": _claimed(folder, asked.get("claim")),
+        "saved": any(Path(asked["folder"]).glob("checkpoints/step-*")) if asked.get("folder") else None,
     }
-
-
-def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
-    """Releases the claim of a job that was not started."""
-    folder.release(str(asked["job"]))
-    return {}
 
 
 def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -72,25 +61,20 @@ def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     folder.make()
     unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
-    return {"code": digest(digests(folder.code, only_travelling=False))}
+    return {}
 
 
 def prepare(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Unpacks the code and the order that were copied here."""
     from lockstep.launchers.ssh.record import Order  # and with it all of the config
 
+    before = folder.newest_job()
+    if before is not None and before.is_alive:
+        raise LaunchError(f"job {before.name} is still at work here: `lockstep pod stop` has it save and leave")
     folder.make()
     text = unpack(folder.archive, folder.code)
     folder.archive.unlink(missing_ok=True)
-    if text is None:
-        raise LaunchError(f"{folder.archive}: has no order in it")
     order = Order.model_validate_json(text)
-    before = folder.newest_job()
-    if before is not None and before.is_alive:
-        raise LaunchError(
-            f"job {before.name} of pod {order.pod} is still at work here: `lockstep pod stop {order.pod}` has it save "
-            "and leave"
-        )
     job = folder.job(order.job)
     job.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(job.order, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -117,17 +101,17 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         env=inherited,
         start_new_session=True,
     )
-    return _begun(folder, job, lambda: agent.poll() is None)
+    return _begun(job, lambda: agent.poll() is None)
 
 
 def begun(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Waits for the agent of a job that a container runs."""
     job = _job(folder, asked)
     deadline = time.monotonic() + _APPEAR_SECONDS
-    return _begun(folder, job, lambda: job.is_alive or time.monotonic() < deadline)
+    return _begun(job, lambda: job.is_alive or time.monotonic() < deadline)
 
 
-def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
+def _begun(job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
     deadline = time.monotonic() + _BEGIN_SECONDS
     while job.agent() is None:
         if not is_there() and job.agent() is None:
@@ -136,7 +120,6 @@ def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[st
         if time.monotonic() > deadline:
             raise LaunchError(f"the agent did not begin within {_BEGIN_SECONDS:g} s; see {job.console}")
         time.sleep(_POLL_SECONDS)
-    folder.release(job.name)  # from here on, that it is at work keeps others out
     return {"job": job.name, **(job.agent() or {})}
 
 
@@ -155,8 +138,6 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
             out.flush()
             ended = job.ended()
             if ended is not None and not alive:
-                out.write(job.unsaid().encode())
-                out.flush()
                 return int(ended["exit_code"])
             if not alive and job.agent() is not None:
                 out.write(f"lockstep: the agent on {os.uname().nodename} ended without a message: it was killed, "
@@ -172,8 +153,7 @@ def ps(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     job = folder.newest_job()
     if job is None:
         return {"job": None}
-    ended = {key: value for key, value in (job.ended() or {}).items() if key != "said"}
-    return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **ended, "host": os.uname().nodename}
+    return {"job": job.name, "alive": job.is_alive, "pid": job.pid(), **(job.ended() or {})}
 
 
 def look(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +202,7 @@ def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 _VERBS: tuple[Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int], ...] = (
-    inspect, release, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
+    inspect, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
 )  # fmt: skip
 VERBS = {verb.__name__: verb for verb in _VERBS}
 
@@ -249,11 +229,6 @@ def _job(folder: PodFolder, asked: dict[str, Any]) -> Job:
     return job
 
 
-def _free_bytes(place: Path) -> int:
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize
-
-
 def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
     if config is None:
         return None
@@ -265,20 +240,6 @@ def _devices(config: dict[str, Any] | None) -> dict[str, Any] | None:
     except LockstepError as error:
         return {"error": str(error)}
     return {"runtime": family, "processes": count}
-
-
-def _claimed(folder: PodFolder, job: str | None) -> str | None:
-    if job is None:
-        return None
-    try:
-        return folder.claim(job)
-    except OSError:  # the folder cannot be written, which is a problem by itself
-        return None
-
-
-def _newest_step(folder: str | None) -> int | None:
-    steps = [each.name.removeprefix("step-") for each in Path(folder).glob("checkpoints/step-*")] if folder else []
-    return max((int(each) for each in steps if each.isdecimal()), default=None)
 
 
 def interfaces() -> dict[str, str]:

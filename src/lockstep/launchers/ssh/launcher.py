@@ -21,14 +21,14 @@ from typing import IO, TYPE_CHECKING
 from lockstep.config.changes import changes, refuse_wrong_changes
 from lockstep.config.changes import described as described_change
 from lockstep.distributed.signals import handled, unless_ignored
-from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.launchers import checks
 from lockstep.launchers.base import Ended, Out, Plan, Say
 from lockstep.launchers.local import launcher as local
 from lockstep.launchers.ssh import record as records
 from lockstep.launchers.ssh.pod import Pod
 from lockstep.launchers.ssh.record import Record
-from lockstep.launchers.ssh.transport import Command, ConsoleStart, Transport, decoded
+from lockstep.launchers.ssh.ssh import Command, ConsoleStart, Transport, decoded
 from lockstep.mirror.url import Url
 from lockstep.shown import visible
 from lockstep.terminal import tell
@@ -71,20 +71,20 @@ def plan_pod(config: RunConfig, name: str, folder: str | None = None) -> PodPlan
     pod = Pod(name, config)
     workers = range(len(pod.transport.workers))
     commands = [
-        *pod.inspecting(folder, make=True, claim="JOB"),
+        *pod.inspecting(folder, make=True),
         *(command for each in workers for command in pod.copying(each, pod.archive(each))),
     ]
     for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):
         commands += [command for part in stage for command in part]
     commands += [command for each in workers for command in pod.following(each)]
     archives = records.archive_of(name).parent / "push-N.tar"
-    return PodPlan(f"# {archives}: what a host lacks of the code, and its order", tuple(commands))
+    return PodPlan(f"# {archives}: the code, and the order of the job", tuple(commands))
 
 
 @contextmanager
 def train(config: RunConfig, out: Out, say: Say) -> Iterator[Ended]:
     pod = Pod(out.pod or str(config.name), config)
-    code = _follow_to_the_end(pod, _start(pod, out.place))
+    code = _start_and_follow(pod, out.place)
     message = "done on the pod; its console has what it found" if config.after is not None and not code else ""
     yield Ended(code, config, message=message)
 
@@ -100,45 +100,21 @@ def resume_pod(name: str, config: RunConfig) -> int:
         tell(f"lockstep: changed: {described_change(change)}")
     pod = Pod(name, config)
     pod.make_ready()
-    return _follow_to_the_end(pod, _start(pod, Path(), known))
+    return _start_and_follow(pod, Path(), known)
 
 
 def describe(config: RunConfig) -> str:
     return "on the hosts of a pod"
 
 
-def _start(pod: Pod, out: Path | Url, known: Record | None = None) -> Record:
-    """Checks the config here while the hosts are inspected, and starts the job."""
-    check = checks.NamesCheck(pod.config)
-    try:
-        return pod.start(out, known, check.finish)
-    finally:
-        check.end()
-
-
-def _follow_to_the_end(pod: Pod, started: Record) -> int:
-    """Follows a job, and starts another on the hosts that are left where its head dies.
-
-    No agent may take the place of the head: two could, on both sides of a cut link. This process can.
-    """
-    restarts = pod.config.launch.max_restarts
-    for restart in range(1, restarts + 2):
-        records.write(started)
-        hosts = ", ".join(pod.transport.workers)
-        tell(f"lockstep: job {started.job} of pod {pod.name} on {hosts}; run folder {started.head}:{started.folder}")
-        try:
-            return follow(pod, started, stops=True)
-        except HeadLost as lost:
-            if restart > restarts:
-                raise HeadLost(
-                    f"{lost}. Go on where it is back, or by spares: lockstep pod resume {pod.name}"
-                ) from None
-            tell(f"lockstep: {lost}\nlockstep: restarting from the newest checkpoint (restart {restart} of {restarts})")
-            try:
-                started = pod.start(Path(), started)
-            except LaunchError as error:
-                raise HeadLost(f"{lost}; and no other job could be started: {error}") from None
-    raise AssertionError("an attempt returns or is followed by another")
+def _start_and_follow(pod: Pod, out: Path | Url, known: Record | None = None) -> int:
+    """Checks the config here while the hosts are inspected, starts the job, and follows it to its end."""
+    checks.prepare()
+    started = pod.start(out, known, lambda: checks.check_names(pod.config))
+    records.write(started)
+    hosts = pod.transport.workers
+    tell(f"lockstep: job {started.job} of pod {pod.name} on {', '.join(hosts)}; run folder {hosts[0]}:{started.folder}")
+    return follow(pod, started, stops=True)
 
 
 def follow(pod: Pod, record: Record, stops: bool) -> int:
@@ -170,36 +146,36 @@ def follow(pod: Pod, record: Record, stops: bool) -> int:
         **dict.fromkeys(unless_ignored([signal.SIGHUP]), leave),
     }
     with handled(handlers):
-        return _follow_consoles(
-            pod.transport, lambda worker, offset: pod.following(worker, offset, record.job), pod.head(record), leaves
-        )
+        return _follow_consoles(pod.transport, lambda worker, offset: pod.following(worker, offset, record.job), leaves)
 
 
 def _follow_consoles(
-    transport: Transport, command: Callable[[int, int], list[Command]], head: int, leaves: Callable[[], bool]
+    transport: Transport, command: Callable[[int, int], list[Command]], leaves: Callable[[], bool]
 ) -> int:
     """Shows all consoles until the run is over or `leaves` says so; returns the run's exit code."""
     out = getattr(sys.stdout, "buffer", None)
-    consoles = {}
+    consoles = []
     for worker, name in enumerate(transport.workers):
-        prefix = "" if worker == head else f"[{name}] "
-        consoles[worker] = _Console(transport, worker, lambda offset, at=worker: command(at, offset), prefix, out)  # type: ignore[misc, arg-type]
-    leading = consoles[head]
+        prefix = f"[{name}] " if worker else ""
+        consoles.append(_Console(transport, worker, lambda offset, at=worker: command(at, offset), prefix, out))  # type: ignore[misc, arg-type]
+    leading, *others = consoles
     try:
         while not leading.is_over:
             if leaves():
                 return 0
-            others = [each for worker, each in consoles.items() if worker != head]
             # Where the head's host is gone, the agents of the others end.
             if leading.problem and others and all(each.is_over for each in others):
                 break
             time.sleep(0.1)
     finally:
-        for console in consoles.values():
+        for console in consoles:
             console.leave()
     if leading.code is not None:
         return leading.code
-    raise HeadLost(f"{transport.workers[head]}, which leads the job, is out of reach: {leading.problem}")
+    raise HeadLost(
+        f"{transport.workers[0]}, which leads the job, is out of reach: {leading.problem}. Where it is back: "
+        "lockstep pod resume"
+    )
 
 
 class _Console:

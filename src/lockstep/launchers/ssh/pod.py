@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lockstep.config.accelerators import ranks_per_host
+from lockstep.config.plain import columns
 from lockstep.distributed.store.wire import fresh
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launchers.ssh import preflight
 from lockstep.launchers.ssh.code import pack, unpack_run
 from lockstep.launchers.ssh.commands import READY_SECONDS, PodCommands
-from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud, state
-from lockstep.launchers.ssh.preflight import Inspection, answered
-from lockstep.launchers.ssh.record import Host, Order, Record, archive_of, plain
-from lockstep.launchers.ssh.ssh import Done, execute
-from lockstep.launchers.ssh.transport import CONSOLE, decoded
+from lockstep.launchers.ssh.gcloud import NEW_HOST_KEYS, Gcloud, next_step, require_gcloud
+from lockstep.launchers.ssh.record import Host, Order, Record, archive_of, plain, spread
+from lockstep.launchers.ssh.ssh import CONSOLE, Done, Transport, answered, decoded, execute
 from lockstep.mirror.url import Url
+from lockstep.shown import in_a_line
 from lockstep.terminal import tell
+from lockstep.version import installed
 
 # How long a host may take for what does not wait for training.
 _ANSWER_SECONDS, _COPY_SECONDS, _START_SECONDS, _CREATE_SECONDS = 60.0, 600.0, 240.0, 1800.0
@@ -35,27 +35,21 @@ class NotAll(LaunchError):
 
 
 class Pod(PodCommands):
-    def inspect(
-        self, folder: str | None = None, make: bool = False, devices: bool = True, claim: str | None = None
-    ) -> list[Inspection]:
-        """Asks every host about itself; `claim` is the job that is about to start."""
-        began = time.time()
-        dones = execute(self.inspecting(folder, make, devices, claim), _ANSWER_SECONDS)
-        return preflight.judge(self.transport, dones, began, time.time())
+    def inspect(self, folder: str | None = None, make: bool = False) -> list[Inspection]:
+        """Asks every host about itself; `folder` is that of a run to resume."""
+        return judge(self.transport, execute(self.inspecting(folder, make), _ANSWER_SECONDS))
 
-    def push(self) -> tuple[int, int]:
-        """Copies code to every host; returns how many files there are, and how many travelled to some host."""
-        with ThreadPoolExecutor(1) as meanwhile:
-            digesting = meanwhile.submit(self.code.digests)
-            inspections = self._reachable(self.inspect(make=True, devices=False))
-            wanted = digesting.result()
-        lacking = [each for each in inspections if each.found["code"] != wanted]
-        if not lacking:
-            return len(wanted), 0
-        changed = pack(archive_of(self.name), self.code.folder, wanted, _common(lacking))
-        self._all_well(execute([c for each in lacking for c in self.copying(each.index)], _COPY_SECONDS))
-        self._all_well(execute([c for each in lacking for c in self.asking("push", each.index)], _START_SECONDS))
-        return len(wanted), len(changed)
+    def push(self) -> int:
+        """Copies code to every host; returns the number of files."""
+        _require_all(self.inspect(make=True))
+        files = self.pack()
+        self._all_well(execute(self.copying(), _COPY_SECONDS))
+        for done in execute(self.asking("push"), _START_SECONDS):
+            answered(self.transport, done)
+        return files
+
+    def pack(self) -> int:
+        return pack(archive_of(self.name), self.code.folder)
 
     def start(self, out: Path | Url, record: Record | None = None, check: Callable[[], None] = lambda: None) -> Record:
         """Copies code and an order to every host and starts the agents; with a record, its run is resumed.
@@ -63,43 +57,20 @@ class Pod(PodCommands):
         `check` is called once the hosts have answered, and raises where the config cannot be started.
         """
         job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        folder = record.folder if record is not None else None
-        claimed = list(range(len(self.transport.workers)))
-        try:
-            inspections = self.inspect(folder, make=True, claim=job)
-            claimed = [each.index for each in inspections if each.reached and not each.found.get("claimed")]
-            self._require_claim(inspections)
-            return self._start(job, out, record, inspections, check)
-        except BaseException:
-            execute([c for index in claimed for c in self.asking("release", index, job=job)], _ANSWER_SECONDS)
-            raise
-
-    def _start(
-        self,
-        job: str,
-        out: Path | Url,
-        record: Record | None,
-        inspections: list[Inspection],
-        check: Callable[[], None],
-    ) -> Record:
-        folder = record.folder if record is not None else None
-        if record is None:
-            found = self._reachable(inspections, needed=self.nodes)
-        else:  # a host that has gone since then is what spares are for
-            found = _newest_first(self._enough(inspections), record)
-        self._tell_missing(found)
+        found = self.inspect(record.folder if record is not None else None, make=True)
+        _require_all(found)
         check()
-        url = record.url if record is not None else None
-        order = self._order(job, found, self._folder(found[0], out, folder), url, out)
-        wanted = self.code.digests()
-        archives = []
-        for index, each in enumerate(found):
-            own = order.model_copy(update={"index": index})
-            file = self.archive(each.index)
-            pack(file, self.code.folder, wanted, each.found["code"], own.model_dump_json())
-            archives.append(file)
-        copies = [c for each, file in zip(found, archives, strict=True) for c in self.copying(each.index, file)]
+        if record is not None and record.url is None and not found[0].found["saved"]:
+            raise LaunchError(
+                f"{record.folder}: {found[0].name} has no checkpoint of this run. Start anew, with --out on a path "
+                "that all hosts share or in a bucket"
+            )
+        order = self._order(job, found, out, record)
+        archives = [self.archive(each.index) for each in found]
         try:
+            for index, file in enumerate(archives):
+                pack(file, self.code.folder, order.model_copy(update={"index": index}).model_dump_json())
+            copies = [c for each, file in zip(found, archives, strict=True) for c in self.copying(each.index, file)]
             self._all_well(execute(copies, _COPY_SECONDS))
             self._start_all(found, order)
         finally:
@@ -112,7 +83,6 @@ class Pod(PodCommands):
             job=order.job,
             folder=order.folder,
             url=order.url,
-            head=found[0].name,
         )
 
     def _start_all(self, found: Sequence[Inspection], order: Order) -> None:
@@ -134,40 +104,36 @@ class Pod(PodCommands):
             causes = [f"{name}: {why}" for name, why in wrong.items()]
             raise NotAll("\n".join([*causes, "nothing was started: what began on other hosts was ended"]))
 
-    def _require_claim(self, inspections: Sequence[Inspection]) -> None:
-        """Of several commands that start the pod at once, only the first on the first good host continues."""
-        first = next((each for each in inspections if not each.problems), None)
-        if first is not None and first.found.get("claimed"):
-            raise NotAll(
-                f"pod {self.name} is being started by another command (job {first.found['claimed']} on {first.name}), "
-                "so nothing was started. Follow that one, or stop it first: lockstep pod stop "
-                f"{self.name}. A command that was killed keeps others out for 15 minutes"
-            )
-
-    def _order(self, job: str, found: Sequence[Inspection], folder: str, url: str | None, out: Path | Url) -> Order:
+    def _order(self, job: str, found: Sequence[Inspection], out: Path | Url, known: Record | None) -> Order:
         head = found[0].found
+        folder = known.folder if known is not None else None
+        if folder is None:
+            shared = isinstance(out, Path) and out.is_absolute()
+            where = PurePosixPath(str(out)) if shared else PurePosixPath(head["path"]) / "runs"
+            folder = str(where / f"{self.config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        url = known.url if known is not None else None
         if isinstance(out, Url):
             url = str(out / PurePosixPath(folder).name)
         config = plain(self.config)
         config["task"]["type"] = self.code.task_there(head["path"])
         config["runtime"] = head["devices"]["runtime"]
-        per_host = {each.index: each.found["devices"]["processes"] for each in found}
+        processes, devices = config["processes"], [each.found["devices"]["processes"] for each in found]
         if self.on_cloud:  # where processes are those of every host
-            per_host = dict.fromkeys(per_host, ranks_per_host(self.config, self.config.pod.accelerator))
+            processes, devices = "auto", [ranks_per_host(self.config, self.config.pod.accelerator)] * len(found)
             config["processes"] = "auto"
+        hosts = (
+            Host(name=each.name, address=each.found["address"], first=first, count=count)
+            for each, (first, count) in zip(found, spread(processes, devices), strict=True)
+        )
         return Order(
             pod=self.name,
             job=job,
             index=0,
-            hosts=tuple(
-                Host(name=each.name, address=each.found["address"], processes=per_host[each.index]) for each in found
-            ),
-            nodes=min(self.nodes, len(found)),
+            hosts=tuple(hosts),
             port=self.config.launch.port or head["port"],
             secret=fresh(),
             config=config,
             folder=folder,
-            shared=url is None and not folder.startswith(f"{head['path']}/"),
             url=url,
             env=self._env(),
         )
@@ -177,35 +143,6 @@ class Pod(PodCommands):
         if missing:
             raise ConfigError(f"pod.env: {missing[0]} is to be passed on, but is not set here")
         return {name: os.environ[name] for name in self.config.pod.env}
-
-    def _folder(self, head: Inspection, out: Path | Url, known: str | None) -> str:
-        if known is not None:
-            return known
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        shared = isinstance(out, Path) and out.is_absolute()
-        where = PurePosixPath(str(out)) if shared else PurePosixPath(head.found["path"]) / "runs"
-        return str(where / f"{self.config.name}-{stamp}")
-
-    def _reachable(self, inspections: list[Inspection], needed: int | None = None) -> list[Inspection]:
-        """Returns the hosts without problems; raises where one of those that are needed has any."""
-        wrong = [each for each in inspections if each.problems]
-        good = [each for each in inspections if not each.problems]
-        must = inspections[: needed if needed is not None else len(inspections)]
-        if any(each.problems for each in must):
-            raise NotAll(
-                f"{len(wrong)} of {len(inspections)} hosts cannot take part, so nothing was started\n"
-                + preflight.table(inspections)
-            )
-        return good
-
-    def _enough(self, inspections: list[Inspection]) -> list[Inspection]:
-        good = [each for each in inspections if not each.problems]
-        return good if len(good) >= self.nodes else self._reachable(inspections)
-
-    def _tell_missing(self, found: Sequence[Inspection]) -> None:
-        missing = [name for index, name in enumerate(self.transport.workers) if index not in {e.index for e in found}]
-        if missing:
-            tell(f"lockstep: {', '.join(missing)} cannot take part, and will not be there as a spare")
 
     def _all_well(self, dones: Sequence[Done]) -> None:
         wrong = [
@@ -236,8 +173,7 @@ class Pod(PodCommands):
             if done.code and "NOT_FOUND" in done.errors:
                 return self.create()
             self._all_well([done])
-            found = state(done.out)
-            step = next_step(found)
+            found, step = next_step(done.out)
             if step == "use":
                 return None
             tell(f"lockstep: the pod {self.name} is {found}: {_STEPS[step]}")
@@ -258,25 +194,18 @@ class Pod(PodCommands):
         for done in execute(self.asking("delete"), _ANSWER_SECONDS):
             answered(self.transport, done)
 
-    def pack_all(self) -> None:
-        """Packs all code, as for a host that has none yet."""
-        pack(archive_of(self.name), self.code.folder, self.code.digests(), {})
-
     def states(self) -> list[str]:
-        return [f"{each['worker']}: {each['error'] or _state(each)}" for each in self.answers()]
-
-    def answers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        found = []
         for done in execute(self.asking("ps"), _ANSWER_SECONDS):
-            name = self.transport.workers[done.command.worker or 0]
             try:
-                found.append({"worker": name, "error": None, **answered(self.transport, done)})
+                state = _state(answered(self.transport, done))
             except LaunchError as error:
-                found.append({"worker": name, "error": str(error)})
+                state = str(error)
+            found.append(f"{self.transport.workers[done.command.worker or 0]}: {state}")
         return found
 
     def look(self, record: Record) -> dict[str, Any]:
-        (done,) = execute(self.asking("look", self.head(record), run=record.folder), _ANSWER_SECONDS)
+        (done,) = execute(self.asking("look", 0, run=record.folder), _ANSWER_SECONDS)
         return answered(self.transport, done)
 
     def console(self, worker: int, job: str | None, follow: bool) -> list[str]:
@@ -291,12 +220,11 @@ class Pod(PodCommands):
 
     def stop(self, record: Record, at_once: bool = False) -> None:
         """Asks the head to save and leave; where it is out of reach, every host."""
-        head = self.head(record)
         limit = _ANSWER_SECONDS + self.config.timeouts.stop  # a container is waited for
-        (done,) = execute(self.stopping(head, record.job, at_once), limit)
+        (done,) = execute(self.stopping(0, record.job, at_once), limit)
         if done.code:
             why = self.transport.explain(done.command, done.code, done.errors)
-            tell(f"lockstep: {self.transport.workers[head]}: {why}; the others are asked")
+            tell(f"lockstep: {self.transport.workers[0]}: {why}; the others are asked")
             execute(self.stopping(None, record.job, at_once), limit)
 
     def pull(self, record: Record, out: Path) -> list[Path]:
@@ -304,9 +232,8 @@ class Pod(PodCommands):
         if record.folder is None:
             raise ConfigError(f"pod {self.name}: no run was started there yet")
         name = PurePosixPath(record.folder).name
-        head, unpacked = self.head(record), []
-        order = [head, *(each for each in range(len(self.transport.workers)) if each != head)]
-        for worker in order:
+        unpacked = []
+        for worker in range(len(self.transport.workers)):
             (done,) = execute(self.asking("pack", worker, run=record.folder), _COPY_SECONDS)
             answer = answered(self.transport, done)
             if answer["file"] is None:
@@ -315,33 +242,75 @@ class Pod(PodCommands):
             local.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 self._all_well(execute(self.transport.fetch(answer["file"], local, worker), _COPY_SECONDS))
-                unpacked += unpack_run(local, out, name, everything=worker == head, size=answer["size"])
+                unpacked += unpack_run(local, out, name, everything=worker == 0, size=answer["size"])
             finally:
                 local.unlink(missing_ok=True)
         return unpacked
 
 
-def _common(inspections: Sequence[Inspection]) -> dict[str, str]:
-    """Returns the files that all of these hosts have, and that need not travel."""
-    first, *rest = (each.found["code"] for each in inspections)
-    return {name: value for name, value in first.items() if all(other.get(name) == value for other in rest)}
+@dataclass(frozen=True)
+class Inspection:
+    """The answer of a host, and what is wrong with it."""
+
+    index: int
+    name: str
+    found: dict[str, Any]
+    problems: tuple[str, ...] = ()
 
 
-def _newest_first(found: list[Inspection], record: Record) -> list[Inspection]:
-    """Puts the host with the newest checkpoint first, so that it leads: the run may be on its disk alone."""
-    steps = {each.index: each.found["newest_step"] for each in found}
-    if all(step is None for step in steps.values()):
-        if record.url is not None:
-            return found  # whoever leads fetches it
-        raise LaunchError(
-            f"{record.folder}: no host that is reached has a checkpoint of this run; it was led by {record.head}, "
-            "whose disk may be the only one that has it. Start anew, with --out on a path that all hosts share or in a "
-            "bucket"
+def judge(transport: Transport, dones: Sequence[Done]) -> list[Inspection]:
+    """Returns every host with what is wrong with it, by itself and compared with the first."""
+    judged: list[Inspection] = []
+    for done in dones:
+        index = done.command.worker or 0
+        name = transport.workers[index]
+        try:
+            found = answered(transport, done)
+            judged.append(Inspection(index, name, found, tuple(_problems(found, judged))))
+        except LaunchError as error:
+            judged.append(Inspection(index, name, {}, (str(error),)))
+    return judged
+
+
+def _problems(found: dict[str, Any], before: Sequence[Inspection]) -> Iterator[str]:
+    others = [each for each in before if each.found]
+    if found["lockstep"] != installed():
+        yield f"it has Lockstep {found['lockstep']}, and this machine {installed()}: install the same"
+    if found["torch"] is None:
+        yield "torch is not installed for pod.python there"
+    elif others and others[0].found["torch"] != found["torch"]:
+        yield f"it has torch {found['torch']}, and {others[0].name} {others[0].found['torch']}: install the same"
+    if not found["writable"]:
+        yield f"{found['path']} cannot be written: name another pod.directory"
+    elif others and others[0].found["path"] != found["path"]:
+        yield f"its pod's folder is {found['path']}, and not {others[0].found['path']}: make pod.directory absolute"
+    if not found["address"]:
+        yield f"it has no address in launch.network; it has {', '.join(found['addresses'])}"
+    for other in others:
+        if (found["host"], found["address"]) == (other.found["host"], other.found["address"]):
+            yield f"is the same host as {other.name}: name every host once"
+    if found["running"]:
+        yield f"job {found['running']} is still at work there: `lockstep pod stop` has it save and leave"
+    if "error" in found["devices"]:
+        yield str(found["devices"]["error"])
+
+
+def table(inspections: Sequence[Inspection]) -> str:
+    rows: list[tuple[str, ...]] = [("host", "address", "torch", "devices", "verdict")]
+    for each in inspections:
+        devices = each.found.get("devices", {})
+        there = f"{devices.get('processes', '-')} {devices.get('runtime', '')}".strip()
+        cells = (str(each.found.get("address", "-")), str(each.found.get("torch", "-")), there)
+        rows.append((each.name, *cells, "; ".join(each.problems) or "ok"))
+    return "\n".join(map(in_a_line, columns(rows)))
+
+
+def _require_all(inspections: Sequence[Inspection]) -> None:
+    wrong = [each for each in inspections if each.problems]
+    if wrong:
+        raise NotAll(
+            f"{len(wrong)} of {len(inspections)} hosts cannot take part, so nothing was started\n{table(inspections)}"
         )
-    newest = max(step for step in steps.values() if step is not None)
-    leads = next((each for each in found if each.name == record.head and steps[each.index] == newest),
-                 next(each for each in found if steps[each.index] == newest))  # fmt: skip
-    return [leads, *(each for each in found if each is not leads)]
 
 
 def _state(answer: dict[str, Any]) -> str:

@@ -20,7 +20,12 @@ from lockstep.launchers.ssh.folder import checked_name
 class Host(Section):
     name: str
     address: str = Field(description="where the others reach it")
-    processes: int = Field(gt=0, description="how many it would start by itself: one per device")
+    first: int = Field(ge=0, description="its first rank")
+    count: int = Field(gt=0, description="of its ranks")
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
 class Order(Section):
@@ -30,12 +35,10 @@ class Order(Section):
     job: str
     index: int = Field(ge=0, description="which of the hosts this one is")
     hosts: tuple[Host, ...] = Field(strict=False)
-    nodes: int = Field(gt=0, description="how many of them train; the others are spares")
     port: int = Field(gt=0, lt=65536, description="of the store, on the first host")
     secret: str = Field(repr=False)
     config: dict[str, Any]
     folder: str = Field(description="the run's, on every host")
-    shared: bool = Field(False, description="that folder was named as one that all hosts see")
     url: str | None = Field(None, description="of the run's folder in object storage, which that folder stands for")
     env: dict[str, str] = Field({}, repr=False)
 
@@ -47,33 +50,20 @@ class Order(Section):
     def here(self) -> Host:
         return self.hosts[self.index]
 
+    @property
+    def world_size(self) -> int:
+        return sum(each.count for each in self.hosts)
+
     def run_config(self) -> RunConfig:
         return from_plain(self.config, "the order")
 
 
-class RankRange(Section):
-    """The ranks of one host in an attempt."""
-
-    host: int
-    first: int
-    count: int
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.count)
-
-
-def spread(order: Order, chosen: list[int]) -> list[RankRange]:
-    """Assigns ranks to the chosen hosts: `processes` spread evenly, or as many as each has devices for."""
-    total = order.config.get("processes", "auto")
-    found, first = [], 0
-    for slot, index in enumerate(chosen):
-        if total == "auto":
-            count = order.hosts[index].processes
-        else:
-            count = int(total) // len(chosen) + (slot < int(total) % len(chosen))
-        found.append(RankRange(host=index, first=first, count=count))
-        first += count
+def spread(processes: int | str, devices: list[int]) -> list[tuple[int, int]]:
+    """Returns the first rank and the number of ranks of every host: spread evenly, or one per device with `auto`."""
+    found: list[tuple[int, int]] = []
+    for index, there in enumerate(devices):
+        few, more = (there, 0) if processes == "auto" else divmod(int(processes), len(devices))
+        found.append((sum(found[-1]) if found else 0, few + (index < more)))
     return found
 
 
@@ -90,7 +80,6 @@ class Record(Section):
     job: str | None = None
     folder: str | None = Field(None, description="the run's, on the hosts")
     url: str | None = Field(None, description="of that folder in object storage")
-    head: str | None = Field(None, description="the host that led the job")
 
     def run_config(self) -> RunConfig:
         return from_plain(self.config, "the record of the pod")

@@ -1,8 +1,9 @@
-"""Runs commands on hosts by OpenSSH's client, with the names and keys of the user's SSH config; several at once."""
+"""Runs commands on hosts, several at once: the Transport protocol, and OpenSSH's client with the user's SSH config."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import shutil
 import subprocess
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 from lockstep.errors import LaunchError
-from lockstep.launchers.ssh.transport import Command
+from lockstep.shown import in_a_line
 
 # Never ask a question, trust no unknown host, forward nothing, and notice a dead connection.
 _OPTIONS = (
@@ -33,10 +35,54 @@ _REASONS = (
     ("Could not resolve hostname", "there is no such host name: check launch.hosts, or your SSH config"),
     ("Connection refused", "nothing listens for SSH there: is sshd running, and is the port right?"),
     ("timed out", "it does not answer: is it up, and is there a way to it?"),
-    ("No route to host", "there is no way to it: is it up, and is the network right?"),
-    ("Network is unreachable", "there is no way to it from this machine: is the network up?"),
-    ("Connection closed", "the connection was closed in the midst: sshd refused it, or the host went down"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of this machine for one worker, or for the pod as a whole."""
+
+    argv: tuple[str, ...]
+    worker: int | None = None  # whose output it is; None: of the pod as a whole, or of all workers at once
+    reads: Path | None = None  # what it is given on standard input
+    writes: Path | None = None  # where its standard output goes
+
+    def render(self) -> str:
+        """Quoted, ready to paste."""
+        reads = f" < {shlex.quote(str(self.reads))}" if self.reads is not None else ""
+        writes = f" > {shlex.quote(str(self.writes))}" if self.writes is not None else ""
+        return shlex.join(self.argv) + reads + writes
+
+
+class Transport(Protocol):
+    """OpenSSH's client, or gcloud. Every method returns the commands to run, and runs nothing."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers in messages, in order."""
+        ...
+
+    def create(self) -> list[Command]:
+        """Creates the hosts; no commands where they exist already."""
+        ...
+
+    def delete(self) -> list[Command]:
+        """Deletes the hosts; no commands where they stay."""
+        ...
+
+    def run(self, argv: Sequence[str], worker: int | None = None) -> list[Command]:
+        """Runs a command on one worker or on all; every argument arrives unchanged."""
+        ...
+
+    def copy(self, file: Path, to: str, worker: int | None = None) -> list[Command]:
+        """Copies a file to one worker or to all; `to` is absolute, or relative to the home folder there."""
+        ...
+
+    def fetch(self, path: str, to: Path, worker: int) -> list[Command]: ...
+
+    def explain(self, command: Command, code: int, errors: str) -> str:
+        """Returns why a command failed, and what to do about it."""
+        ...
 
 
 class Ssh:
@@ -124,3 +170,51 @@ def _run(command: Command, limit: float) -> Done:
             return Done(command, 124, "", f"no answer within {limit:g} s")
     return Done(command, done.returncode, (done.stdout or b"").decode(errors="replace"),
                 done.stderr.decode(errors="replace"))  # fmt: skip
+
+
+_SEPARATOR = "\x1e"
+CONSOLE = b"\x1elockstep: the console begins here\n"
+
+
+def encoded(answer: dict[str, Any]) -> str:
+    return f"{_SEPARATOR}{json.dumps(answer)}"
+
+
+def decoded(said: str) -> dict[str, Any] | None:
+    """Returns the last answer in what a command printed, after whatever a shell printed at its start."""
+    _, marked, text = said.rpartition(_SEPARATOR)
+    lines = text.strip().splitlines()
+    try:
+        answer = json.loads(lines[0]) if marked and lines else None
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+class ConsoleStart:
+    """Removes from a stream what a shell printed before the console."""
+
+    def __init__(self) -> None:
+        self._before: bytes | None = b""
+
+    def rest(self, data: bytes) -> bytes:
+        if self._before is None:
+            return data
+        before, found, rest = (self._before + data).partition(CONSOLE)
+        self._before = None if found else before
+        return rest
+
+    @property
+    def instead(self) -> bytes:
+        """What was printed where no console came."""
+        return self._before or b""
+
+
+def answered(transport: Transport, done: Done) -> dict[str, Any]:
+    """Returns the answer of a host to a command; raises LaunchError where it has none."""
+    answer = decoded(done.out)
+    if answer is not None and "error" in answer:
+        raise LaunchError(str(answer["error"]))
+    if done.code == 0 and answer is not None:
+        return answer
+    raise LaunchError(in_a_line(transport.explain(done.command, done.code, done.errors)))
