@@ -48,8 +48,17 @@ def test_a_changed_task_is_named(project: Project) -> None:
     task = project.folder / "line.py"
     task.write_text(TASK)
     run = project.train(task=f"{task}:Line", processes=1, data={}, train={"epochs": 3, "batch_size": 5})
+    config = (run / "config.yaml").read_bytes()
+    refused = project.run("resume", run, "--set", "train.epochs=2")
+    assert refused.code == 2 and (run / "config.yaml").read_bytes() == config
+    assert f"train.epochs=2: the run in {run} has 3 epochs done at step 6: name more" in refused.err
+    assert (run / "code" / "1" / "line.py").read_text() == TASK
 
     task.write_text(TASK.replace("2 * x", "3 * x"))
     resumed = project.run("resume", run, "--set", "train.epochs=4")
     assert resumed.code == 0, resumed.text
-    assert "the code changed since the run was last started: line.py" in resumed.out
+    assert f"the code changed since the run was last started: line.py. What it was is in {run / 'code' / '1'}" in (
+        resumed.out
+    )
+    assert "3 * x" in (run / "code" / "2" / "line.py").read_text()
+    assert not (run / "code" / "3").exists()

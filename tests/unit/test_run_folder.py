@@ -11,6 +11,7 @@ import pytest
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, FolderLost
 from lockstep.record import run_folder
+from lockstep.record.code import keep_code
 
 CONFIG = RunConfig.model_validate({"task": "task.py:Mine", "name": "mine", "early_stop": {"patience": 4}})
 
@@ -95,7 +96,7 @@ def test_a_failure_that_cannot_be_written_down_hides_nothing(tmp_path: Path) -> 
     run_folder.record(tmp_path / "nowhere", "failed", "the disk is gone")
 
 
-def test_code_that_changed_is_named_with_its_commit(tmp_path: Path) -> None:
+def test_the_code_of_a_run_is_kept_without_its_secrets(tmp_path: Path) -> None:
     code, run = tmp_path / "project", tmp_path / "run"
     code.mkdir()
     run.mkdir()
@@ -103,12 +104,17 @@ def test_code_that_changed_is_named_with_its_commit(tmp_path: Path) -> None:
     (code / "task.py").write_text("lr = 1\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
-    (code / "task.py").write_text("lr = 2\n")
+    secret = 'api_key = "abc123abc"\nwandb_token: xyz\nurl = "https://me:pass@host/x"\npad_token = "<pad>"\n'
+    (code / "task.py").write_text(f"lr = 2\n{secret}")
     told: list[str] = []
-    run_folder.note_code(run, code, {"task.py": "1"}, told.append)
-    kept = json.loads((run / "code.json").read_text())
+    keep_code(run, code, {"task.py": "1"}, told.append)
+    kept = json.loads((run / "code" / "1" / "code.json").read_text())
     assert len(kept["commit"]) == 40 and kept["uncommitted_changes"] and not told
-    run_folder.note_code(run, code, {"task.py": "1", "loaded_later.py": "5"}, told.append)
-    assert not told
-    run_folder.note_code(run, code, {"task.py": "2"}, told.append)
-    assert told == ["the code changed since the run was last started: task.py"]
+    for text in (file.read_text() for file in (run / "code" / "1").iterdir()):
+        assert not any(each in text for each in ("abc123abc", "xyz", "me:pass"))
+    assert "+lr = 2" in (run / "code" / "1" / "uncommitted.diff").read_text()
+    assert "<pad>" in (run / "code" / "1" / "task.py").read_text()
+    keep_code(run, code, {"task.py": "1", "loaded_later.py": "5"}, told.append)
+    assert not told and not (run / "code" / "2").exists()
+    keep_code(run, code, {"task.py": "2"}, told.append)
+    assert "the code changed since the run was last started: task.py" in told[0] and (run / "code" / "2").is_dir()

@@ -18,6 +18,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import Interrupted, Preempted
 from lockstep.record import run_folder
 from lockstep.record import timeline as timelines
+from lockstep.record.code import keep_code
 from lockstep.record.logs import file_only
 from lockstep.record.timeline import Timeline
 from lockstep.record.writers import write_json
@@ -77,7 +78,7 @@ def announce(
     logger.info("on %s, %s, pid %d", topology.place.host, device, os.getpid())
     if topology.place.rank != 0:
         return
-    run_folder.note_code(folder, source.root, source.digests, logger.warning)
+    keep_code(folder, source.root, source.digests, logger.warning)
     found = {"world_size": topology.world_size, "roll_call_seconds": round(seconds, 3)}
     write_json(folder / run_folder.TOPOLOGY_FILE, {**found, "ranks": [asdict(each) for each in reports]})
     if topology.world_size > 1:

@@ -6,9 +6,8 @@ import contextlib
 import json
 import os
 import shlex
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ RUNNING = "running"  # the status until the end is written
 CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE = "config.yaml", "summary.json", "topology.json"
 _WRITTEN = (
     CONFIG_FILE, SUMMARY_FILE, TOPOLOGY_FILE, "launch.yaml", "metrics.jsonl", "evaluations.jsonl", "live.json",
-    "timeline.jsonl", "timeline-driver.jsonl", "lags.jsonl", "report.html", "checkpoints", "samples", "loggers",
-    "code.json", "logs", "profile", "tensorboard", "wandb", "mlruns",
+    "timeline.jsonl", "timeline-driver.jsonl", "lags.jsonl", "report.html", "checkpoints", "samples", "loggers", "code",
+    "logs", "profile", "tensorboard", "wandb", "mlruns",
 )  # fmt: skip
 _BY_PATH = ("logs", "profile", "tensorboard")
 _LEFTOVER_SECONDS = 60.0
-_CODE_FILE = "code.json"
-_GIT_SECONDS = 3.0
 
 
 def create(out: Path, name: str, setting: str = "--out") -> Path:
@@ -222,29 +219,3 @@ def brought_here(folder: Path, topology: Topology) -> None:
             f"rank {place.rank} on {place.host}: {folder}: the run's folder, for this rank's log, cannot be used on "
             f"this host: {error.strerror or error}. Make it writable for uid {os.getuid()}"
         ) from None
-
-
-def note_code(folder: Path, root: Path, digests: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Writes the git commit and the digests of the source files below `root`; warns of what changed since the start
-    before."""
-    known: Any = {}
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        known = json.loads(run_files.read_text(folder / _CODE_FILE))["files"]
-    changed = sorted(name for name, digest in digests.items() if dict(known).get(name, digest) != digest)
-    if changed:
-        more = " and more" if len(changed) > 3 else ""
-        warn(f"the code changed since the run was last started: {', '.join(changed[:3])}{more}")
-    commit = _git(root, "rev-parse", "HEAD")
-    facts = {"commit": commit, "uncommitted_changes": bool(commit and _git(root, "diff", "HEAD")), "files": digests}
-    with contextlib.suppress(OSError):  # a run does not fail for it
-        run_files.write(folder / _CODE_FILE, json.dumps(facts, indent=1) + "\n")
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """Returns git's output; None where there is no git, no repository or no answer in time."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(root), *arguments]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode("utf-8", errors="replace").strip()
