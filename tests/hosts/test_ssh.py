@@ -355,3 +355,55 @@ def test_a_shell_that_talks_at_its_start_is_not_taken_for_an_answer(laptop: Lapt
         anna.run("umount", bashrc)
     (here,) = (laptop.folder / "runs").glob("chatty-*")
     assert not differences(here, one_machine)
+
+
+# the mount.
+HUNGRY = """
+import contextlib, glob, os, select, sys, time
+here = f"/proc/self/fd/{os.open(sys.argv[1], os.O_RDONLY)}"
+disk = os.statvfs(here)
+assert disk.f_blocks * disk.f_frsize < 2 << 30, "this is no small disk"
+end = time.monotonic() + 120
+while time.monotonic() < end and not select.select([0], [], [], 0.001)[0]:
+    if not os.path.exists(f"{here}/filler"):
+        continue
+    for each in [f"{here}/filler-more", *glob.glob(f"{here}/full/jobs/*/console.log")]:
+        with contextlib.suppress(OSError), open(each, "ab", buffering=0) as file:
+            while time.monotonic() < end:
+                file.write(b" " * (1 if each.endswith(".log") else 4096))
+"""
+
+
+def test_a_full_disk_on_the_host_that_leads_is_named(laptop: Laptop) -> None:
+    anna, disk = laptop.network.hosts["anna"], laptop.network.disk
+    anna.run("mount", "-t", "tmpfs", "-o", "size=1100m", "tmpfs", str(disk))
+    fail_at = {"rank": 0, "step": 6, "how": "fill", "file": str(disk / "filler")}
+    hungry = subprocess.Popen(anna.enter(sys.executable, "-c", HUNGRY, str(disk)), stdin=subprocess.PIPE)
+    try:
+        finished = laptop.run(
+            "train",
+            laptop.config("full", ("anna", "bert"), processes=2, task={"type": "tasks.py:Tiny", "fail_at": fail_at}),
+        )
+    finally:
+        hungry.communicate(timeout=60)
+        anna.run("umount", "-l", str(disk))
+    assert hungry.returncode == 0
+    assert finished.code == 5, finished.text
+    assert "Traceback" not in finished.text and "ended without a message" not in finished.text
+    assert "rank 0 of 2 on anna failed: " in finished.text and "No space left on device" in finished.text
+    assert "make room" in finished.text and finished.text.count("lockstep pod resume full") == 1
+
+
+def test_of_two_commands_that_start_a_pod_at_once_one_goes_on(laptop: Laptop) -> None:
+    config = laptop.config("twice", NAMES[:2], processes=2, train={"steps": 4, "batch_size": 12})
+    both = [laptop.start("train", config) for _ in range(2)]
+    texts = [each.communicate(timeout=120)[0] for each in both]
+    assert sorted(each.returncode for each in both) == [0, 2], texts
+    (refused,) = [text for text, each in zip(texts, both, strict=True) if each.returncode]
+    assert "is being started by another command" in refused or "is still at work there" in refused
+    (run,) = laptop.runs("anna", "twice")
+    assert summary(run)["status"] == "completed"
+    pod = {"python": sys.executable, "directory": str(laptop.network.disk), "env": ["NOT_SET"]}
+    assert "pod.env: NOT_SET" in laptop.run("train", laptop.config("twice", NAMES[:2], pod=pod)).text
+    claims = [(laptop.network.hosts[name].disk / "twice" / "claim.json").read_text() for name in NAMES[:2]]
+    assert claims == ["{}"] * 2, "neither who was refused nor who is done keeps others out"

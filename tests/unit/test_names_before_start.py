@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lockstep.config.load import from_plain
 from lockstep.config.schema import RunConfig
@@ -13,6 +14,13 @@ from lockstep.errors import ConfigError
 from lockstep.launchers import checks
 from lockstep.launchers.local import fork_server
 from tasks import Tiny
+
+
+class Computed(Tiny):
+    """Names of metrics that are not written in the code as they are."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"".join(["a", "b"]): batch[0][:, 0]}
 
 
 class Failing(Tiny):
@@ -39,9 +47,24 @@ def server() -> None:
     [
         ({"optimizer": {"type": "torch.optim.Adamm"}}, "torch.optim has no 'Adamm', did you mean Adam"),
         ({"optimizer": {"type": "torch.optim.SGD", "lrr": 1}}, "optimizer.lrr: SGD has no such argument"),
+        ({"train": {"freeze": ["0.wieght"]}}, "train.freeze: 0.wieght: no parameter has a name like that"),
+        (
+            {"optimizer": {"type": "AdamW", "groups": [{"match": ["nope"], "lr": 1e-3}]}},
+            r"optimizer.groups\[0\].match: nope",
+        ),
+        ({"checkpoint": {"keep": {"metric": "val/acuracy"}}}, "no metric 'val/acuracy': did you mean val/accuracy"),
+        ({"early_stop": {"criteria": [{"metric": "train/loss"}]}}, "did you mean train/epoch_loss"),
+        (
+            {"scheduler": {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau", "monitor": "val/los"}},
+            "scheduler.monitor: there is no metric 'val/los'",
+        ),
         ({"task": "after_tasks:Useful", **after("evaluate", data="tset")}, "--data tset: the task has no such data"),
         ({"data": {}, **after("evaluate")}, "--data: the task has neither test nor validation data"),
         (after("predict", out="x.jsonl", data="val"), r"Tiny does not define predict\(self, model, batch\)"),
+        (
+            {"task": f"{__name__}:Computed", "early_stop": {"criteria": [{"metric": "val/ac"}]}},
+            "This run has train/epoch_loss, val/ab, val/loss",
+        ),
     ],
 )
 def test_a_name_that_is_not_there(sections: dict[str, Any], told: str) -> None:
@@ -66,6 +89,9 @@ def test_before_ranks_start_on_other_machines(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(
     "sections",
     [
+        {"train": {"freeze": ["0.*"]}, "checkpoint": {"keep": {"metric": "val/accuracy"}}},
+        {"early_stop": {"criteria": [{"metric": "train/epoch_loss"}]}},
+        {"task": f"{__name__}:Computed", "early_stop": {"criteria": [{"metric": "val/ab"}]}},
         {"task": f"{__name__}:Failing"},
         {"task": "after_tasks:Useful", **after("predict", out="x.jsonl", data="spare")},
     ],

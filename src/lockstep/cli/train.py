@@ -108,7 +108,8 @@ def resume(
             return
         before = run_folder.read_config(run.start_files).plain()
         loaded = load(run.start_files / run_folder.CONFIG_FILE, with_profile(overrides, profile))
-        refuse_wrong_changes(changes(before, loaded.plain()), loaded.plain())
+        differing = changes(before, loaded.plain())
+        refuse_wrong_changes(differing, loaded.plain())
         mode = loaded.checkpoint.keep.mode
 
         def prepare(folder: Path, resolved: RunConfig | None) -> Path:
@@ -133,6 +134,8 @@ def resume(
                 aside = ", ".join(resuming.newer(folder, chosen)) or "none"
                 click.echo(f"from step {chosen}; to be set aside: {aside}")
             return
+        if not here:
+            resuming.refuse_less(run.folder(), wanted, differing, mode)
         run = replace(run, prepare=prepare)
         around = saved_before(run.start_files) if here else saying_what_is_logged()
         with around, launcher.resume(loaded, run, say) as ended:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.mirror.url import Url
 
 if TYPE_CHECKING:
+    from lockstep.config.changes import Change
     from lockstep.config.schema import RunConfig
     from lockstep.distributed.topology import Topology
 
@@ -110,6 +111,32 @@ def chosen_step(folder: Path, wanted: Wanted, mode: str) -> int:
             f"--step {wanted.step}: {storage.path(wanted.step)} is damaged: {problem}. Name another step, or none"
         )
     return wanted.step
+
+
+def refuse_less(folder: Path, wanted: Wanted, changes: Iterable[Change], mode: str) -> None:
+    """Refuses a new limit of epochs or steps that the checkpoint is beyond: nothing would be trained."""
+    from lockstep.checkpoint import manifest
+    from lockstep.checkpoint.storage import CheckpointStorage
+
+    limits = {each.path: each.after for each in changes if each.path in ("train.epochs", "train.steps")}
+    limits = {path: after for path, after in limits.items() if after is not None}
+    storage = CheckpointStorage(folder / "checkpoints")
+    if not limits or not storage.steps():
+        return
+    if wanted.is_newest:
+        good = (each for each in sorted(storage.steps(), reverse=True) if storage.problem(each) is None)
+        step = next(good, None)
+    else:
+        step = chosen_step(folder, wanted, mode)
+    if step is None:
+        return  # the ranks report what is wrong with all of them
+    done = {"train.epochs": manifest.read(storage.path(step)).get("epoch") or 0, "train.steps": step}
+    for path, after in limits.items():
+        if after < done[path]:
+            raise ConfigError(
+                f"{path}={after}: the run in {folder} has {done[path]} {path.rpartition('.')[2]} done at step "
+                f"{step}: name more, or go on from an earlier checkpoint (--step N)"
+            )
 
 
 def newer(folder: Path, step: int) -> list[str]:

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import math
+import mmap
 import os
 import secrets
 import threading
@@ -91,6 +92,62 @@ class Call(NamedTuple):
     step: int
     send: Callable[[], None]
     size: int
+
+
+_BYTES = 512
+_ENDING = ".call"
+
+
+class CallNote:
+    """Notes in shared memory which method a logger is in.
+
+    A logger whose native code holds Python's lock stops its whole process, heartbeats included. The launcher reads
+    here which logger that was.
+    """
+
+    def __init__(self, folder: Path, logger: str) -> None:
+        self._logger, self._file = logger, folder / f".{logger}{_ENDING}"
+        self._memory: mmap.mmap | None = None
+        with contextlib.suppress(OSError, ValueError):  # no room, or a disk that maps no files
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, bytes(_BYTES))
+                self._memory = mmap.mmap(descriptor, _BYTES)
+            finally:
+                os.close(descriptor)
+
+    def enter(self, method: str) -> None:
+        self._write(json.dumps({"logger": self._logger, "method": method, "since": time.time()}).encode())
+
+    def leave(self) -> None:
+        self._write(b"")
+
+    def close(self) -> None:
+        self._memory = None
+        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another logger's files are there
+            self._file.parent.rmdir()
+
+    def _write(self, text: bytes) -> None:
+        if self._memory is not None and len(text) <= _BYTES:
+            self._memory[:] = text.ljust(_BYTES, b"\0")
+
+
+def suspect(run_folder: Path, stalled: str) -> str:
+    """Returns a sentence on the logger that has been in a call longest, where rank 0 went silent."""
+    found = []
+    for file in (run_folder / "loggers").glob(f".*{_ENDING}") if "rank 0: no sign of life" in stalled else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(file.read_bytes()[:_BYTES].rstrip(b"\0"))
+            found.append((time.time() - float(note["since"]), str(note["logger"]), str(note["method"])))
+    if not found:
+        return ""
+    seconds, logger, method = max(found)
+    return (
+        f". The logger log.{logger} has been in {method} for {seconds:.0f} s: where its native code does not release "
+        "Python's lock, nothing else in that process runs. Leave it out, or log from another process"
+    )
 
 
 class LoggerQueue:
@@ -180,6 +237,7 @@ class LoggerQueue:
     # The thread
 
     def _work(self, about: About) -> None:
+        self._call_note = CallNote(self._file.parent, self.name)
         self._note()  # a restart must find the id that this one starts with
         if self._called("start", lambda: self._keep(self._logger.start(about))):
             for call in self._calls():
@@ -193,6 +251,7 @@ class LoggerQueue:
                 self._note()
         else:
             self._abandon()
+        self._call_note.close()
         self._over = True
 
     def _keep(self, returned: Mapping[str, Any] | None) -> None:
@@ -231,6 +290,7 @@ class LoggerQueue:
 
     def _called(self, method: str, call: Callable[[], None]) -> bool:
         self._at = (method, time.monotonic())
+        self._call_note.enter(method)
         try:
             call()
         except BaseException as error:  # a logger that calls sys.exit ends its own thread, and nothing else
@@ -238,6 +298,7 @@ class LoggerQueue:
             self._warn_once(method, f"{method} failed: {type(error).__name__}: {error}. {end}")
             return False
         finally:
+            self._call_note.leave()
             self._at = None
         return True
 

@@ -171,7 +171,7 @@ class _Supervisor:
                 stall = self._look(watcher, ranks, error_files)
                 if stall is not None:
                     self.timeline.note("stall", rank=stall.ranks[0], note=stall.message)
-                    return _end_stalled(ranks, stall, error_files)
+                    return _end_stalled(ranks, stall, error_files, self.timeline.folder)
                 if asked and not watcher.begun and time.monotonic() > began + _EARLY_SECONDS and ranks.done() is None:
                     # Still compiling, connecting or fetching, in code that no signal reaches; no step has been made.
                     return Result(INTERRUPTED_EXIT_CODE, nothing_to_save=True)
@@ -238,14 +238,19 @@ def say_who_was_late(error_files: list[Path]) -> None:
             tell(f"lockstep: {file.read_text(encoding='utf-8')}")
 
 
-def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path]) -> Result:
+def _end_stalled(ranks: Ranks, stall: Stall, error_files: list[Path], folder: Path | None) -> Result:
     """Has every rank write its stacks to its log, and ends all of them."""
+    from lockstep.record.loggers import suspect
+
     ranks.dump_stacks()
     time.sleep(_DUMP_SECONDS)
     ranks.close(signal.SIGKILL)
     if any(not each.consequence for each in reports(error_files)):
         return _failed(error_files, {}, stopping=False)  # a rank failed, and then could not leave
-    cause = f"{stall.message}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
+    suspected = suspect(folder, stall.message) if folder is not None else ""
+    cause = (
+        f"{stall.message}{suspected}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
+    )
     stuck = stall.ranks[0]
     kind, code = RankStalled.__name__, RankStalled.exit_code
     failure = Failure(stuck, socket.gethostname(), cause, code, kind, concerns_all_ranks=True)

@@ -264,16 +264,19 @@ def main(job_folder: str) -> int:
     job = Job(Path(job_folder))
     _print_to(job.console)
     make_safe()
+    said = ""
     try:
         job.hold()
         order = Order.model_validate_json(job.order.read_text(encoding="utf-8"))
         os.environ.update(checked_env(order.env))
         code = Agent(order, job).run()
     except (LockstepError, ValidationError, OSError) as error:
-        tell(f"lockstep: {error}")
+        said = f"lockstep: {error}"
+        tell(said)
         code = error.exit_code if isinstance(error, LockstepError) else 2
-    if job.ended() is None:
-        job.has_ended(code, "ended")
+    with contextlib.suppress(OSError):  # no room even for that: the console has said so
+        if job.ended() is None:
+            job.has_ended(code, "ended", said)
     return code
 
 

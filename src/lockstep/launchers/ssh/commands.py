@@ -50,9 +50,11 @@ class PodCommands:
         chosen = range(len(self.transport.workers)) if worker is None else [worker]
         return [command for each in chosen for command in self.transport.run(argv, each)]
 
-    def inspecting(self, folder: str | None = None, make: bool = False) -> list[Command]:
+    def inspecting(self, folder: str | None = None, make: bool = False, claim: str | None = None) -> list[Command]:
         about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES}
-        return self.asking("inspect", config=about, network=self.config.launch.network, folder=folder, make=make)
+        claims = {"claim": claim} if claim else {}
+        network = self.config.launch.network
+        return self.asking("inspect", config=about, network=network, folder=folder, make=make, **claims)
 
     def copying(self, worker: int | None = None, file: Path | None = None) -> list[Command]:
         there = str(PurePosixPath(_without_home(self.config.pod.directory)) / self.name / "push.tar")

@@ -7,11 +7,17 @@ import fcntl
 import json
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.errors import ConfigError, LaunchError
 
+# Of ended.json: padded to its size when the agent starts, and overwritten in place. JSON may escape a character to six.
+_ENDED_BYTES, _LONGEST_SAID = 64 * 1024, 8 * 1024
+# How long a command that starts a job keeps others out: it may copy for ten minutes, and be killed meanwhile.
+_CLAIM_SECONDS = 900.0
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -39,6 +45,32 @@ class PodFolder:
             return self.job(names[-1]) if names else None
         return None
 
+    def claim(self, job: str) -> str | None:
+        """Reserves this host's part of the pod while a job is started; returns the job that has reserved it already."""
+        with self._claimed() as file:
+            try:
+                held = json.loads(file.read() or "{}")
+                other, age = held.get("job", job), time.time() - held.get("time", 0.0)
+            except (ValueError, AttributeError, TypeError):
+                other, age = job, 0.0
+            if other != job and age < _CLAIM_SECONDS:
+                return str(other)
+            _overwrite(file, {"job": job, "time": time.time()})
+            return None
+
+    def release(self, job: str) -> None:
+        """Removes the claim of a job that is at work, or was not started."""
+        with contextlib.suppress(FileNotFoundError), self._claimed() as file:
+            if job in file.read():
+                _overwrite(file, {})
+
+    @contextlib.contextmanager
+    def _claimed(self) -> Iterator[IO[str]]:
+        descriptor = os.open(self.path / "claim.json", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+
     def make(self) -> None:
         for each in (self.path.parent, self.path, self.code, self.path / "runs", self.path / "jobs"):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,7 +86,11 @@ class Job:
         self._agent, self._ended, self._lock = path / "agent.json", path / "ended.json", path / "agent.lock"
 
     def hold(self) -> None:
-        """Locks the job for as long as the agent lives, which other containers see too."""
+        """Locks the job for as long as the agent lives, which other containers see too.
+
+        Also reserves room for the agent's last message, which it can write even if the disk is full by then.
+        """
+        self._write_ended(b"")
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,9 +115,25 @@ class Job:
     def has_begun(self) -> None:
         _write(self._agent, {"pid": os.getpid()})
 
-    def has_ended(self, exit_code: int, status: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the console has said so
-            _write(self._ended, {"exit_code": exit_code, "status": status})
+    def has_ended(self, exit_code: int, status: str, said: str = "") -> None:
+        """Writes the agent's last message; `said` is the end of the console, which may have had no room on the disk."""
+        content = {"exit_code": exit_code, "status": status, "said": said[:_LONGEST_SAID]}
+        self._write_ended(json.dumps(content).encode())
+
+    def _write_ended(self, content: bytes) -> None:
+        descriptor = os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.pwrite(descriptor, content.ljust(_ENDED_BYTES), 0)
+        finally:
+            os.close(descriptor)
+
+    def unsaid(self) -> str:
+        """Returns the lines of the agent's last message that its console has no room for."""
+        said = str((self.ended() or {}).get("said", ""))
+        with self.console.open("rb") as console:
+            console.seek(max(0, console.seek(0, os.SEEK_END) - 2 * _ENDED_BYTES))
+            printed = set(console.read().decode(errors="replace").splitlines())
+        return "".join(f"{line}\n" for line in said.splitlines() if line not in printed)
 
     def agent(self) -> dict[str, Any] | None:
         """Returns what the agent wrote down, or None where it has not begun."""
@@ -94,6 +146,13 @@ class Job:
         """Returns the agent's process id while it is alive."""
         pid = (self.agent() or {}).get("pid")
         return pid if self.is_alive and isinstance(pid, int) and pid > 0 else None
+
+
+def _overwrite(file: IO[str], content: dict[str, Any]) -> None:
+    file.seek(0)
+    file.truncate()
+    json.dump(content, file)
+    file.flush()
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

@@ -27,9 +27,11 @@ from lockstep.launchers.ssh.folder import Job
 from lockstep.launchers.ssh.record import Order
 from lockstep.mirror.mirror import Mirror
 from lockstep.record import timeline as timelines
+from lockstep.record.loggers import suspect
 from lockstep.record.run_folder import note_end, read_summary
 from lockstep.record.timeline import Timeline
 from lockstep.runs.report import leave_report
+from lockstep.shown import shown
 from lockstep.terminal import tell
 
 _LOOK_SECONDS = 0.1
@@ -76,7 +78,7 @@ class Head:
         self._timeline: Timeline
 
     def run(self) -> Result:
-        with timelines.opened(Path(self._order.folder), _say) as self._timeline:
+        with timelines.opened(Path(self._order.folder), lambda text: tell(f"lockstep: {text}")) as self._timeline:
             self._timeline.note("start", note=", ".join(each.name for each in self._order.hosts))
             result = self._run()
             self._timeline.ended(result, self._order.world_size)
@@ -192,6 +194,7 @@ class Head:
     def _stalled(self, rank: int, message: str) -> Result:
         self._say(stacks=True)
         time.sleep(_DUMP_SECONDS)
+        message += suspect(Path(self._order.folder), message)
         cause = f"{message}. The stacks of all threads are in the ranks' logs; timeouts.stall sets the limit"
         code = RankStalled.exit_code
         failure = Failure(rank, self._host_of(rank), cause, code, RankStalled.__name__, concerns_all_ranks=True)
@@ -368,60 +371,62 @@ class HeadThread:
         if self._result is None:  # what it raised is in the console
             self._job.has_ended(5, "failed")
             return 5
-        code, status = conclude(self._order, self._result, self._mirror)
-        self._job.has_ended(code, status)
+        code, status, said = conclude(self._order, self._result, self._mirror)
+        self._job.has_ended(code, status, said)
         return code
 
 
-def conclude(order: Order, result: Result, mirror: Mirror | None = None) -> tuple[int, str]:
-    """Says how the job ended, where it is and what to do next; returns exit code and status."""
+def conclude(order: Order, result: Result, mirror: Mirror | None = None) -> tuple[int, str, str]:
+    """Says how the job ended, where it is and what to do next; returns exit code, status and what was said."""
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(shown(f"lockstep: {text}"))
+        tell(f"lockstep: {text}")
+
     try:
         note_end(Path(order.folder), result)
     except OSError as error:
-        _say(str(error))
-    leave_report(Path(order.folder), _say)
+        say(str(error))
+    leave_report(Path(order.folder), lambda text: tell(f"lockstep: {text}"))
     timeouts = order.run_config().timeouts
     behind = mirror.finish(timeouts.checkpoint if result.exit_code == 0 else timeouts.stop) if mirror else None
-    code, status = _say_end(order, result)
+    code, status = _say_end(order, result, say)
     if behind is not None:
-        _say(behind)
+        say(behind)
         code = BucketBehind.exit_code if code in (0, PREEMPTED_EXIT_CODE) else code
-    return code, status
+    return code, status, "\n".join(said)
 
 
-def _say(text: str) -> None:
-    tell(f"lockstep: {text}")
-
-
-def _say_end(order: Order, result: Result) -> tuple[int, str]:
+def _say_end(order: Order, result: Result, say: Callable[[str], None]) -> tuple[int, str]:
     """The exit code is 75 only where there is a checkpoint to resume from."""
     folder, pod = Path(order.folder), shlex.quote(order.pod)
     saved = any((folder / "checkpoints").glob("step-*"))
     go_on = f"lockstep pod resume {pod}"
     if result.failure is not None:
         failure = result.failure
-        tell("\n".join(f"lockstep: {line}" if line else "" for line in failure.render(order.world_size).split("\n")))
+        say(failure.render(order.world_size).replace("\n", "\nlockstep: ").replace("\nlockstep: \n", "\n\n"))
         if failure.memory and order.run_config().after is None:
-            _say(how_to_plan("CONFIG", order.world_size))
-        _say(f"logs: lockstep pod pull {pod}")
+            say(how_to_plan("CONFIG", order.world_size))
+        say(f"logs: lockstep pod pull {pod}")
         if saved:
-            _say(f"go on from the last checkpoint with: {go_on}")
+            say(f"go on from the last checkpoint with: {go_on}")
         return result.exit_code, "failed"
     if result.exit_code == PREEMPTED_EXIT_CODE:
-        _say(f"saved and stopped; go on with: {go_on}")
+        say(f"saved and stopped; go on with: {go_on}")
         return result.exit_code, "preempted"
     if result.nothing_to_save:
-        _say(f"stopped before the first step; go on with: {go_on}")
+        say(f"stopped before the first step; go on with: {go_on}")
         return (PREEMPTED_EXIT_CODE if saved else result.exit_code), "interrupted"
     if result.exit_code:
         then = f"go on from the last checkpoint with: {go_on}" if saved else "nothing was saved"
-        _say(f"ended at once; {then}")
+        say(f"ended at once; {then}")
         return result.exit_code, "interrupted"
     summary = read_summary(folder)
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in (summary.get("metrics") or {}).items()
                         if isinstance(value, (int, float)))  # fmt: skip
     progress = f"epoch {summary.get('epoch', '?')}, step {summary.get('step', '?')}"
-    _say(f"{summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
-    _say(f"run folder: {order.url or f'{order.head.name}:{folder}'}")
-    _say(f"bring it here: lockstep pod pull {pod}")
+    say(f"{summary.get('status', 'ended')}: {progress}  {metrics}".rstrip())
+    say(f"run folder: {order.url or f'{order.head.name}:{folder}'}")
+    say(f"bring it here: lockstep pod pull {pod}")
     return 0, str(summary.get("status", "completed"))

@@ -52,8 +52,22 @@ def inspect(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         "path": str(folder.path),
         "running": job.name if job is not None and job.is_alive else None,
         "devices": _devices(asked.get("config")),
+        "claimed": _claimed(folder, asked.get("claim")),
         "saved": any(Path(asked["folder"]).glob("checkpoints/step-*")) if asked.get("folder") else None,
     }
+
+
+def _claimed(folder: PodFolder, job: str | None) -> str | None:
+    try:
+        return None if job is None else folder.claim(job)
+    except OSError:  # the folder cannot be written, which is a problem by itself
+        return None
+
+
+def release(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
+    """Releases the claim of a job that was not started."""
+    folder.release(str(asked["job"]))
+    return {}
 
 
 def push(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
@@ -101,17 +115,17 @@ def start(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
         env=inherited,
         start_new_session=True,
     )
-    return _begun(job, lambda: agent.poll() is None)
+    return _begun(folder, job, lambda: agent.poll() is None)
 
 
 def begun(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
     """Waits for the agent of a job that a container runs."""
     job = _job(folder, asked)
     deadline = time.monotonic() + _APPEAR_SECONDS
-    return _begun(job, lambda: job.is_alive or time.monotonic() < deadline)
+    return _begun(folder, job, lambda: job.is_alive or time.monotonic() < deadline)
 
 
-def _begun(job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
+def _begun(folder: PodFolder, job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
     deadline = time.monotonic() + _BEGIN_SECONDS
     while job.agent() is None:
         if not is_there() and job.agent() is None:
@@ -120,6 +134,7 @@ def _begun(job: Job, is_there: Callable[[], bool]) -> dict[str, Any]:
         if time.monotonic() > deadline:
             raise LaunchError(f"the agent did not begin within {_BEGIN_SECONDS:g} s; see {job.console}")
         time.sleep(_POLL_SECONDS)
+    folder.release(job.name)  # from here on, that it is at work keeps others out
     return {"job": job.name, **(job.agent() or {})}
 
 
@@ -138,6 +153,8 @@ def follow(folder: PodFolder, asked: dict[str, Any]) -> int:
             out.flush()
             ended = job.ended()
             if ended is not None and not alive:
+                out.write(job.unsaid().encode())
+                out.flush()
                 return int(ended["exit_code"])
             if not alive and job.agent() is not None:
                 out.write(f"lockstep: the agent on {os.uname().nodename} ended without a message: it was killed, "
@@ -202,7 +219,7 @@ def delete(folder: PodFolder, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 _VERBS: tuple[Callable[[PodFolder, dict[str, Any]], dict[str, Any] | int], ...] = (
-    inspect, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
+    inspect, release, push, prepare, start, begun, follow, ps, look, stop, pack, delete,
 )  # fmt: skip
 VERBS = {verb.__name__: verb for verb in _VERBS}
 

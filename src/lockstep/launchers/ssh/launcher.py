@@ -71,7 +71,7 @@ def plan_pod(config: RunConfig, name: str, folder: str | None = None) -> PodPlan
     pod = Pod(name, config)
     workers = range(len(pod.transport.workers))
     commands = [
-        *pod.inspecting(folder, make=True),
+        *pod.inspecting(folder, make=True, claim="JOB"),
         *(command for each in workers for command in pod.copying(each, pod.archive(each))),
     ]
     for stage in zip(*(pod.starting(each, "JOB", f"{config.pod.directory}/{name}") for each in workers), strict=True):

@@ -35,9 +35,9 @@ class NotAll(LaunchError):
 
 
 class Pod(PodCommands):
-    def inspect(self, folder: str | None = None, make: bool = False) -> list[Inspection]:
-        """Asks every host about itself; `folder` is that of a run to resume."""
-        return judge(self.transport, execute(self.inspecting(folder, make), _ANSWER_SECONDS))
+    def inspect(self, folder: str | None = None, make: bool = False, claim: str | None = None) -> list[Inspection]:
+        """Asks every host about itself; `folder` is that of a run to resume, `claim` the job that is about to start."""
+        return judge(self.transport, execute(self.inspecting(folder, make, claim), _ANSWER_SECONDS))
 
     def push(self) -> int:
         """Copies code to every host; returns the number of files."""
@@ -57,7 +57,28 @@ class Pod(PodCommands):
         `check` is called once the hosts have answered, and raises where the config cannot be started.
         """
         job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        found = self.inspect(record.folder if record is not None else None, make=True)
+        claimed = list(range(len(self.transport.workers)))
+        try:
+            found = self.inspect(record.folder if record is not None else None, make=True, claim=job)
+            claimed = [each.index for each in found if not each.found.get("claimed")]
+            self._require_claim(found)
+            return self._start(job, out, record, found, check)
+        except BaseException:
+            execute([c for index in claimed for c in self.asking("release", index, job=job)], _ANSWER_SECONDS)
+            raise
+
+    def _require_claim(self, found: Sequence[Inspection]) -> None:
+        """Of several commands that start the pod at once, only the first on the first host continues."""
+        if found[0].found.get("claimed"):
+            raise NotAll(
+                f"pod {self.name} is being started by another command (job {found[0].found['claimed']} on "
+                f"{found[0].name}), so nothing was started. Follow that one, or stop it first: lockstep pod stop "
+                f"{self.name}. A command that was killed keeps others out for 15 minutes"
+            )
+
+    def _start(
+        self, job: str, out: Path | Url, record: Record | None, found: list[Inspection], check: Callable[[], None]
+    ) -> Record:
         _require_all(found)
         check()
         if record is not None and record.url is None and not found[0].found["saved"]:
