@@ -52,7 +52,7 @@ class PodCommands:
 
     def inspecting(self, folder: str | None = None, make: bool = False, claim: str | None = None) -> list[Command]:
         about = {key: value for key, value in plain(self.config).items() if key in _ABOUT_DEVICES}
-        claims = {"claim": claim} if claim else {}
+        claims: dict[str, Any] = {"claim": claim} if claim else {}
         network = self.config.launch.network
         return self.asking("inspect", config=about, network=network, folder=folder, make=make, **claims)
 
