@@ -83,7 +83,7 @@ def test_names_are_unique_and_the_reference_is_one_process_on_the_cpu() -> None:
 
 # The short forms, a limit in epochs, and settings that must not disturb the comparison.
 ORDINARY = "strategy: ddp\nlaunch: local\n"
-ON_HOSTS = "processes: 6\nlaunch: {type: ssh, hosts: [a, b, c], nodes: 2, network: 10.0.0.0/24}\n"
+ON_HOSTS = "processes: 6\nlaunch: {type: ssh, hosts: [a, b, c], network: 10.0.0.0/24}\n"
 # Made for one way of running, by which none of the others is to stumble.
 SHARDED = (
     "runtime: xla\ndevices: 8\nxla: {chips: [0]}\n"

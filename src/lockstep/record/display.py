@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from lockstep.record.writers import Row
@@ -94,6 +96,7 @@ class LiveDisplay(Display):
         super().begin(step, epoch, total_steps)
         self._bar = self._progress.add_task("train", total=total_steps, completed=step, epoch=epoch, numbers="")
         self._progress.start()
+        _drawn().add(self)
 
     def row(self, row: Row, lags: list[float]) -> None:
         if self._bar is None:
@@ -109,6 +112,25 @@ class LiveDisplay(Display):
 
     def close(self) -> None:
         self._progress.stop()
+
+    def make_way(self) -> None:
+        """Switches to plain lines: the bar would be drawn over a debugger's prompt."""
+        self._bar = None
+        self.close()
+
+
+@functools.cache
+def _drawn() -> weakref.WeakSet[LiveDisplay]:
+    """Returns the displays that are drawn; a debugger that starts ends them."""
+    displays: weakref.WeakSet[LiveDisplay] = weakref.WeakSet()
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "pdb.Pdb":
+            for each in list(displays):
+                each.make_way()
+
+    sys.addaudithook(listen)  # a hook cannot be removed, so there is one for all displays
+    return displays
 
 
 def create(console: Console | None) -> Display:
