@@ -7,7 +7,8 @@ LOOPS = 20000
 
 TEST_EXTRAS = examples,tensorboard,profile,notebook,ray,s3,text,metrics,stream,predict,onnx,wandb,mlflow,docs,dev
 TEST_PYTHON = .venv-test/bin/python
-PYTEST = -m pytest --numprocesses 2
+# Tests wait for their processes too often for two at once to keep two cores busy.
+PYTEST = -m pytest --numprocesses 3
 # Where words that nobody in this field uses may not come back.
 WORDS_IN = README.md docs src
 
@@ -77,7 +78,6 @@ both-environments:
 	@scripts/environment test-xla constraints/xla.txt $(TEST_EXTRAS),xla,tpu-plan & other=$$!; \
 	    scripts/environment test constraints/torch.txt $(TEST_EXTRAS); made=$$?; wait $$other && exit $$made
 
-# One test waits for its processes too often to keep two cores busy: two at once.
 # Compiled once, where PYTHONDONTWRITEBYTECODE would have every process of every test compile them again.
 test-torch: test-environment
 	$(TEST_PYTHON) -m compileall -q src tests examples
@@ -87,7 +87,7 @@ test-torch: test-environment
 # for the newest cluster of the machine, which with two at once may be the other one's. ARGS may choose none of them: pytest's exit code 5.
 test-xla: xla-environment
 	$(XLA_PYTHON) -c 'import torch_xla'
-	$(XLA_PYTHON) $(PYTEST) $(XLA_TESTS) $(ARGS) || [ $$? -eq 5 ]
+	$(XLA_PYTHON) -m pytest --numprocesses 2 $(XLA_TESTS) $(ARGS) || [ $$? -eq 5 ]
 	$(XLA_PYTHON) -m pytest $(RAY_XLA_TESTS) $(ARGS) || [ $$? -eq 5 ]
 
 without-xla:

@@ -45,7 +45,8 @@ class Warm:
 
     def start(self, argv: list[str], cwd: Path, environment: dict[str, str], out: int, err: int) -> Forked:
         reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        message = json.dumps({"argv": argv, "cwd": str(cwd), "env": environment}).encode()
+        os.umask(mask := os.umask(0))
+        message = json.dumps({"argv": argv, "cwd": str(cwd), "env": environment, "umask": mask}).encode()
         with theirs:
             socket.send_fds(self._control, [message], [out, err, theirs.fileno()])
         return Forked(reply)
@@ -138,6 +139,7 @@ def watch(reply: int) -> None:
 def become(request: dict[str, Any], out: int, err: int) -> None:
     """Makes this process what a new one would be."""
     os.setsid()
+    os.umask(request["umask"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])

@@ -41,8 +41,9 @@ def test_a_profile_on_demand_of_both_ranks(project: Project) -> None:
         "train", project.config(train={"epochs": 100_000, "batch_size": 12}, profile={"steps": 0, "port": port})
     )
     run = wait_until(lambda: next(iter((project.folder / "runs").glob("*")), None), what="the run's folder")
-    log = run / "logs" / "rank-1.log"
-    wait_until(lambda: log.exists() and "profiles on demand" in log.read_text(), what="rank 1")
+    for rank in (0, 1):
+        log = run / "logs" / f"rank-{rank}.log"
+        wait_until(lambda log=log: log.exists() and "profiles on demand" in log.read_text(), what=log.name)
     other = Project(project.folder / "other")
     other.folder.mkdir()
     captured = other.run("profile", *addresses, "--seconds", "0.1")
