@@ -137,7 +137,7 @@ def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
     for command in (["train", f"{tmp_path}/config.yaml"], ["init"], ["resume", "x"]):
         script = f'cd "{gone}" && rmdir "{gone}" && "$@"; code=$?; mkdir "{gone}"; exit $code'
         code, err = run("sh", "-c", script, "sh", *COMMAND, *command)
-        assert code == 2 and "no such" in err.lower()
+        assert code == 2 and "lockstep: the current folder cannot be entered any more: " in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a disk of 4 KB takes root to make")

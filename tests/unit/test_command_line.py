@@ -64,8 +64,13 @@ def test_a_misspelt_name_is_answered_with_the_one_that_was_meant() -> None:
         result = CliRunner().invoke(main, arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert meant in result.stderr
-    result = CliRunner().invoke(main, ["train", "c.yaml", "--epochs", "3"])
-    assert result.exit_code == 2 and "--set KEY.PATH=VALUE" in result.stderr
+    for arguments, meant in (
+        (["train", "c.yaml", "--epochs", "3"], "--set train.epochs=3"),
+        (["train", "c.yaml", "--lr=0.1"], "--set optimizer.lr=0.1"),
+        (["resume", "run", "--batch-size", "3", "--best"], "--set train.batch_size=3"),
+    ):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2 and f"'{meant}'" in result.stderr and "--pod" not in result.stderr
     result = CliRunner().invoke(main, ["train", "--dry-rnu"])
     assert result.exit_code == 2
     assert "--dry-run" in result.stderr

@@ -66,6 +66,7 @@ _MODULES = {
     "watch": ("watch",),
 }
 _HOMES = {command: module for module, commands in _MODULES.items() for command in commands}
+_ARGUMENTS = "lockstep.arguments"  # the key of the command line in click's context, for messages about a mistake in it
 
 
 class Commands(Group):
@@ -84,8 +85,13 @@ class Commands(Group):
             return None
         return vars(importlib.import_module(f"lockstep.cli.{_HOMES[name]}"))[name]  # type: ignore[no-any-return]
 
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        context.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(context, args)
+
     def invoke(self, context: click.Context) -> Any:
         try:
+            _require_a_current_folder()
             return super().invoke(context)
         except LockstepError as error:
             say(str(error))
@@ -94,17 +100,57 @@ class Commands(Group):
             say("interrupted")
             sys.exit(INTERRUPTED_EXIT_CODE)
         except click.ClickException as error:
-            if isinstance(error, click.NoSuchOption) and any(
-                each.name == "overrides" for each in (error.ctx.command.params if error.ctx else ())
-            ):
-                vars(error)["possibilities"] = [*(error.possibilities or ()), "--set KEY.PATH=VALUE"]
+            if isinstance(error, click.NoSuchOption):
+                _name_the_setting(error, context.meta[_ARGUMENTS])
             vars(error)["message"] = shown(error.message)  # it quotes the command line
             raise
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise
-            say(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error))
+            say(_of_the_system(error))
             sys.exit(ConfigError.exit_code)
+
+
+def _name_the_setting(error: click.NoSuchOption, arguments: list[str]) -> None:
+    """Answers `--epochs 3`, a value of the config, with `--set train.epochs=3`."""
+    takes_settings = error.ctx is not None and any(each.name == "overrides" for each in error.ctx.command.params)
+    from lockstep.config.load import paths_called
+
+    paths = paths_called(error.option_name.lstrip("-")) if takes_settings else []
+    if not paths:
+        return
+    given = next((each for each in arguments if each.partition("=")[0] == error.option_name), "")
+    value = given.partition("=")[2]
+    if given and not value:
+        following = arguments[arguments.index(given) + 1 :]
+        value = following[0] if following and not following[0].startswith("--") else ""
+    vars(error)["possibilities"] = [f"--set {path}={value or 'VALUE'}" for path in paths]
+
+
+def _require_a_current_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current folder cannot be entered any more: {error.strerror}. It was deleted, or is out of reach: cd "
+            "into another one"
+        ) from None
+
+
+def _of_the_system(error: OSError) -> str:
+    remedy = {
+        errno.EMFILE: "; too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "; the system has too many files open",
+        errno.ENOSPC: "; make room on that disk, or name a folder on another one",
+        errno.EDQUOT: "; make room on that disk, or name a folder on another one",
+        errno.EACCES: "; this user may not",
+        errno.EPERM: "; this user may not",
+        errno.EROFS: "; nothing can be written there",
+        errno.ENOMEM: "; there is not enough memory",
+        errno.EAGAIN: "; the limit of processes is reached (ulimit -u)",
+    }.get(error.errno or 0, "")
+    place = f"{error.filename}: " if error.filename is not None else ""
+    return f"{place}{error.strerror or error}{remedy}"
 
 
 @click.group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -312,3 +312,25 @@ def with_weights_located(config: RunConfig, folder: Path, places: Mapping[KeyPat
     base = Path.cwd() if place.startswith("--set") else folder
     path = base / Path(init_from.path).expanduser()
     return config.model_copy(update={"init_from": init_from.model_copy(update={"path": str(path.absolute())})})
+
+
+_OF_OPTIMIZERS = {"lr": "lr", "learning_rate": "lr", "weight_decay": "weight_decay", "momentum": "momentum"}
+_MOST = 3
+
+
+def paths_called(name: str) -> list[str]:
+    """Returns the paths that end with a name, those of `train` first: `epochs` is `train.epochs`."""
+    name = name.replace("-", "_")
+    if name in _OF_OPTIMIZERS:
+        return [f"optimizer.{_OF_OPTIMIZERS[name]}"]
+    found = [path for path in _paths(RunConfig, "") if path.rpartition(".")[2] == name]
+    return sorted(found, key=lambda path: (not path.startswith("train."), path.count("."), path))[:_MOST]
+
+
+def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        yield path
+        for each in (field.annotation, *get_args(field.annotation)):
+            if isinstance(each, type) and issubclass(each, BaseModel) and each is not model:
+                yield from _paths(each, f"{path}.")

@@ -1,4 +1,4 @@
-"""Trains in this process, which another launcher (torchrun, srun, mpirun) has started as a rank."""
+"""Trains in this process, which another launcher (torchrun, srun) has started as a rank."""
 
 from __future__ import annotations
 
