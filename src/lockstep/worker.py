@@ -40,6 +40,7 @@ from lockstep.record.logs import file_only, rank_log
 from lockstep.record.run_folder import brought_here
 from lockstep.runs.report import leave_report
 from lockstep.runtime.base import Runtime
+from lockstep.runtime.deterministic import deterministic, explained
 from lockstep.tasks.evaluate import evaluate
 from lockstep.tasks.predict import predict
 from lockstep.tasks.trainer import fit
@@ -167,6 +168,8 @@ class Rank:
         # The settings that ranks compare are those that the run was given: a host may have fewer processes.
         here = settings.model_copy(update={"processes": topology.local_world_size})
         family, _ = runtime.resolve(here)
+        if settings.train.is_deterministic:
+            self._joined.enter_context(deterministic(family, settings.launch.threads))
         index = topology.place.local_rank if device_index is None else device_index
         self.runtime = runtime.create(family, index, topology.local_world_size, here)
         self.runtime.prepare()
@@ -265,7 +268,7 @@ class Rank:
         if self.run is None or not isinstance(error, (Exception, KeyboardInterrupt)):
             return  # KeyboardInterrupt comes in a notebook, which lives on
         file_only.error("rank %d failed", self.group.rank, exc_info=error)
-        meant = self.group.meaning(error)
+        meant = explained(error) or self.group.meaning(error)
         self.run._engine.give_up()
         if meant is not error:
             raise meant from error

@@ -115,7 +115,7 @@ def test_the_nearest_name_is_offered_in_every_section(problems: Problems, text: 
 
 def test_where_no_name_is_near_all_valid_ones_are_listed(problems: Problems) -> None:
     (line,) = problems(TASKED + "train: {qqq: 1}")
-    assert "unknown key, valid are epochs, steps, batch_size" in line
+    assert "unknown key, valid are deterministic, exact, epochs, steps, batch_size" in line
 
 
 @pytest.mark.requirement("D17")

@@ -64,7 +64,7 @@ def test_a_rank_without_examples_measures_nothing() -> None:
 def test_batches_are_moved_before_they_are_measured() -> None:
     loader = Loader(TensorDataset(torch.ones(2)), GlobalBatches(2, 2))
     sums, seen = measure_sums(lambda batch: {"x": batch[0]}, loader.epoch(0), lambda batch: [batch[0] * 10])
-    assert (sums, seen) == ({"x": [20.0, 2.0]}, 2)
+    assert (sums, seen) == ({"x": [[20.0], [2.0]]}, 2)
 
 
 def test_nothing_is_kept_for_gradients() -> None:
@@ -81,7 +81,7 @@ def test_nothing_is_kept_for_gradients() -> None:
 
 def test_examples_that_were_not_measured_are_noticed() -> None:
     with pytest.raises(AssertionError, match="validation: 7 examples were measured, the dataset has 8"):
-        combine([({"loss": [1.0, 4.0]}, 4), ({"loss": [1.0, 3.0]}, 3)], 8, "validation")
+        combine([({"loss": [[1.0], [4.0]]}, 4), ({"loss": [[1.0], [3.0]]}, 3)], 8, "validation")
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (3,), (1,), (4, 1)])

@@ -23,7 +23,7 @@ def test_values_are_weighted_by_the_examples_they_are_means_over() -> None:
     meter = Meter()
     meter.add(1, 3, {"loss": torch.tensor(2.0), "speed": 1.0})
     meter.add(2, 1, {"loss": torch.tensor(6.0)})
-    assert meter.read() == Found({"loss": [12.0, 4.0], "speed": [3.0, 3.0]}, None)
+    assert meter.read() == Found({"loss": [[12.0], [4.0]], "speed": [[3.0], [3.0]]}, None)
 
 
 def test_a_reading_starts_anew() -> None:

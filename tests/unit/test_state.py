@@ -94,7 +94,7 @@ def draw() -> list[Any]:
 
 def test_generators_go_on_where_they_were() -> None:
     runtime = CpuRuntime()
-    seed_generators(runtime, 3, rank=1)
+    seed_generators(runtime, 3, 1)
     draw()
     states = json.loads(json.dumps(generator_states(runtime)))
     expected = [draw(), draw()]
@@ -107,8 +107,8 @@ def test_generators_go_on_where_they_were() -> None:
 def test_without_a_rank_generators_are_seeded_alike_and_with_one_differently() -> None:
     runtime = CpuRuntime()
 
-    def first(seed: int, rank: int | None = None) -> list[Any]:
-        seed_generators(runtime, seed, rank)
+    def first(seed: int, *rank: int) -> list[Any]:
+        seed_generators(runtime, seed, *rank)
         return draw()
 
     assert first(5) == first(5)
@@ -119,4 +119,4 @@ def test_without_a_rank_generators_are_seeded_alike_and_with_one_differently() -
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32, 2**63 - 1])
 def test_every_seed_that_a_config_may_name_can_be_used(seed: int) -> None:
-    seed_generators(CpuRuntime(), seed, rank=1000)
+    seed_generators(CpuRuntime(), seed, 1000)

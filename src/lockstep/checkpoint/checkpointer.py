@@ -228,7 +228,9 @@ class Checkpointer:
         return self._strategy.fetch(here)
 
     def _restore_generators(self, states: Sequence[Mapping[str, Any]], step: int) -> None:
-        if len(states) == self._group.world_size:
+        if self._strategy.leaves:  # between two steps all ranks have the same
+            set_generator_states(self._runtime, dict(states[0]))
+        elif len(states) == self._group.world_size:
             set_generator_states(self._runtime, dict(states[self._group.rank]))
         else:  # another number of ranks: new streams, that depend on nothing but the seed and the place
             seed_generators(self._runtime, self._seed + step, dp_rank_of(self._strategy, self._group))

@@ -38,7 +38,44 @@ _TEXT_OR_NULL = require(
 _NOT_EMPTY = require(len, "there must be at least one criterion; leave early_stop out to train to the end")
 
 
-class Train(Section):
+_LEAVES = BeforeValidator(
+    lambda value: {True: 8, False: None}[value] if isinstance(value, bool) else value,
+    json_schema_input_type=bool | int | None,
+)
+_POWER_OF_TWO = require(
+    lambda value: value is None or (0 < value <= 1024 and value & (value - 1) == 0),
+    "must be true, false or a power of two up to 1024: the number of leaves that every batch is divided into",
+)
+
+
+class Reproducible(Section):
+    """How far the numbers of a run depend on the machine and on the number of ranks."""
+
+    deterministic: bool = Field(
+        False, description="use deterministic algorithms only, and launch.threads: 1 unless it is set"
+    )
+    exact: Annotated[int | None, _LEAVES, _POWER_OF_TWO] = Field(
+        None,
+        description="the same bits on any number of ranks: every batch is divided into this many leaves (true: 8), "
+        "whose gradients are added in a fixed order",
+    )
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.deterministic or self.exact is not None
+
+
+def require_leaves(leaves: int, ranks: int) -> None:
+    """Refuses a number of ranks that cannot have the same number of leaves each."""
+    if leaves % ranks:
+        possible = [str(2**power) for power in range(leaves.bit_length())]
+        more = f", or set train.exact to {2 ** (ranks - 1).bit_length()}" if ranks & (ranks - 1) == 0 else ""
+        raise ValueError(
+            f"train.exact: {leaves} leaves cannot be divided among {ranks} processes: use {', '.join(possible)}{more}"
+        )
+
+
+class Train(Reproducible):
     epochs: int | None = Field(None, gt=0)
     steps: int | None = Field(None, gt=0)
     batch_size: int = Field(32, gt=0, description="examples per optimizer step, summed over all processes")
@@ -204,6 +241,34 @@ class RunSettings(Section):
     timeouts: Timeouts = Timeouts()
     watch: Watch = Watch()
     profile: Profile | None = None
+    train: Reproducible = Reproducible()
+
+    @model_validator(mode="after")
+    def _fixed_threads(self) -> RunSettings:
+        """Sums over many numbers depend on the number of threads, and that depends on the number of processes."""
+        if self.train.is_deterministic and self.launch.threads is None:
+            self.__dict__["launch"] = self.launch.model_copy(update={"threads": 1})
+        return self
+
+    @model_validator(mode="after")
+    def _exact_goes_with(self) -> RunSettings:
+        leaves, strategy = self.train.exact, self.strategy
+        if leaves is None:
+            return self
+        wrong = (
+            f"runtime: {self.runtime}: it adds gradients in its own order. Use cpu or cuda" if self.runtime == "xla"
+            else f"strategy: {strategy.type}: its collectives add gradients in their own order. Use ddp"
+            if strategy.type not in ("auto", "single", "ddp")
+            else f"strategy.{strategy.given_for_ddp[0]}, which is for torch's DistributedDataParallel: leave it out"
+            if strategy.given_for_ddp
+            else "strategy.sync_batchnorm: each leaf has its own statistics. Leave it out" if strategy.sync_batchnorm
+            else None
+        )  # fmt: skip
+        if wrong is not None:
+            raise ValueError(f"train.exact: {leaves} cannot be used with {wrong}")
+        if isinstance(self.processes, int):
+            require_leaves(leaves, self.processes)
+        return self
 
     def plain(self) -> dict[str, Any]:
         """Returns plain data under the names that the YAML uses."""

@@ -39,6 +39,7 @@ class MicroBatch(NamedTuple):
     place: Callable[[], Any] | None = None
     # Of other data: where each of its examples is in the order of the epoch, by which its random numbers are seeded.
     positions: Indices | None = None
+    leaf: int = 0  # with `leaves`: which one of the global batch it belongs to
 
     @property
     def scale(self) -> float:
@@ -62,6 +63,10 @@ class GlobalBatches:
     # this number, where each is spread over so many devices.
     fill: bool = False
     multiple: int = 1
+
+    # Divide every global batch into so many leaves, of which a rank takes its neighbouring ones: the same micro-batches
+    # on any number of ranks. Their weights are for a sum over ranks.
+    leaves: int | None = None
 
     given: Order | None = None  # else shuffled or sequential
 
@@ -88,23 +93,31 @@ class GlobalBatches:
             end = 0
             for batch, pieces in enumerate(slices, first):
                 whole = self._size(batch)
+                in_leaf = len(pieces) // self._leaves_here if self._leaves_here else len(pieces)
                 for number, (piece, examples) in enumerate(pieces):
                     end += len(piece)
                     taken = slice(end - len(piece), end)
                     last = number == len(pieces) - 1
-                    weight = examples * self.world_size / whole
+                    weight = examples * (1 if self.leaves else self.world_size) / whole
                     ends_epoch = last and batch == batches - 1
                     yield MicroBatch(
                         batch, number, indices[taken], examples, weight, whole, last, ends_epoch,
-                        positions=positions[taken],
+                        positions=positions[taken], leaf=self.rank * self._leaves_here + number // in_leaf,
                     )  # fmt: skip
 
     def _size(self, batch: int) -> int:
         return min(self.batch_size, self.order.length - batch * self.batch_size)
 
+    @property
+    def _leaves_here(self) -> int:
+        return (self.leaves or 0) // self.world_size
+
     def _slice(self, batch: int) -> list[tuple[Indices, int]]:
         """Returns the positions of every micro-batch of a global batch, and how many examples each counts for."""
         begin, size = batch * self.batch_size, self._size(batch)
+        if self.leaves:
+            first = self.rank * self._leaves_here
+            return [each for leaf in range(first, first + self._leaves_here) for each in self._leaf(begin, size, leaf)]
         mine = np.arange(begin + size * self.rank // self.world_size, begin + size * (self.rank + 1) // self.world_size)
         largest = -(-size // self.world_size)
         full = self._full_size if self.fill else 1
@@ -125,6 +138,12 @@ class GlobalBatches:
             filler = np.repeat(piece[-1:], full)
             found += [(np.concatenate([piece, filler[:missing]]), full), (filler, -missing)]
         return found
+
+    def _leaf(self, begin: int, size: int, leaf: int) -> list[tuple[Indices, int]]:
+        assert self.leaves
+        mine = np.arange(begin + size * leaf // self.leaves, begin + size * (leaf + 1) // self.leaves)
+        pieces = np.array_split(mine, min(self.accumulate, -(-size // self.leaves)))
+        return [(piece, len(piece)) if len(piece) else (np.array([begin]), 0) for piece in pieces]
 
     @property
     def _full_size(self) -> int:

@@ -249,8 +249,17 @@ class _MicroBatchDataset(Dataset[Any]):
 class Loaders:
     """The loaders of one rank, kept with their worker processes until others take their place."""
 
-    def __init__(self, rank: int, world_size: int, seed: int, settings: Data, runtime: Runtime, multiple: int) -> None:
-        self._rank, self._world_size, self._seed = rank, world_size, seed
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        seed: int,
+        settings: Data,
+        runtime: Runtime,
+        multiple: int,
+        leaves: int | None = None,
+    ) -> None:
+        self._rank, self._world_size, self._seed, self._leaves = rank, world_size, seed, leaves
         self._fill, self._multiple = runtime.fixed_shapes, multiple
         pin = runtime.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         self.loading = Loading(settings.workers, pin, settings.prefetch)
@@ -265,7 +274,7 @@ class Loaders:
         count = check_dataset(dataset, "the dataset")
         return GlobalBatches(
             count, batch_size, rank, world_size, self._seed, accumulate=accumulate, fill=self._fill,
-            multiple=self._multiple, **how,
+            multiple=self._multiple, leaves=self._leaves, **how,
         )  # fmt: skip
 
     def for_training(self, source: str, dataset: Dataset[Any], plan: GlobalBatches, collate: Collate | None) -> Loader:

@@ -75,11 +75,12 @@ class BatchFeed:
     ) -> None:
         self._group, self._activity, self._strategy = group, group.activity, strategy
         self._profiler, self._guard, self._gradients = profiler, guard, gradients
-        self._runtime, self._seed = runtime, settings.seed
+        self._runtime, self.seed = runtime, settings.seed
         self._dp_rank, self._shuffle_buffer = dp_rank_of(strategy, group), settings.data.shuffle_buffer
         self._loaders = Loaders(
-            self._dp_rank, strategy.dp_size, settings.seed, settings.data, runtime, strategy.batch_multiple
-        )
+            self._dp_rank, strategy.dp_size, settings.seed, settings.data, runtime, strategy.batch_multiple,
+            strategy.leaves,
+        )  # fmt: skip
         self._streams = Streams(
             self._dp_rank, strategy.dp_size, settings.seed, self._loaders.loading, runtime.fixed_shapes,
             strategy.batch_multiple,
@@ -145,7 +146,7 @@ class BatchFeed:
     def current_step(self) -> Step:
         """Returns the current step; a loop that brings its own data has one from its first backward pass on."""
         if self.step is None or (self.step.counted and self.step.is_bare):
-            self.step = Step(self._strategy.dp_size)
+            self.step = Step(self._strategy.leaves or self._strategy.dp_size)
         return self.step
 
     # Planning a pass
@@ -175,7 +176,7 @@ class BatchFeed:
             return self._plan_examples(dataset, batch_size, collate, name, shuffle, drop_last, accumulate, site)
         self._log_uneven_shares(batch_size)
         check_dataset(dataset, "the dataset")
-        chosen = choose(order, shuffle, dataset, batch_size, self._seed)
+        chosen = choose(order, shuffle, dataset, batch_size, self.seed)
         source = self.cursors.find(dataset, chosen.count, name, site)
         plan = self._loaders.plan(dataset, batch_size, accumulate=accumulate, given=chosen, drop_last=drop_last)
         if plan.batches == 0:
@@ -187,7 +188,7 @@ class BatchFeed:
             "count": plan.count,
             "batch_size": batch_size,
             "drop_last": drop_last,
-            "seed": self._seed,
+            "seed": self.seed,
             **chosen.facts(source.epoch),
         }
         compares = not source.opened or chosen.drawn_anew
@@ -202,6 +203,15 @@ class BatchFeed:
 
         return PlannedPass(dataset, facts, name, site, accumulate, begin)
 
+    def _refuse_with_leaves(self, data: Any) -> None:
+        """Which examples of a stream are in a batch depends on the number of ranks."""
+        if self._strategy.leaves:
+            raise ConfigError(
+                f"train.exact: {self._strategy.leaves} needs batches that are the same on any number of ranks, and "
+                f"{type(data).__name__} is a stream, of which every rank reads its own shards: use a dataset with "
+                "__len__ and __getitem__, or leave train.exact out"
+            )
+
     def _plan_examples(
         self,
         data: Any,
@@ -213,6 +223,7 @@ class BatchFeed:
         accumulate: int,
         site: str | None,
     ) -> PlannedPass:
+        self._refuse_with_leaves(data)
         check_stream(data, "run.batches")
         source = self._streams.source(data)
         facts = {
@@ -221,7 +232,7 @@ class BatchFeed:
             "shuffle": shuffle,
             "shuffle_buffer": self._shuffle_buffer,
             "drop_last": drop_last,
-            "seed": self._seed,
+            "seed": self.seed,
         }
 
         def begin(cursor: Cursor) -> MicroBatches | None:
@@ -241,6 +252,7 @@ class BatchFeed:
         self, batches: Iterable[Any], count: Callable[[Any], int], name: str | None, site: str, ahead: bool
     ) -> PlannedPass:
         """Plans a pass over batches that are made elsewhere, of which every dp rank has different ones."""
+        self._refuse_with_leaves(batches)
         self._release_for(batches)
         return PlannedPass(batches, {}, name, site, 1, partial(self._begin_stream, batches, count, ahead))
 
@@ -262,7 +274,7 @@ class BatchFeed:
         cursor.kind = "batches"
         micros = streamed(
             self._group, batches, count, cursor.name, self._dp_rank, self._strategy.dp_size, cursor.batch,
-            [self._seed, cursor.epoch] if stateful or ahead else None,
+            [self.seed, cursor.epoch] if stateful or ahead else None,
         )  # fmt: skip
         return _with_plain_places(micros, cursor.name)
 
@@ -314,7 +326,7 @@ class BatchFeed:
                 )
 
     def _log_uneven_shares(self, batch_size: int) -> None:
-        uneven = uneven_shares(batch_size, self._strategy.dp_size, "batch_size")
+        uneven = None if self._strategy.leaves else uneven_shares(batch_size, self._strategy.dp_size, "batch_size")
         if uneven and batch_size not in self._uneven:
             self._uneven.add(batch_size)
             logger.info(uneven)
@@ -360,9 +372,12 @@ class BatchFeed:
             return None
         micro, batch = following
         again = self.step is not None and self.step.has_taken(walk.cursor)
-        self.step = self.step or Step(self._strategy.dp_size)
+        self.step = self.step or Step(self._strategy.leaves or self._strategy.dp_size)
         self.step.take(walk.cursor, micro)
         self._strategy.sync_gradients(self.step.completes_batch)
+        if self._strategy.leaves:
+            self._strategy.begin_micro_batch(self.step_number, walk.cursor.name, micro, self.step.taken == 1)
+            self._gradients.keep()
         batch = self._strategy.move(batch, micro.number)
         filled = again and walk.accumulate == 1 and self._runtime.fixed_shapes
         self._guard.begin("a batch that was filled up" if filled else "a step", batch)

@@ -74,7 +74,7 @@ class Engine:
         self._phases = Phases(timeline) if timeline is not None else None
         self.out_of_band = OutOfBandSync(group, requests) if group.world_size > 1 else None
         self.control_sync = ControlSync(group, requests, self.out_of_band)
-        self.strategy = strategies.create(settings.strategy, runtime, group)
+        self.strategy = strategies.create(settings.strategy, runtime, group, settings.train.exact, settings.seed)
         hook = settings.strategy.comm_hook
         if hook is not None and hook.type not in COMM_HOOKS:
             self.strategy.use_comm_hook(import_object(hook.type, "strategy.comm_hook"))
@@ -199,6 +199,9 @@ class Engine:
         step = feed.current_step()
         check_closure(stepped[0], stepped[1], step, closure, self.stepper.loss_scale is not None)
         if not step.completes_batch:
+            if self.strategy.leaves:
+                self.strategy.keep_gradients(stepped[2])
+                self.models.gradients.keep(stepped[1])
             feed.busy_since = time.perf_counter()
             return False
         number = feed.step_number

@@ -23,9 +23,11 @@ from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import ConfigError
 from lockstep.evaluation.epoch_metrics import Collected, EpochMetrics, epoch_metrics_of, require_other_names
 from lockstep.evaluation.means import Measure, combine, evaluating, measure_sums, sums_of
-from lockstep.runtime.base import Runtime, generator_states, set_generator_states
+from lockstep.runtime.base import Runtime, generator_states, seed_generators, set_generator_states
 from lockstep.strategy import compiled
 from lockstep.strategy.base import Strategy
+
+_EVALUATING = 2**31  # takes the place of a step in the seed of a leaf
 
 
 class _GivenUp(Exception):
@@ -133,7 +135,7 @@ class Evaluator:
         if not is_stream(dataset):
             count = check_dataset(dataset, name)
             loader = self._feed.for_evaluation(dataset, batch_size, collate, alone=alone)
-            return count, lambda: loader.epoch(0), lambda: None
+            return count, lambda: self._seeded(loader.epoch(0)), lambda: None
         check_stream(dataset, name)
         walk = self._feed.evaluation_of_stream(dataset, batch_size, collate, alone)
         together = self._strategy.measures_together
@@ -143,6 +145,19 @@ class Evaluator:
             lambda: walk.in_step(self._group) if together else walk.micro_batches(),
             lambda: walk.compare(self._group) if compares else None,
         )
+
+    def _seeded(self, micros: Iterable[tuple[MicroBatch, Any]]) -> Iterator[tuple[MicroBatch, Any]]:
+        """With train.exact, gives every leaf its own random numbers, whichever rank computes it."""
+        if not self._strategy.leaves:
+            yield from micros
+            return
+        states = generator_states(self._runtime)
+        try:
+            for micro, batch in micros:
+                seed_generators(self._runtime, self._feed.seed, _EVALUATING, micro.batch, micro.leaf)
+                yield micro, batch
+        finally:
+            set_generator_states(self._runtime, states)
 
     def _epoch_metrics(
         self, whole: EpochMetrics, collected: list[Collected], means: Mapping[str, Any], alone: bool, name: str

@@ -25,6 +25,7 @@ from lockstep.engine.step import Step
 from lockstep.errors import ConfigError
 
 Count = Tensor | float
+Drop = Callable[[Optimizer, bool], None]
 
 
 @dataclass(eq=False)
@@ -36,6 +37,7 @@ class BackwardPass:
     count: Count | None  # None where the loss was a mean
     reached: set[int]  # the optimizers whose parameters got gradients
     settled: set[int] = field(default_factory=set)  # those that have stepped with them, or were cleared
+    kept: set[int] = field(default_factory=set)  # those whose gradients are put aside, where zero_grad does not reach
     used: bool = False  # whether any optimizer has stepped with it
     carried_over: bool = False  # whether the pass over the data ended before any did
 
@@ -55,7 +57,7 @@ class Watched:
     name: str
     optimizer: Optimizer
     clear: Callable[[], None]
-    drop_unreduced: Callable[[Optimizer], None]
+    drop_unreduced: Drop
     stepped_in: Step | None = None
     cleared_by_loop: bool = False  # since its last step: from then on its gradients are what plain PyTorch has
     calls_zero_grad: bool = False  # whether the loop has ever cleared it
@@ -73,18 +75,20 @@ class Watched:
 
 
 class GradientTracker:
-    def __init__(self) -> None:
+    def __init__(self, by_leaf: bool = False) -> None:
+        """With train.exact, `by_leaf`, gradients are put aside leaf by leaf: a loop may clear them after each."""
+        self._by_leaf = by_leaf
         self._watched: dict[int, Watched] = {}
         self._passes: list[BackwardPass] = []
         self._before: dict[int, list[tuple[Tensor | None, int]]] = {}
 
-    def watch(self, name: str, optimizer: Optimizer, drop_unreduced: Callable[[Optimizer], None]) -> None:
+    def watch(self, name: str, optimizer: Optimizer, drop_unreduced: Drop) -> None:
         """Follows an optimizer; `drop_unreduced` drops those of its gradients that its zero_grad does not reach."""
         plain = optimizer.zero_grad
 
         def clear(set_to_none: bool = True) -> None:
             plain(set_to_none)
-            drop_unreduced(optimizer)
+            drop_unreduced(optimizer, False)
 
         watched = Watched(name, optimizer, clear, drop_unreduced)
 
@@ -92,7 +96,7 @@ class GradientTracker:
         def zero_grad(set_to_none: bool = True) -> None:
             clear(set_to_none)
             watched.cleared()
-            self._settle(watched)
+            self._settle(watched, with_kept=False)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         self._watched[id(optimizer)] = watched
@@ -106,7 +110,7 @@ class GradientTracker:
             waiting = self._waiting(watched)
             if not waiting or watched.cleared_by_loop:
                 continue
-            if all(each is None for each in watched.gradients):  # cleared by other means: model.zero_grad()
+            if not self._by_leaf and all(each is None for each in watched.gradients):  # by model.zero_grad()
                 watched.cleared()
                 self._settle(watched)
             elif any(each.used for each in waiting):
@@ -119,6 +123,11 @@ class GradientTracker:
         reached = {key for key, each in self._watched.items() if self._is_reached(key, each)}
         self._passes.append(BackwardPass(step, step.batches, step.taken, len(known), count, reached))
         self._before = {}
+
+    def keep(self, optimizer: Optimizer | None = None) -> None:
+        """The gradients of an optimizer, or of all, are put aside: they wait for its step whatever the loop clears."""
+        for each in self._passes:
+            each.kept |= self._watched.keys() if optimizer is None else {id(optimizer)}
 
     def counts_for(self, optimizer: Optimizer) -> list[Count]:
         """Returns what to divide the gradients of an optimizer by; nothing where they are those of means."""
@@ -162,7 +171,7 @@ class GradientTracker:
     def abandon(self, step: Step) -> None:
         """Drops the gradients of a step that the loop has left half way: its batch comes again, whole."""
         for watched in self._watched.values():
-            watched.drop_unreduced(watched.optimizer)
+            watched.drop_unreduced(watched.optimizer, True)
             waiting = self._waiting(watched)
             if any(each.step is step for each in waiting):
                 if any(each.step is not step for each in waiting):
@@ -227,9 +236,10 @@ class GradientTracker:
         watched.clear()
         self._settle(watched)
 
-    def _settle(self, watched: Watched) -> None:
+    def _settle(self, watched: Watched, with_kept: bool = True) -> None:
         for each in self._passes:
-            each.settled.add(id(watched.optimizer))
+            if with_kept or id(watched.optimizer) not in each.kept:
+                each.settled.add(id(watched.optimizer))
 
     def _is_reached(self, key: int, watched: Watched) -> bool:
         if len(self._watched) == 1:

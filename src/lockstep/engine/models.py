@@ -49,7 +49,7 @@ class Models:
         self._strategy = strategy
         self.entries: dict[str, Entry] = {}
         self.optimizers: dict[str, Optimizer] = {}
-        self.gradients = GradientTracker()
+        self.gradients = GradientTracker(by_leaf=strategy.leaves is not None)
         self._known: set[int] = set()  # the parameters of all modules, by identity
         # By optimizer: its model, its parameters, and in how many groups they were, all of them known.
         self._checked: dict[int, tuple[Entry, list[nn.Parameter], int]] = {}

@@ -205,7 +205,8 @@ class Run:
             self.register_state("scheduler" if first else f"scheduler of {chosen}", scheduler)
         if first:
             # From here on ranks draw different numbers (dropout); until here they drew the same (initial weights).
-            seed_generators(engine.runtime, engine.settings.seed, self.dp_rank)
+            different = () if engine.strategy.leaves else (self.dp_rank,)
+            seed_generators(engine.runtime, engine.settings.seed, *different)
         given = [placed, *(each for each in (optimizer, scheduler) if each is not None)]
         return given[0] if len(given) == 1 else tuple(given)
 

@@ -50,6 +50,12 @@ class Stepper:
 
     def backward(self, step: Step, number: int, total: Tensor, count: Any) -> None:
         """Computes gradients of the loss of the current micro-batch of step `number`."""
+        if self._strategy.leaves and step.counted:
+            raise ConfigError(
+                f"run.backward: train.exact: {self._strategy.leaves} computes every batch leaf by leaf, and this loss "
+                "comes after an optimizer has stepped for the batch: only its last leaf would see the new weights. "
+                "Call run.backward for all losses before run.step, or leave train.exact out"
+            )
         complete = step.completes_batch
         factor = step.weight if count is None else step.scale
         exchanges = self._group.world_size > 1 and complete

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.record.meters import Sums, numbers
+from lockstep.record.meters import Parts, added_up, numbers, parts_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def measure_sums(
     measured: Callable[[], None] = lambda: None,
     together: bool = False,
     collect: Callable[[MicroBatch, Any], None] = lambda micro, batch: None,
-) -> tuple[Sums, int]:
+) -> tuple[Parts, int]:
     """Returns this rank's sums over its part of the data, in double precision, and how many examples it saw.
 
     Where the forward pass takes all ranks `together`, one that has no examples of a batch measures it all the same.
@@ -81,7 +81,7 @@ def sums_of(
     move: Callable[[Any], Any],
     measured: Callable[[], None] = lambda: None,
     together: bool = False,
-) -> tuple[Sums, int]:
+) -> tuple[Parts, int]:
     """Sums over batches, each with how many examples a mean over it counts for, and its length.
 
     Values are kept where they were computed, and read once at the end: no batch waits for the one before.
@@ -102,16 +102,12 @@ def sums_of(
     return {name: _summed(name, each, len(counts)) for name, each in totals.items()}, sum(counts)
 
 
-def combine(parts: list[tuple[Sums, int]], expected: int | None, name: str) -> dict[str, float]:
+def combine(parts: list[tuple[Parts, int]], expected: int | None, name: str) -> dict[str, float]:
     """Returns means over all ranks; checks that together they saw every example once, if `expected` is known."""
     seen = sum(count for _, count in parts)
     if expected is not None and seen != expected:
         raise AssertionError(f"{name}: {seen} examples were measured, the dataset has {expected}")
-    found: Sums = {}
-    for sums, _ in parts:
-        for metric, (total, count) in sums.items():
-            have = found.setdefault(metric, [0.0, 0.0])
-            have[0], have[1] = have[0] + total, have[1] + count
+    found = added_up(sums for sums, _ in parts)
     return {metric: total / count if count else math.nan for metric, (total, count) in found.items()}
 
 
@@ -129,14 +125,14 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[float]:
+def _summed(name: str, totals: list[tuple[float, Any, Any]], batches: int) -> list[list[float]]:
     if len(totals) != batches:
         raise ConfigError(f"metric {name!r} is there for {len(totals)} of {batches} batches: return it for each")
     found = numbers([total for _, total, _ in totals] + [count for _, _, count in totals])
     weights = [weight for weight, _, _ in totals]
     return [
-        math.fsum(weight * total for weight, total in zip(weights, found[:batches], strict=True)),
-        math.fsum(weight * count for weight, count in zip(weights, found[batches:], strict=True)),
+        parts_of(weight * total for weight, total in zip(weights, found[:batches], strict=True)),
+        parts_of(weight * count for weight, count in zip(weights, found[batches:], strict=True)),
     ]
 
 

@@ -50,6 +50,7 @@ from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
 from lockstep.strategy.base import Strategy
+from lockstep.strategy.exact import ExactStrategy
 from lockstep.strategy.mesh import axes_of, shard_rules
 from lockstep.strategy.slices import local_part
 from lockstep.strategy.xla_ddp import in_buckets
@@ -148,8 +149,17 @@ def _moved_into(part: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return move
 
 
-def _create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
+class FakeExact(ExactStrategy):
+    def _anywhere(self, present: list[bool]) -> list[bool]:
+        return present
+
+
+def _create(
+    settings: StrategySettings, runtime: Runtime, group: Group, leaves: int | None = None, seed: int = 0
+) -> Strategy:
     check_strategy(settings, runtime.name, group.world_size)
+    if leaves is not None:
+        return FakeExact(runtime, group.rank, group.world_size, leaves, seed)
     if settings.type in ("auto", "ddp") and group.world_size > 1:
         return FakeDdp(runtime, settings, group.world_size)
     return _really_create(settings, runtime, group)

@@ -13,7 +13,7 @@ from lockstep.data.cursors import Due, Progress
 from lockstep.distributed.group import Group
 from lockstep.errors import NonFiniteGradients, NonFiniteLoss
 from lockstep.record.logger import Kind
-from lockstep.record.meters import Meter, Reading, Totals
+from lockstep.record.meters import Meter, Parts, Reading, Totals, added_up
 from lockstep.record.metric_writer import MetricWriter
 from lockstep.record.samples import check_name
 from lockstep.runtime.base import Runtime
@@ -172,7 +172,7 @@ class MetricAggregator:
         """Writes rank 0's values outside of any batch at the end of a run: other ranks may have logged none."""
         self.write_pending_row()
         noted, self._apart = self._apart, []
-        self._write_apart([[[each.step, each.epoch, each.meter.read().sums] for each in noted]])
+        self._write_apart([[[each.step, each.epoch, each.meter.read().parts] for each in noted]])
 
     def write(self, progress: Progress, values: Mapping[str, Any]) -> None:
         """Writes a row of metrics on rank 0; other ranks only call the listener."""
@@ -230,17 +230,21 @@ class MetricAggregator:
     def _exchange(self, step: int, reading: Reading, busy: float) -> None:
         with self._group.activity.within("reading the metrics"):
             found = reading.read()
-            apart = [[each.step, each.epoch, each.meter.read().sums] for each in self._apart]
+            apart = [[each.step, each.epoch, each.meter.read().parts] for each in self._apart]
         self._apart = []
-        sums = found.sums if self._is_dp_leader else {}
-        message: Any = {"sums": sums, "bad": found.bad, "busy": busy, "apart": apart}
+        message: Any = {
+            "sums": found.parts if self._is_dp_leader else {},
+            "bad": found.bad,
+            "busy": busy,
+            "apart": apart,
+        }
         messages = self._group.gather(message, f"metrics of step {step}")
         bad = [(each["bad"][0], rank, each["bad"][1]) for rank, each in enumerate(messages) if each["bad"]]
         if bad:
             raise NonFiniteLoss(*min(bad))
-        for each in messages:
-            self._since_row.add(each["sums"])
-            self.since_validation.add(each["sums"])
+        sums = added_up(each["sums"] for each in messages)
+        self._since_row.add(sums)
+        self.since_validation.add(sums)
         self._group.activity.busy = busy
         self._note_memory()
         if self._metric_writer is not None:
@@ -256,12 +260,13 @@ class MetricAggregator:
             self._group.activity.memory = self._runtime.memory().get("peak")
 
     def _write_apart(self, noted: list[list[Any]]) -> None:
-        places = {(step, epoch): Totals() for rank in noted for step, epoch, _ in rank}
+        places: dict[tuple[int, int], list[Parts]] = {(step, epoch): [] for rank in noted for step, epoch, _ in rank}
         for rank in noted:
             for step, epoch, sums in rank:
-                places[step, epoch].add(sums)
-        for (step, epoch), totals in sorted(places.items()):
-            self._write({"step": step, "epoch": epoch, **totals.means()}, time.perf_counter())
+                places[step, epoch].append(sums)
+        for (step, epoch), parts in sorted(places.items(), key=lambda each: each[0]):
+            means = {name: total / weight for name, (total, weight) in added_up(parts).items() if weight}
+            self._write({"step": step, "epoch": epoch, **means}, time.perf_counter())
 
     def _write(self, row: dict[str, Any], at: float) -> None:
         single = {name: value for name, value in row.items() if not isinstance(value, list)}

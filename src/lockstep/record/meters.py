@@ -15,6 +15,8 @@ from lockstep.runtime.base import Runtime
 
 # name -> (weighted sum, weight)
 Sums = dict[str, list[float]]
+# The same of one rank, each number in parts that add up to it without rounding.
+Parts = dict[str, list[list[float]]]
 
 
 class Bad(NamedTuple):
@@ -46,8 +48,12 @@ class Reading:
 class Found:
     """The sums of everything noted, and the first loss that is not finite."""
 
-    sums: Sums
+    parts: Parts
     bad: Bad | None
+
+    @property
+    def sums(self) -> Sums:
+        return added_up([self.parts])
 
 
 class Meter:
@@ -131,6 +137,39 @@ class Totals:
         return means
 
 
+def parts_of(values: Iterable[float]) -> list[float]:
+    """Returns few numbers that have exactly the same sum: how values fall on ranks then changes no bit of it."""
+    parts: list[float] = []
+    for value in values:
+        if not math.isfinite(value):
+            return [value]
+        kept = 0
+        for part in parts:
+            larger, smaller = (value, part) if abs(value) >= abs(part) else (part, value)
+            value = larger + smaller
+            if (rest := smaller - (value - larger)) != 0:
+                parts[kept] = rest
+                kept += 1
+        parts[kept:] = [value]
+    return parts
+
+
+def added_up(ranks: Iterable[Parts]) -> Sums:
+    """Returns the sums over all ranks, each rounded once."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for parts in ranks:
+        for name, (total, weight) in parts.items():
+            have = found.setdefault(name, ([], []))
+            have[0].extend(total)
+            have[1].extend(weight)
+    return {name: [sum_of(total), sum_of(weight)] for name, (total, weight) in found.items()}
+
+
+def sum_of(values: list[float]) -> float:
+    """Returns the sum, rounded once; what is not finite stays so, without an error."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
 def numbers(values: list[Any]) -> list[float]:
     """Returns single values as numbers, with one wait for the device if possible."""
     return Numbers(values).read()
@@ -161,13 +200,13 @@ def _read_now(tensors: list[torch.Tensor]) -> list[float]:
     return [float(each) for each in torch.stack([each.reshape(()) for each in tensors]).double().cpu().tolist()]
 
 
-def _summed(entries: list[Entry], values: list[float], counts: list[float], leave_out_bad: bool) -> Sums:
+def _summed(entries: list[Entry], values: list[float], counts: list[float], leave_out_bad: bool) -> Parts:
     found: dict[str, list[tuple[float, float]]] = {}
     for entry, value, count in zip(entries, values, counts, strict=True):
         kept = found.setdefault(entry.name, [])
         if count and not (leave_out_bad and not math.isfinite(value)):
             kept.append((value if entry.is_total else value * count, count))
     return {
-        name: [math.fsum(total for total, _ in kept), math.fsum(count for _, count in kept)]
+        name: [parts_of(total for total, _ in kept), parts_of(count for _, count in kept)]
         for name, kept in found.items()
     }

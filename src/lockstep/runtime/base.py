@@ -152,9 +152,9 @@ class Runtime(abc.ABC):
         return {}
 
 
-def seed_generators(runtime: Runtime, seed: int, rank: int | None = None) -> None:
-    """Seeds all generators, equally on all ranks or differently with a rank."""
-    words = np.random.SeedSequence([seed] if rank is None else [seed, rank + 1]).generate_state(3, np.uint64)
+def seed_generators(runtime: Runtime, seed: int, *place: int) -> None:
+    """Seeds all generators, equally on all ranks or differently with a rank, or another place."""
+    words = np.random.SeedSequence([seed, *(each + 1 for each in place)]).generate_state(3, np.uint64)
     runtime.seed(int(words[0] >> np.uint64(1)))
     random.seed(int(words[1]))
     np.random.seed(int(words[2] & np.uint64(0xFFFFFFFF)))

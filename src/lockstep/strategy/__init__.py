@@ -10,10 +10,19 @@ from lockstep.strategy.base import SingleStrategy, Strategy
 from lockstep.strategy.ddp import DdpStrategy
 
 
-def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
-    """Returns the strategy that the config names; `auto` is `single` for one process and `ddp` for more."""
+def create(
+    settings: StrategySettings, runtime: Runtime, group: Group, leaves: int | None = None, seed: int = 0
+) -> Strategy:
+    """Returns the strategy that the config names; `auto` is `single` for one process and `ddp` for more.
+
+    `leaves` is `train.exact`, whose random numbers depend on the seed.
+    """
     world_size = group.world_size
     check_strategy(settings, runtime.name, world_size)
+    if leaves is not None:
+        from lockstep.strategy.exact import ExactStrategy
+
+        return ExactStrategy(runtime, group.rank, world_size, leaves, seed)
     if runtime.name == "xla":
         return _on_xla(settings, runtime, world_size)
     if settings.has_mesh:

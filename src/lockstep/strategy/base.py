@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.strategy import ShardRule
+from lockstep.data.batches import MicroBatch
 from lockstep.distributed.group import Group
 from lockstep.errors import ConfigError
 from lockstep.runtime.base import Runtime
@@ -54,6 +55,7 @@ class Strategy(abc.ABC):
         self.batch_multiple = 1  # examples of a micro-batch are a multiple of this, to be spread over devices evenly
         self.measures_together = False  # whether an evaluation takes all ranks: then none may leave it alone
         self.has_replicas = False  # whether parameters must be equal on all ranks between two steps
+        self.leaves: int | None = None  # with train.exact: how many a global batch is divided into
         self._replicas_averaged = 1  # the number of ranks over which reduced gradients were averaged
         # Parameters that others have taken the place of, both kept: an optimizer may have the ones before.
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -133,6 +135,9 @@ class Strategy(abc.ABC):
     def sync_gradients(self, wanted: bool) -> None:  # noqa: B027
         """Sets whether the next forward and backward pass exchanges gradients."""
 
+    def begin_micro_batch(self, step: int, source: str, micro: MicroBatch, begins_step: bool) -> None:  # noqa: B027
+        """The loop is about to compute a micro-batch."""
+
     def computed(self, last: bool) -> None:
         """The gradients of a micro-batch are computed; with `last`, those of the whole batch."""
         if not last:  # what follows is a program of its own, the same for every micro-batch
@@ -157,8 +162,14 @@ class Strategy(abc.ABC):
         total = self.total_count(totals)
         return total / (self.total_count(counts) if counts else self._replicas_averaged)
 
-    def drop_unreduced(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """Drops gradients that an optimizer's zero_grad does not reach: they wait for the last micro-batch."""
+    def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:  # noqa: B027
+        """Drops gradients that an optimizer's zero_grad does not reach: they wait for the last micro-batch.
+
+        The batch is `abandoned` where the loop was left: it comes again, whole.
+        """
+
+    def keep_gradients(self, parameters: Parameters) -> None:  # noqa: B027
+        """An optimizer was asked to step before the last micro-batch: the loop is done with this one."""
 
     def gradients_are_finite(self, parameters: Parameters) -> bool:
         return bool(all_finite([values_of(each) for each in gradients_of(parameters)], self.runtime.device))

@@ -255,7 +255,7 @@ class ShardedStrategy(Strategy):
         for each in self._second:
             each.release()
 
-    def drop_unreduced(self, optimizer: Optimizer) -> None:
+    def drop_unreduced(self, optimizer: Optimizer, abandoned: bool) -> None:
         if not self._accumulates:
             return
         owned = {id(each) for group in optimizer.param_groups for each in group["params"]}

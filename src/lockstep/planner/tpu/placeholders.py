@@ -194,7 +194,9 @@ class PlaceholderSingle(_PlaceholderStrategy, SingleStrategy):
 def world(size: int, register: Register) -> Iterator[FakeGroup]:
     really = strategies.create
 
-    def create(settings: StrategySettings, runtime: Runtime, group: Group) -> Strategy:
+    def create(
+        settings: StrategySettings, runtime: Runtime, group: Group, leaves: int | None = None, seed: int = 0
+    ) -> Strategy:
         assert isinstance(runtime, XlaRuntime)
         check_strategy(settings, runtime.name, group.world_size)
         made: PlaceholderSpmd | PlaceholderDdp | PlaceholderSingle

@@ -1,0 +1,65 @@
+"""`train.deterministic`: the same numbers whenever the same run is repeated on the same kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.errors import ConfigError
+
+# Read by cuBLAS when it is first used, and by torch.compile, which then chooses no kernel by how long it takes.
+_VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+
+
+@contextlib.contextmanager
+def deterministic(family: str, threads: int | None) -> Iterator[None]:
+    """Lets torch use deterministic algorithms only, with a fixed number of CPU threads, inside the block."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    cudnn, fill = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    was = cudnn.benchmark, cudnn.deterministic
+    added = {name: value for name, value in _VARIABLES.items() if name not in os.environ}
+    os.environ.update(added)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    cudnn.benchmark, cudnn.deterministic = False, True
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        with _attention() if family == "cuda" else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        cudnn.benchmark, cudnn.deterministic = was
+        torch.set_num_threads(before[1])
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _attention() -> Iterator[None]:
+    """Leaves the attention kernels whose backward pass is deterministic: flash, and plain matrix products."""
+    cuda = torch.backends.cuda
+    before = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    cuda.enable_mem_efficient_sdp(False)
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_mem_efficient_sdp(before[0])
+        cuda.enable_cudnn_sdp(before[1])
+
+
+def explained(error: BaseException) -> ConfigError | None:
+    """Returns what torch's error about an operation without a deterministic form means to the user."""
+    found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    return ConfigError(
+        f"train.deterministic: {found[1]} has no deterministic form on this device. Use another operation in its "
+        "place (the traceback in the rank's log has the line), or leave train.deterministic and train.exact out"
+    )
