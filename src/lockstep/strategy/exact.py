@@ -227,9 +227,10 @@ class ExactStrategy(Strategy):
         mine = torch.stack([torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()) for each in counts])
         if self.world_size == 1:
             return mine.sum()
-        of_all = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(of_all, mine)
-        return torch.cat(of_all).sum()
+        here = mine.to(_device_between(device))
+        of_all = [torch.empty_like(here) for _ in range(self.world_size)]
+        dist.all_gather(of_all, here)
+        return torch.cat(of_all).to(device).sum()
 
     def _exchanged(self, node: Node, keys: Sequence[Hashable], like: Mapping[Hashable, Tensor] | None = None) -> Node:
         """Continues the tree over ranks. Returns the sum of what any of them has."""
@@ -247,7 +248,7 @@ class ExactStrategy(Strategy):
 
     def _anywhere(self, present: list[bool]) -> list[bool]:
         """Returns for each of these whether any rank has it."""
-        has = torch.tensor(present, dtype=torch.uint8, device=self.runtime.device)
+        has = torch.tensor(present, dtype=torch.uint8, device=_device_between(self.runtime.device))
         dist.all_reduce(has, dist.ReduceOp.MAX)
         return list(map(bool, has.tolist()))
 
@@ -298,12 +299,17 @@ def add_over_ranks(flat: Tensor, rank: int, world_size: int) -> None:
 
 
 def _swapped(mine: Tensor, length: int, partner: int) -> Tensor:
-    """Sends a tensor to another rank, and returns what that rank sends."""
-    theirs = torch.empty(length, dtype=mine.dtype, device=mine.device)
-    sent, received = dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)
+    """Sends a tensor to another rank, and returns what that rank sends. Gloo sends from the host alone."""
+    here = mine.to(_device_between(mine.device))
+    theirs = torch.empty(length, dtype=mine.dtype, device=here.device)
+    sent, received = dist.P2POp(dist.isend, here, partner), dist.P2POp(dist.irecv, theirs, partner)
     for work in dist.batch_isend_irecv([sent, received]):
         work.wait()
-    return theirs
+    return theirs.to(mine.device)
+
+
+def _device_between(device: torch.device) -> torch.device:
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 class LeafBuffers:
