@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -85,8 +86,12 @@ def main() -> None:
     parser = report.options(__doc__, repeats=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--case", type=json.loads, help="measure this one here, and print it")
     chosen = report.parse(parser)
     size = "tiny" if chosen.quick else chosen.device
+    if chosen.case:
+        print("ROW", json.dumps(measured(chosen.case, size, 5 if chosen.quick else chosen.steps, chosen.device)))
+        return
     if chosen.device == "cuda":
         cases = [(1, how, compiled) for compiled in (False, True) for how in ("plain", "deterministic", "exact")]
         cases.insert(3, (2, "exact", False))  # two processes share the GPU: for its bits, not its time
@@ -95,7 +100,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for processes, how, compiled in report.interleaved(cases, chosen, shuffled=chosen.device == "cpu"):
         case = {"processes": processes, "how": how, "compiled": compiled}
-        rows.append(measured(case, size, 5 if chosen.quick else chosen.steps, chosen.device))
+        # In a process of its own: nothing of the case before is left in memory.
+        command = [sys.executable, __file__, *sys.argv[1:], "--case", json.dumps(case)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        rows += [json.loads(line.removeprefix("ROW ")) for line in output.splitlines() if line.startswith("ROW ")]
         print(json.dumps(rows[-1]), flush=True)
         if chosen.json:
             chosen.json.write_text(json.dumps(rows))
