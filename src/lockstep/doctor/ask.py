@@ -35,7 +35,6 @@ class Answer:
 
     value: dict[str, Any] | None
     problem: str = ""
-    late: bool = False
 
 
 class Question:
@@ -77,7 +76,7 @@ class Question:
             if "problem" in message:
                 return Answer(None, message["problem"])
         stages = [message["stage"] for message in messages]
-        return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)), code is None)
+        return Answer(None, unanswered(code, self._limit, stages, self._read(self._err)))
 
     def _end(self) -> None:
         """Ends it with everything that it started."""

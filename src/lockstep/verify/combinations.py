@@ -154,7 +154,7 @@ def missing(combination: Combination) -> str | None:
         if version_of(package) is None:
             return f"{package} is not installed"
     torch, torch_xla = version_of("torch"), version_of("torch_xla")
-    if "torch_xla" in combination.packages and not fit_together(str(torch), str(torch_xla)):
+    if "torch_xla" in combination.packages and not fit_together(torch, torch_xla):
         return f"torch_xla {torch_xla} does not fit torch {torch}"
     if combination.gpus and (present := gpu_count()) < combination.gpus:
         wanted = "a GPU" if combination.gpus == 1 else f"{combination.gpus} GPUs"
