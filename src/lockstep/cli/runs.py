@@ -120,7 +120,7 @@ def serve(runs: Path, port: int, host: str) -> None:
         if server.token is not None:
             say(f"--host {host}: not for this machine alone. Whoever has the token in the address sees the runs; it "
                 "travels in the clear: use a network that is yours, or SSH to a port on loopback")  # fmt: skip
-        say(f"{len(server.runs.names())} runs of {runs} at the address below; Ctrl-C ends it")
+        say(f"{len(server.runs.folders())} runs of {runs} at the address below; Ctrl-C ends it")
         click.echo(server.url)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -76,6 +76,16 @@ def held_by(folder: Path) -> Holder | None:
     return None
 
 
+def is_at_work(folder: Path) -> bool | None:
+    """Whether a process holds a run's folder; None where that cannot be known, because it is on another host."""
+    if held_by(folder) is not None:
+        return True
+    named = [_named(folder / name) for name in (_RUN, _RANK)]
+    if not (folder / _RUN).exists() or any(each is not None and not each.is_here for each in named):
+        return None
+    return False
+
+
 def _named(path: Path) -> Holder | None:
     """Returns the holder that a lock or a lease names: a released lock is empty."""
     try:
