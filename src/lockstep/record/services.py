@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -19,9 +20,9 @@ from typing import Any
 
 from lockstep.config.load import to_yaml
 from lockstep.config.loggers import Mlflow, Wandb
-from lockstep.config.plain import leaves
+from lockstep.config.plain import did_you_mean, leaves
 from lockstep.errors import ConfigError
-from lockstep.record.logger import About, Sample, check_arguments
+from lockstep.record.logger import About, Sample
 
 
 class TensorBoardLogger:
@@ -69,8 +70,12 @@ class WandbLogger:
 
     def __init__(self, settings: Wandb) -> None:
         self._settings = settings
-        if settings.arguments:
-            check_arguments(settings.arguments, "wandb", _OURS)
+        known = inspect.signature(importlib.import_module("wandb").init).parameters if settings.arguments else ()
+        for name in settings.arguments:
+            if name in _OURS:
+                raise ConfigError(f"log.wandb.{name}: Lockstep sets it, so that a restart goes on with the same run")
+            if name not in known:
+                raise ConfigError(f"log.wandb.{name}: wandb.init has no such argument, {did_you_mean(name, known)}")
 
     @staticmethod
     def check(settings: Wandb, environment: Mapping[str, str]) -> None:
@@ -170,7 +175,8 @@ class MlflowLogger:
         mlflow: Any = importlib.import_module("mlflow")
         self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
         self._client = mlflow.MlflowClient(tracking_uri=place)
-        experiment = self._experiment()
+        found = self._client.get_experiment_by_name(self._settings.experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._settings.experiment)
         self._run_id = about.kept.get("run_id") if about.kept.get("tracking_uri") == place else None
         if self._run_id is None:
             name = self._settings.name or about.name
@@ -192,10 +198,6 @@ class MlflowLogger:
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run_id, status=_STATUSES.get(status, "KILLED"))
-
-    def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self._settings.experiment)
-        return str(found.experiment_id if found else self._client.create_experiment(self._settings.experiment))
 
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
         named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(config)}
