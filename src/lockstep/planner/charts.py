@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+import numpy as np
+
 from lockstep.planner.figures import KINDS, Collective, Work, seconds
 from lockstep.planner.figures import peak as peak_of
 from lockstep.planner.plan import GIB, Plan
@@ -232,17 +234,16 @@ def _device(rank: int, axes: Mapping[str, int], axis: str | None) -> str:
 
 def _place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Returns the coordinates of a rank; the last axis runs fastest."""
-    found = {}
-    for axis, size in reversed(list(axes.items())):
-        rank, found[axis] = divmod(rank, size)
-    return dict(reversed(found.items()))
+    return dict(zip(axes, map(int, np.unravel_index(rank, list(axes.values()))), strict=True))
 
 
 def _line(axes: Mapping[str, int], axis: str, rank: int) -> list[int]:
     """Returns the ranks of the line along an axis that contains a rank."""
-    stride = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
-    first = rank - _place(axes, rank)[axis] * stride
-    return [first + number * stride for number in range(axes[axis])]
+    ranks = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
+    found: list[int] = ranks[
+        tuple(slice(None) if name == axis else at for name, at in _place(axes, rank).items())
+    ].tolist()
+    return found
 
 
 def _number(axes: Mapping[str, int], axis: str, rank: int) -> int:
