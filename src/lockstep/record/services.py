@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -144,7 +143,6 @@ class WandbLogger:
 
 _STATUSES = {"completed": "FINISHED", "stopped early": "FINISHED", "failed": "FAILED"}
 _BY_SERVER = ("http", "https", "databricks")
-_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LONGEST_NAME = 250
 _LONGEST_PARAMETER, _MOST_PARAMETERS = 6000, 100  # of a value, and of one request
 
@@ -155,16 +153,11 @@ class MlflowLogger:
 
     @staticmethod
     def check(settings: Mlflow, environment: Mapping[str, str]) -> None:
-        """Refuses a tracking URI that is missing, or that the installed packages cannot use."""
+        """Refuses to start without a tracking URI."""
         place = settings.tracking_uri or environment.get("MLFLOW_TRACKING_URI")
         if not place:
             raise ConfigError(
                 "log.mlflow.tracking_uri: missing: name a server's URL or a folder, or set MLFLOW_TRACKING_URI"
-            )
-        scheme = place.partition(":")[0].partition("+")[0] if "://" in place else ""
-        if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
-            raise ConfigError(
-                f"log.mlflow.tracking_uri: {scheme}:// needs the whole of mlflow: pip install mlflow; or name a folder"
             )
 
     def start(self, about: About) -> dict[str, Any]:

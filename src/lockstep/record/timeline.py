@@ -87,7 +87,8 @@ class Timeline:
         folder = self.folder
         if self._files is not None and folder is not None and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_SECONDS
-            self._files.replace(LIVE_FILE, lambda: _live(list(everyone), time.time(), folder))
+            seen, at = list(everyone), time.time()
+            self._files.replace(LIVE_FILE, lambda: _live(seen, at, folder))
 
     def lags(self, step: int, busy: Sequence[float]) -> None:
         """Notes by rank how long each was busy in a step."""
