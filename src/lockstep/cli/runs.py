@@ -8,7 +8,6 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -49,7 +48,7 @@ def runs(
     _require(folder)
     found = table.ordered(table.matching(table.found(folder), statuses, patterns), sort, reverse)
     if as_json:
-        _print_json([each.plain() for each in found])
+        click.echo(json.dumps(finite([each.plain() for each in found]), indent=1))
         return
     if not found:
         say(f"{folder}: there are no runs" + (" that fit" if statuses or patterns else ""))
@@ -69,10 +68,6 @@ def _require(folder: Path) -> None:
     if re.match(r"\w+:/", str(folder)):  # a path has one slash of s3://
         hint = "; runs are looked at on a disk: copy them here first, with the tools of that storage"
     raise ConfigError(f"{folder}: there is no such folder{hint}")
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(finite(value), indent=1))
 
 
 @click.command(

@@ -126,17 +126,16 @@ def _draw(looking: Callable[[], Look], seen: Look, pause: float) -> Look:
     from rich.live import Live
 
     console = Console(highlight=False, no_color=colour(os.environ) is False or None)
-    plain = not (console.encoding or "").lower().startswith("utf")
-    with Live(_view(seen, plain), console=console, auto_refresh=False, transient=True) as display:
+    with Live(_view(seen), console=console, auto_refresh=False, transient=True) as display:
         while not seen.has_ended:
             time.sleep(pause)
             seen = looking()
-            display.update(_view(seen, plain), refresh=True)
+            display.update(_view(seen), refresh=True)
     _print(seen, as_json=False)
     return seen
 
 
-def _view(seen: Look, plain: bool) -> RenderableType:
+def _view(seen: Look) -> RenderableType:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -152,9 +151,7 @@ def _view(seen: Look, plain: bool) -> RenderableType:
         parts.append(bar)
     metrics = Table(box=None, pad_edge=False, show_header=False)
     for name, values in seen.series.items():
-        metrics.add_row(
-            Text(in_a_line(name)), Text(f"{seen.latest[name]:.4g}"), Text(watching.sparkline(values, plain))
-        )
+        metrics.add_row(Text(in_a_line(name)), Text(f"{seen.latest[name]:.4g}"), Text(watching.sparkline(values)))
     parts.append(metrics)
     if seen.live is not None:
         ranks = Table(*_HEAD, box=None, pad_edge=False)

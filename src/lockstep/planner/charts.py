@@ -124,7 +124,8 @@ def memory(plan: Plan) -> str:
     totals = [sum(each.values()) for each in points]
     peak = totals.index(max(totals)) / (len(points) - 1)
     shapes += line(peak, 1 - plan.step.peak / top, peak, 1, "peak")
-    marks += mark(f"peak {gib(plan.step.peak)}", peak, 1 - plan.step.peak / top, _side(peak))
+    side = "over" if 0.15 < peak < 0.85 else "over start" if peak <= 0.15 else "over finish"
+    marks += mark(f"peak {gib(plan.step.peak)}", peak, 1 - plan.step.peak / top, side)
     if near:
         at = 1 - plan.capacity / top
         shapes += line(0, at, 1, at, "end")
@@ -140,10 +141,6 @@ def memory(plan: Plan) -> str:
     drawn = plot(f"memory over a step, peak {gib(plan.step.peak)}", shapes, marks, "memory")
     shown = [kind for kind in KINDS if any(point.get(kind, 0) > 0 for point in points)]
     return f'{drawn}<div class="phases">{strip}</div>' + key([(kind, KIND_COLOURS[kind]) for kind in shown])
-
-
-def _side(at: float) -> str:
-    return "over" if 0.15 < at < 0.85 else "over start" if at <= 0.15 else "over finish"
 
 
 def _stacked(points: list[dict[str, int]], top: float) -> Iterator[str]:

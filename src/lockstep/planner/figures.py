@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -124,12 +123,6 @@ def collectives_of(books: Books, start: int, axes: dict[str, Axis], world_size: 
         total[0] += 1
         total[1] += each.bytes
     return [Collective(name, *axis, count, size) for (name, axis), (count, size) in found.items()]
-
-
-def held_by_the_host(books: Books) -> int:
-    """Returns the peak on the host, without temporaries of its optimizer."""
-    kept = (change for each, change in books.events if each.on_host and each.kind is not None)
-    return max(itertools.accumulate(kept), default=0)
 
 
 def thinned(timeline: list[tuple[int, dict[str, int]]], peak_at: int) -> list[dict[str, int]]:

@@ -202,16 +202,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if returns and returns[0].alias_info is not None and not returns[0].alias_info.is_write:
             return  # a view: nothing is computed
         inputs = list(_tensors((args, kwargs)))
-        moved = sum(each.numel() * each.element_size() for each in [*inputs, *outputs] if self._is_in_memory(each))
+        known = ((each, self._of.get(each.untyped_storage())) for each in [*inputs, *outputs])
+        moved = sum(each.numel() * each.element_size() for each, found in known if found is None or found.bytes)
         count = flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=made)) if count is not None else 0
         dtype = _name_of(inputs[0].dtype if inputs else outputs[0].dtype) if inputs or outputs else ""
         if not (self._optimizes_on_host and phase == "optimizer"):
             self.books.operations.append(Operation(flops, moved, dtype))
-
-    def _is_in_memory(self, tensor: Tensor) -> bool:
-        found = self._of.get(tensor.untyped_storage())
-        return found is None or found.bytes > 0
 
     def _allocate(self, storage: Any, tensor: Tensor, operation: str, line: str, kind: str | None = None) -> Allocation:
         found = Allocation(

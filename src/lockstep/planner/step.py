@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import sys
@@ -78,13 +79,13 @@ class FakeRuntime(Runtime):
         self._fake = fake
 
     def move(self, batch: Any) -> Any:
-        return map_tensors(self._as_fake, batch, lambda other: other)
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+        return map_tensors(fake, batch, lambda other: other)
 
     def use_precision(self, precision: str) -> None:
         pass  # what it changes is how numbers are multiplied, not how large they are
-
-    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
 
 class FakeGroup(Group):
@@ -247,6 +248,11 @@ def trace(config: RunConfig, world_size: int) -> Step:
             raise NotTraced(f"the step has a shape or a branch that depends on values: {error}") from None
         books = ledger.books
         peak, timeline = replay(books, event)
+        before = [(name, 0) for name, at in books.phases if at <= event][-1:]
+        rules = {**shard_rules(task.shard_rules()), **config.strategy.shard}
+        ruled = {axis for rule in rules.values() if rule.mesh is None for entry in rule.spec for axis in axes_of(entry)}
+        on_host = (change for each, change in books.events if each.on_host and each.kind is not None)
+        strategy = config.strategy
         return Step(
             world_size=world_size,
             batch=config.train.batch_size,
@@ -263,12 +269,12 @@ def trace(config: RunConfig, world_size: int) -> Step:
             work=figures.work_of(books, operation),
             collectives=figures.collectives_of(books, collective, _axes(run, world_size), world_size),
             timeline=figures.thinned(timeline, peak.at),
-            phases=_phases(books.phases, event),
+            phases=before + [(name, at - event) for name, at in books.phases if at > event],
             seconds=round(time.monotonic() - began, 1),
             events=len(timeline),
-            mesh=_mesh_of(config, world_size),
-            axes=_ruled_axes(config, task),
-            host_bytes=figures.held_by_the_host(books),
+            mesh=dict(resolve_meshes(strategy, world_size)[MAIN]) if strategy.has_mesh else {DATA_AXIS: world_size},
+            axes=sorted(ruled - set(BATCH_AXES)),
+            host_bytes=max(itertools.accumulate(on_host), default=0),  # without temporaries of its optimizer
         )
 
 
@@ -323,23 +329,6 @@ def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
         ranks = dist.get_process_group_ranks(group)
         found[group.group_name] = figures.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
     return found
-
-
-def _phases(phases: list[tuple[str, int]], start: int) -> list[tuple[str, int]]:
-    before = [name for name, at in phases if at <= start][-1:]
-    return [(name, 0) for name in before] + [(name, at - start) for name, at in phases if at > start]
-
-
-def _mesh_of(config: RunConfig, world_size: int) -> dict[str, int]:
-    if not config.strategy.has_mesh:
-        return {DATA_AXIS: world_size}
-    return dict(resolve_meshes(config.strategy, world_size)[MAIN])
-
-
-def _ruled_axes(config: RunConfig, task: Any) -> list[str]:
-    rules = {**shard_rules(task.shard_rules()), **config.strategy.shard}
-    found = {axis for rule in rules.values() if rule.mesh is None for entry in rule.spec for axis in axes_of(entry)}
-    return sorted(found - set(BATCH_AXES))
 
 
 def weights_bytes(run: Run) -> int:

@@ -72,15 +72,10 @@ def thinned(curve: Curve, most: int) -> Points:
     parts = [values[begin:end] for begin, end in itertools.pairwise(bounds)]
     return Points(
         steps=tuple(steps[end - 1] for end in bounds[1:]),
-        means=tuple(_mean(part) for part in parts),
+        means=tuple(min(max(math.fsum(each / len(part) for each in part), min(part)), max(part)) for part in parts),
         low=tuple(map(min, parts)),
         high=tuple(map(max, parts)),
     )
-
-
-def _mean(part: Sequence[float]) -> float:
-    mean = math.fsum(each / len(part) for each in part)
-    return min(max(mean, min(part)), max(part))
 
 
 # Together these keep a page below 2 MB.

@@ -107,9 +107,13 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
-            raise LaunchError(_refused(host, port, error)) from None
-        except OverflowError:
-            raise ConfigError(f"--port {port}: a port is a number from 0 to 65535") from None
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(
+                    f"--port {port}: already in use on {host}. Name another one; 0 is any that is free"
+                ) from None
+            raise LaunchError(
+                f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}"
+            ) from None
 
     def server_bind(self) -> None:
         """Binds without a name server lookup, which http.server does."""
@@ -126,14 +130,6 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores a browser that went away."""
-
-
-def _refused(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"--port {port}: already in use on {host}. Name another one; 0 is any that is free"
-    if error.errno == errno.EACCES:
-        return f"--port {port}: only root may listen there. Name one from 1024 on; 0 is any that is free"
-    return f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}"
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -22,7 +22,7 @@ _TAIL_BYTES = 262_144  # read from the end of metrics.jsonl
 _NAMES = 8  # metrics
 _RANKS = 16  # shown, of more those that are furthest behind
 _NOT_METRICS = ("step", "epoch")
-_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,13 @@ def look_of(found: Mapping[str, Any]) -> Look:
     )
 
 
-def sparkline(values: Sequence[float], plain: bool = False) -> str:
-    bars = _PLAIN_BARS if plain else _BARS
+def sparkline(values: Sequence[float]) -> str:
     shown = values[-_POINTS:]
     if not shown:
         return ""
     least, most = min(shown), max(shown)
     span = most - least
-    return "".join(bars[round((each - least) / span * (len(bars) - 1)) if span else 0] for each in shown)
+    return "".join(_BARS[round((each - least) / span * (len(_BARS) - 1)) if span else 0] for each in shown)
 
 
 def headline(seen: Look) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.config.plain import columns, finite
 from lockstep.verify.combinations import halfway
-from lockstep.verify.findings import Comparison, Judged, Report, Row
+from lockstep.verify.findings import Comparison, Judged, Report
 
 _ALL_SHOWN = 5  # steps; of more, the first three and the last
 # Rounding grows from step to step. In units of the tolerance, so much at once is something else.
@@ -30,7 +30,12 @@ def conclusion(report: Report) -> str:
     required = report.required_missing
     bad = [row for row in report.rows if not row.good]
     lines = _not_here(report) + [f"{name} is required and not here: {reason}" for name, reason in required.items()]
-    lines += [_what_is_wrong(row) for row in bad if row.fresh.verdict != "random"]
+    for row in bad:
+        if row.resumed is not None and row.fresh.verdict in ("reference", "agrees"):
+            which = f", resumed from the checkpoint of {row.resumed.resumed_from},"
+            lines.append(f"{row.combination.name}{which} {_failed_or_differs(row.resumed)}")
+        elif row.fresh.verdict != "random":
+            lines.append(f"{row.combination.name} {_failed_or_differs(row.fresh)}")
     lines += [*_by_halves(report), *_by_design(report)]
     allowed = f"tolerance {report.tolerance:.3g}, {report.precision}, {report.asked.steps} steps"
     count = len(report.rows)
@@ -89,7 +94,8 @@ def _table(report: Report) -> list[list[str]]:
     rows = [head]
     for row in report.rows:
         fresh, resumed = row.fresh, row.resumed
-        losses = [_loss(row.fresh.trial.losses, step) for step in steps]
+        known = fresh.trial.losses
+        losses = [f"{known[step]:.7g}" if step in known else "none" for step in steps]
         cells = [row.combination.name, fresh.verdict, *losses, _difference(fresh)]
         if report.asked.resume:
             cells += ["-"] * 3 if resumed is None else [resumed.resumed_from, _difference(resumed), resumed.verdict]
@@ -107,10 +113,6 @@ def _not_here(report: Report) -> list[str]:
     return [f"not here: {listed}"] if listed else []
 
 
-def _loss(losses: Mapping[int, float], step: int) -> str:
-    return f"{losses[step]:.7g}" if step in losses else "none"
-
-
 def _difference(judged: Judged) -> str:
     if judged.comparison is None:
         return "-"
@@ -119,13 +121,6 @@ def _difference(judged: Judged) -> str:
 
 def _number(value: float | None) -> str:
     return "not there" if value is None else f"{value:.6g}"
-
-
-def _what_is_wrong(row: Row) -> str:
-    name, fresh, resumed = row.combination.name, row.fresh, row.resumed
-    if resumed is not None and fresh.verdict in ("reference", "agrees"):
-        return f"{name}, resumed from the checkpoint of {resumed.resumed_from}, {_failed_or_differs(resumed)}"
-    return f"{name} {_failed_or_differs(fresh)}"
 
 
 def _failed_or_differs(judged: Judged) -> str:

@@ -26,6 +26,7 @@ from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
 _USED = re.compile(r"Used (?P<used>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _PART = re.compile(r"^\s*(?P<name>program|arguments)\s+(?P<size>[\d.]+[KMGT]?)B?\s*$", re.MULTILINE)
+_WIDTHS = {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}  # others have 4 bytes
 _TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -155,7 +156,8 @@ def _not_fitting(traced: Traced, program: int, arguments: int) -> Step:
     """libtpu compiles nothing then, and reports only what it would have needed."""
     exact: dict[str, int] = {}
     for each in traced.arguments:
-        exact[each.kind] = exact.get(each.kind, 0) + math.prod(part(each.shape, each.sharding)) * _width(each.dtype)
+        held = math.prod(part(each.shape, each.sharding)) * _WIDTHS.get(each.dtype, 4)
+        exact[each.kind] = exact.get(each.kind, 0) + held
     given = arguments or sum(exact.values())
     return _step(
         traced, peak=given + program, phase="program", by_kind={**_by_kind(exact, given), "temporaries": program},
@@ -182,10 +184,6 @@ def _by_kind(exact: Mapping[str, int], total: int) -> dict[str, int]:
     kinds = {kind: size for kind, size in exact.items() if kind != "other" and size}
     kinds["batch"] = max(kinds.get("batch", 0) + total - sum(kinds.values()), 0)
     return kinds
-
-
-def _width(dtype: str) -> int:
-    return {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "int16": 2}.get(dtype, 4)
 
 
 def collectives(
