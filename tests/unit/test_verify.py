@@ -200,7 +200,7 @@ def judged(verdict: Any, losses: dict[int, float], **rest: Any) -> Judged:
 FIRST = row("cpu-single", judged("reference", {1: 2.0, 2: 1.0}))
 SAME = row("cpu-ddp-2", judged("agrees", {1: 2.0, 2: 1.000001}))
 ABSENT = {"xla-single": "torch_xla is not installed"}
-FAILED = row("cpu-ddp-4", Judged("failed", trial({}, "rank 1 failed"), reason="rank 1 failed"))
+FAILED = row("cpu-ddp-4", Judged("failed", trial({}, "rank 1 failed")))
 
 
 def of(*rows: Row, resume: bool = False, **rest: Any) -> Report:

@@ -137,9 +137,10 @@ def verify(
     say_whose_code(config)
     asked = Asked(config, steps, overrides, only, require, tolerance, limit, not no_resume)
     try:
-        with work_folder(out) as place:
-            found = examine(asked, place.path, say)
-            place.keep = place.keep or not found.agrees
+        with work_folder(out) as (folder, ending):
+            found = examine(asked, folder, say)
+            if not found.agrees:
+                ending.pop_all()
     except KeyboardInterrupt:
         say("asked to stop: the run under way was ended")
         sys.exit(INTERRUPTED_EXIT_CODE)
@@ -147,6 +148,6 @@ def verify(
     click.echo(visible(shown))
     if form != "json":
         click.echo(f"\n{report.conclusion(found)}")
-    if place.keep:
-        say(f"the runs are in {place.path}")
+    if folder.exists():
+        say(f"the runs are in {folder}")
     sys.exit(0 if found.agrees else 1)

@@ -166,7 +166,7 @@ class MlflowLogger:
         if place.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow: Any = importlib.import_module("mlflow")
-        self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
+        self._metric, param = mlflow.entities.Metric, mlflow.entities.Param
         self._client = mlflow.MlflowClient(tracking_uri=place)
         found = self._client.get_experiment_by_name(self._settings.experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._settings.experiment)
@@ -175,7 +175,10 @@ class MlflowLogger:
             name = self._settings.name or about.name
             made = self._client.create_run(experiment, run_name=name, tags=self._settings.tags)
             self._run_id = made.info.run_id
-            self._log_parameters(about.config)
+            named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(about.config)}
+            parameters = [param(name, value) for name, value in named.items()]
+            for begin in range(0, len(parameters), _MOST_PARAMETERS):
+                self._client.log_batch(self._run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
         else:
             self._client.update_run(self._run_id, status="RUNNING")
         return {"run_id": self._run_id, "tracking_uri": place}
@@ -191,12 +194,6 @@ class MlflowLogger:
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run_id, status=_STATUSES.get(status, "KILLED"))
-
-    def _log_parameters(self, config: Mapping[str, Any]) -> None:
-        named = {_name(name): str(value)[:_LONGEST_PARAMETER] for name, value in leaves(config)}
-        parameters = [self._param(name, value) for name, value in named.items()]
-        for begin in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self._run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
 
 
 def _absolute(place: str) -> str:

@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,7 +101,7 @@ class _Runs:
         if without and not run.failure:
             failure = f"it wrote no loss of step {without[0]}: did the task stop it, or skip that step?"
             run = replace(run, failure=failure)
-        return Judged("failed", run, reason=run.failure) if run.failure else Judged("reference", run)
+        return Judged("failed", run) if run.failure else Judged("reference", run)
 
     def control(self, reference: Trial) -> Comparison | None:
         """Runs one process with its batches in halves. It shows how far rounding alone takes this training, and at step
@@ -144,7 +143,7 @@ class _Runs:
 
     def judge(self, run: Trial, losses: Losses, reference: Trial) -> Judged:
         if run.failure:
-            return Judged("failed", run, reason=run.failure)
+            return Judged("failed", run)
         comparison = compare(losses, run.losses, self.allowed)
         names = metrics_apart(reference.metrics, run.metrics, self.allowed)
         apart = {name: (run.metrics.get(name), reference.metrics.get(name)) for name in names}
@@ -199,40 +198,25 @@ def batch_statistics(run: Path) -> list[str]:
     return [name.removesuffix(".running_mean") for name in names if name.endswith(".running_mean")]
 
 
-@dataclass
-class Place:
-    path: Path
-    keep: bool
-
-
 @contextlib.contextmanager
-def work_folder(out: Path | None) -> Iterator[Place]:
-    """Creates the folder that was asked for, or a temporary one that is removed unless it is to be kept."""
-    if out is None:
-        place = Place(Path(tempfile.mkdtemp(prefix="lockstep-verify-")), keep=False)
-    else:
+def work_folder(out: Path | None) -> Iterator[tuple[Path, contextlib.ExitStack]]:
+    """Yields the folder that was asked for, or a temporary one, with what removes it in the end: `pop_all` keeps it.
+
+    SIGTERM and SIGHUP raise KeyboardInterrupt meanwhile, as Ctrl-C does: nothing stays behind.
+    """
+    with contextlib.ExitStack() as ending:
+        if out is None:
+            folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+            ending.callback(shutil.rmtree, folder, ignore_errors=True)
+        else:
+            try:
+                out.mkdir(parents=True)
+            except OSError as error:
+                raise ConfigError(f"--out {out}: a new folder cannot be made there: {error.strerror}") from None
+            folder = out.resolve()
+        before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGTERM, signal.SIGHUP)}
         try:
-            out.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: a new folder cannot be made there: {error.strerror}") from None
-        place = Place(out.resolve(), keep=True)
-    try:
-        with _ending_like_an_interrupt():
-            yield place
-    finally:
-        if not place.keep:
-            shutil.rmtree(place.path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _ending_like_an_interrupt() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does: nothing stays behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            yield folder, ending
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

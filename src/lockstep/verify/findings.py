@@ -86,7 +86,6 @@ class Judged:
     verdict: Verdict
     trial: Trial
     comparison: Comparison | None = None
-    reason: str = ""  # why it failed
     metrics_apart: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)  # here, reference
     resumed_from: str = ""
 

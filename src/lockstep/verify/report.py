@@ -126,7 +126,7 @@ def _number(value: float | None) -> str:
 def _failed_or_differs(judged: Judged) -> str:
     log = f"; log: {judged.trial.log}"
     if judged.comparison is None:
-        return f"failed: {judged.reason}{log}"
+        return f"failed: {judged.trial.failure}{log}"
     first = judged.comparison.first_step
     if first is None:
         shown = ", ".join(f"{name} is {_number(here)} and not {_number(there)}"
@@ -203,7 +203,7 @@ def _plain(judged: Judged) -> dict[str, Any]:
     run, comparison = judged.trial, judged.comparison
     return {
         "verdict": judged.verdict,
-        "reason": judged.reason or None,
+        "reason": run.failure or None,
         "resumed_from": judged.resumed_from or None,
         "losses": {str(step): loss for step, loss in run.losses.items()},
         "largest_difference": comparison.largest if comparison else None,
