@@ -12,8 +12,7 @@ from lockstep.config.load import load, with_values
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.planner.devices import Device, Target
-from lockstep.planner.figures import Estimate, Step
-from lockstep.planner.plan import GIB, Plan
+from lockstep.planner.plan import GIB, Estimate, Plan, Step
 from lockstep.planner.search import Way, search, write
 from planned_steps import DEVICE, step
 

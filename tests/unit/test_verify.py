@@ -19,9 +19,8 @@ from lockstep.errors import ConfigError
 from lockstep.verify import report
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
 from lockstep.verify.examine import draws_random_numbers
-from lockstep.verify.findings import Asked, Comparison, Judged, Report, Row, compare, metrics_apart, tolerance
-from lockstep.verify.pool import RunPool
-from lockstep.verify.trial import Trial, execute, headline
+from lockstep.verify.report import Asked, Comparison, Judged, Report, Row, compare, metrics_apart, tolerance
+from lockstep.verify.trial import RunPool, Trial, execute, headline
 
 REFERENCE_LOSSES = {1: 2.0, 2: 1.0, 3: 0.5}
 

@@ -130,7 +130,7 @@ def verify(
     from lockstep.distributed.topology import launched
     from lockstep.verify import report
     from lockstep.verify.examine import examine, work_folder
-    from lockstep.verify.findings import Asked
+    from lockstep.verify.report import Asked
 
     if launched(os.environ):
         raise ConfigError("lockstep verify starts all processes itself: run it by itself, not under a launcher")

@@ -13,9 +13,8 @@ from html import escape
 
 import numpy as np
 
-from lockstep.planner.figures import KINDS, Collective, Work, seconds
-from lockstep.planner.figures import peak as peak_of
-from lockstep.planner.plan import GIB, Plan
+from lockstep.planner.plan import GIB, KINDS, Collective, Plan, Work, seconds
+from lockstep.planner.plan import peak as peak_of
 from lockstep.planner.search import Way
 
 SIDE = 1000  # of a plot, in the units of its shapes

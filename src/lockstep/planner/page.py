@@ -9,8 +9,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.planner.charts import exchange, gib, memory, mesh, milliseconds, roofline, step_time, ways
 from lockstep.planner.devices import Target
-from lockstep.planner.figures import KINDS
-from lockstep.planner.plan import Plan
+from lockstep.planner.plan import KINDS, Plan
 from lockstep.planner.search import Way
 
 

@@ -19,8 +19,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.config.strategy import BATCH_AXES, DATA_AXIS, REPLICA_AXIS, dp_size
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
-from lockstep.planner.figures import Step
-from lockstep.planner.plan import GIB, Plan
+from lockstep.planner.plan import GIB, Plan, Step
 
 _KEPT = ("blocks", "param_dtype", "offload")  # of the config's own strategy, where another mesh spreads the model
 _STAYS = ("weights", "optimizer", "averages", "gradients")  # whatever the batch

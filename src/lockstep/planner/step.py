@@ -43,9 +43,9 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import LockstepError
-from lockstep.planner import figures, gpu_rules
-from lockstep.planner.figures import Step
+from lockstep.planner import gpu_rules, plan
 from lockstep.planner.ledger import Ledger, NotTraced, replay
+from lockstep.planner.plan import Step
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
 from lockstep.runtime.moving import map_tensors
@@ -263,12 +263,12 @@ def trace(config: RunConfig, world_size: int) -> Step:
             peak=peak.bytes,
             phase=peak.phase,
             by_kind=peak.by_kind,
-            largest=figures.largest(peak, books),
+            largest=plan.largest(peak, books),
             flops=sum(each.flops for each in books.operations[operation:]),
             bytes=sum(each.bytes for each in books.operations[operation:]),
-            work=figures.work_of(books, operation),
-            collectives=figures.collectives_of(books, collective, _axes(run, world_size), world_size),
-            timeline=figures.thinned(timeline, peak.at),
+            work=plan.work_of(books, operation),
+            collectives=plan.collectives_of(books, collective, _axes(run, world_size), world_size),
+            timeline=plan.thinned(timeline, peak.at),
             phases=before + [(name, at - event) for name, at in books.phases if at > event],
             seconds=round(time.monotonic() - began, 1),
             events=len(timeline),
@@ -319,15 +319,15 @@ def _steps(run: Run, task: Any, config: RunConfig, data: Any, order: Any, ledger
     raise AssertionError("an endless number of epochs has ended")
 
 
-def _axes(run: Run, world_size: int) -> dict[str, figures.Axis]:
+def _axes(run: Run, world_size: int) -> dict[str, plan.Axis]:
     mesh = run.devices.mesh
     if mesh is None:
-        return {"0": figures.Axis("data", world_size, world_size)}
+        return {"0": plan.Axis("data", world_size, world_size)}
     found = {}
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name)
         ranks = dist.get_process_group_ranks(group)
-        found[group.group_name] = figures.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
+        found[group.group_name] = plan.Axis(name, len(ranks), max(ranks) - min(ranks) + 1)
     return found
 
 

@@ -73,7 +73,7 @@ def create(settings: Profile | None, runtime: str, topology: Topology, folder: P
 
         backend = XlaBackend()
     else:
-        from lockstep.profiler.torch import TorchBackend
+        from lockstep.profiler.window import TorchBackend
 
         backend = TorchBackend(runtime)
     return Window(backend, settings, folder / FOLDER / f"proc_{place.rank}", activity, demand)

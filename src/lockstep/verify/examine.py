@@ -19,7 +19,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.record.run_folder import CONFIG_FILE
 from lockstep.verify import trial
 from lockstep.verify.combinations import COMBINATIONS, REFERENCE, USUAL, Combination, halfway, missing, named, needed
-from lockstep.verify.findings import (
+from lockstep.verify.report import (
     Asked,
     Comparison,
     Judged,
@@ -31,8 +31,7 @@ from lockstep.verify.findings import (
     metrics_apart,
     tolerance,
 )
-from lockstep.verify.pool import RunPool
-from lockstep.verify.trial import Trial
+from lockstep.verify.trial import RunPool, Trial
 
 
 def examine(asked: Asked, work: Path, say: Callable[[str], None]) -> Report:

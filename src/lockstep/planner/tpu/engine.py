@@ -19,8 +19,7 @@ import numpy as np
 
 from lockstep.config.accelerators import Accelerator
 from lockstep.errors import ConfigError
-from lockstep.planner.figures import Collective, Step, Tensor, Work
-from lockstep.planner.plan import NotPlanned, kept, run_module
+from lockstep.planner.plan import Collective, NotPlanned, Step, Tensor, Work, kept, run_module
 from lockstep.planner.tpu.compile import COMPILED
 from lockstep.planner.tpu.trace import TRACED, Traced, of_crash, part
 
