@@ -12,10 +12,9 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import lockstep
-from lockstep.doctor.ask import Answer, Stage
+from lockstep.doctor.ask import Stage
 from lockstep.doctor.check import Check
 from lockstep.shown import size
 
@@ -68,30 +67,20 @@ def optional(versions: Mapping[str, str | None], asked: Collection[str]) -> Chec
     return Check("optional", "fail" if "xla" in asked else "warn", shown, remedy, data)
 
 
-def import_dependencies(stage: Stage) -> dict[str, Any]:
-    """Returns the problem of each."""
-    found = {}
+def import_dependencies(stage: Stage) -> Check:
+    problems = {}
     for module in DEPENDENCIES:
         stage(f"loading {module}")
         try:
             importlib.import_module(module)
-            found[module] = ""
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name == module
-            found[module] = "not installed" if missing else f"{type(error).__name__}: {error}"
-    return found
-
-
-def judge_dependencies(answer: Answer) -> Check:
-    name = "dependencies"
-    if answer.value is None:
-        return Check(name, "fail", answer.problem, "reinstall what this message names")
-    broken = {module: problem for module, problem in answer.value.items() if problem}
-    if not broken:
-        return Check(name, "ok", ", ".join(answer.value), data=answer.value)
-    shown = "; ".join(f"{module}: {problem}" for module, problem in broken.items())
-    remedy = "pip install --force-reinstall " + " ".join(DEPENDENCIES[module] for module in broken)
-    return Check(name, "fail", shown, remedy, answer.value)
+            problems[module] = "not installed" if missing else f"{type(error).__name__}: {error}"
+    if not problems:
+        return Check("dependencies", "ok", ", ".join(DEPENDENCIES))
+    shown = "; ".join(f"{module}: {problem}" for module, problem in problems.items())
+    remedy = "pip install --force-reinstall " + " ".join(DEPENDENCIES[module] for module in problems)
+    return Check("dependencies", "fail", shown, remedy, problems)
 
 
 def variables(env: Mapping[str, str]) -> Check:
@@ -112,48 +101,31 @@ def port() -> Check:
         return Check("ports", "fail", f"127.0.0.1: {error.strerror or error}", remedy)
 
 
-def write_to_disk(stage: Stage, out: str) -> dict[str, Any]:
+def write_to_disk(stage: Stage, out: str) -> Check:
     """Runs in a subprocess: a network disk that is gone blocks every access."""
     stage(f"writing to {out}")
     path = Path(out).absolute()
     folder = next(each for each in (path, *path.parents) if each.exists())
-    problem = ""
+    free = shutil.disk_usage(folder).free
+    found, facts = f"{size(free)} free in {folder}", {"folder": str(folder), "free": free}
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"lockstep")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        problem = str(error.strerror or error)
-    return {"folder": str(folder), "free": shutil.disk_usage(folder).free, "problem": problem}
-
-
-def judge_disk(answer: Answer) -> Check:
-    facts = answer.value
-    if facts is None:
-        return Check("disk", "fail", answer.problem, "name a folder on a disk that answers with --out")
-    found = f"{size(facts['free'])} free in {facts['folder']}"
-    if facts["problem"]:
         remedy = "make room, or name another folder with --out"
-        return Check("disk", "fail", f"{found}: cannot be written: {facts['problem']}", remedy, facts)
-    if facts["free"] < _ROOMY_DISK:
+        return Check("disk", "fail", f"{found}: cannot be written: {error.strerror or error}", remedy, facts)
+    if free < _ROOMY_DISK:
         return Check("disk", "warn", found, "checkpoints may not fit: make room, or lower checkpoint.keep", facts)
     return Check("disk", "ok", found, data=facts)
 
 
-def write_to_bucket(stage: Stage, url: str) -> dict[str, Any]:
+def write_to_bucket(stage: Stage, url: str) -> Check:
     """Runs in a subprocess: a service that does not answer blocks the caller."""
     from lockstep.mirror.bucket import Bucket
     from lockstep.mirror.url import parse
 
     stage(f"writing to {url}")
     Bucket(parse(url, "--out")).probe("--out")
-    return {"url": url}
-
-
-def judge_bucket(answer: Answer) -> Check:
-    if answer.value is None:
-        remedy = "" if answer.problem.startswith("--out") else "check the network, or name another place with --out"
-        return Check("bucket", "fail", answer.problem, remedy)
-    found = f"{answer.value['url']} can be written, listed, read and deleted from"
-    return Check("bucket", "ok", found, data=answer.value)
+    return Check("bucket", "ok", f"{url} can be written, listed, read and deleted from", data={"url": url})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lockstep.config.strategy import BATCH_AXES
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.planner.devices import Target
-from lockstep.planner.ledger import Books, Peak, kind_of
+from lockstep.planner.ledger import Books
 
 KINDS = ("weights", "gradients", "optimizer", "averages", "activations", "temporaries", "communication", "batch")
 _SHOWN_EVENTS = 400  # in the picture of a step
@@ -103,13 +103,6 @@ class Step:
         )
 
 
-def largest(peak: Peak, books: Books) -> list[Tensor]:
-    return [
-        Tensor(held, kind_of(each, books), list(each.shape), each.dtype, each.operation, each.line)
-        for each, held in peak.largest
-    ]
-
-
 def work_of(books: Books, start: int) -> list[Work]:
     """Groups products by dtype, FLOPs and bytes, and adds up all others of a dtype."""
     products: Counter[tuple[str, int, int]] = Counter()
@@ -160,12 +153,8 @@ class Estimate:
     between: float  # exchanged while nothing is
 
     @property
-    def compute(self) -> float:
-        return self.products + self.traffic
-
-    @property
     def step(self) -> float:
-        return max(self.compute, self.beside) + self.between
+        return max(self.products + self.traffic, self.beside) + self.between
 
 
 def estimate(step: Step, target: Target, precision: str) -> Estimate:

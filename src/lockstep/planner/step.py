@@ -44,7 +44,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.stop_requests import StopRequests
 from lockstep.errors import LockstepError
 from lockstep.planner import gpu_rules, plan
-from lockstep.planner.ledger import Ledger, NotTraced, replay
+from lockstep.planner.ledger import Ledger, NotTraced, kind_of, replay
 from lockstep.planner.plan import Step
 from lockstep.record.display import Display
 from lockstep.runtime.base import Runtime
@@ -263,7 +263,10 @@ def trace(config: RunConfig, world_size: int) -> Step:
             peak=peak.bytes,
             phase=peak.phase,
             by_kind=peak.by_kind,
-            largest=plan.largest(peak, books),
+            largest=[
+                plan.Tensor(held, kind_of(each, books), list(each.shape), each.dtype, each.operation, each.line)
+                for each, held in peak.largest
+            ],
             flops=sum(each.flops for each in books.operations[operation:]),
             bytes=sum(each.bytes for each in books.operations[operation:]),
             work=plan.work_of(books, operation),

@@ -107,13 +107,10 @@ class Timeline:
         self._files.close()
 
 
-@contextlib.contextmanager
-def opened(folder: Path | None, warn: Callable[[str], object], file: str = TIMELINE_FILE) -> Iterator[Timeline]:
-    timeline = Timeline(folder, warn, file)
-    try:
-        yield timeline
-    finally:
-        timeline.close()
+def opened(
+    folder: Path | None, warn: Callable[[str], object], file: str = TIMELINE_FILE
+) -> contextlib.closing[Timeline]:
+    return contextlib.closing(Timeline(folder, warn, file))
 
 
 class _Lags:

@@ -119,8 +119,8 @@ SORTS: dict[str, Callable[[Listed], float | str | None]] = {
 def ordered(runs: Iterable[Listed], by: str = "started", reverse: bool = False) -> list[Listed]:
     """Sorts the newest, furthest, best or longest first; runs without such a value are last either way."""
     key, runs = SORTS[by], sorted(runs, key=lambda run: run.name)
-    known = [run for run in runs if key(run) is not None and key(run) == key(run)]
-    rest = [run for run in runs if not any(run is each for each in known)]
+    known = [run for run in runs if key(run) is not None]
+    rest = [run for run in runs if key(run) is None]
     return [*sorted(known, key=lambda run: key(run), reverse=reverse), *rest]  # type: ignore[arg-type,return-value]
 
 

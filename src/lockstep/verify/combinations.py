@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.plain import did_you_mean
 from lockstep.doctor.machine import fit_together, version_of
 from lockstep.errors import ConfigError
 from lockstep.runtime.gpus import gpu_count
@@ -141,9 +141,7 @@ def named(patterns: Iterable[str], option: str) -> set[str]:
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(names)}"
-            raise ConfigError(f"{option} {pattern}: no combination has this name; {advice}")
+            raise ConfigError(f"{option} {pattern}: no combination has this name, {did_you_mean(pattern, names)}")
         found.update(matching)
     return found
 
