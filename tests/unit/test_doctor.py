@@ -179,13 +179,7 @@ def test_xla_that_was_asked_for() -> None:
 
 def test_what_ranks_found() -> None:
     for correct, verdict in ((True, "ok"), (False, "fail")):
-        facts = {"ranks": [{"correct": True}, {"correct": correct}], "seconds": 3.0}
-        assert runtimes.judge_processes(Answer(facts), 2, "cpu").verdict == verdict
-
-
-def test_a_launch_that_fails_is_told_in_its_own_words() -> None:
-    failed = runtimes.judge_processes(Answer(None, "rank 1 of 2 on here failed: no"), 2, "cpu")
-    assert (failed.verdict, failed.found) == ("fail", "rank 1 of 2 on here failed: no")
+        assert runtimes.judge_processes([{"correct": True}, {"correct": correct}], 3.0, "cpu").verdict == verdict
 
 
 # Questions

@@ -62,7 +62,7 @@ def watch(run: Path | None, pod_name: str | None, once: bool, wait: float, every
             _print(looking(), as_json, whole=True)
             return
         seen = _begun(looking, wait, pause)
-        seen = _draw(looking, seen, pause) if drawn else _follow(looking, seen, pause, as_json)
+        seen = _draw(looking, seen, pause) if drawn else _follow(looking, seen, pause, lambda new: _print(new, as_json))
         sys.exit(0 if seen.status in _GOOD_ENDS else 1)
     except KeyboardInterrupt:
         sys.exit(0)
@@ -112,12 +112,12 @@ def _begun(looking: Callable[[], Look], wait: float, pause: float) -> Look:
     return seen
 
 
-def _follow(looking: Callable[[], Look], seen: Look, pause: float, as_json: bool) -> Look:
-    _print(seen, as_json)
+def _follow(looking: Callable[[], Look], seen: Look, pause: float, show: Callable[[Look], object]) -> Look:
+    show(seen)
     while not seen.has_ended:
         time.sleep(pause)
         seen = looking()
-        _print(seen, as_json)
+        show(seen)
     return seen
 
 
@@ -127,10 +127,7 @@ def _draw(looking: Callable[[], Look], seen: Look, pause: float) -> Look:
 
     console = Console(highlight=False, no_color=colour(os.environ) is False or None)
     with Live(_view(seen), console=console, auto_refresh=False, transient=True) as display:
-        while not seen.has_ended:
-            time.sleep(pause)
-            seen = looking()
-            display.update(_view(seen), refresh=True)
+        seen = _follow(looking, seen, pause, lambda new: display.update(_view(new), refresh=True))
     _print(seen, as_json=False)
     return seen
 

@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
@@ -203,28 +203,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def look_at_processes(count: int, family: str, limit: float) -> Check:
+    remedy = "see to the checks above that failed first; give a slow machine more time with --limit"
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder,
         Question("processes", count, family, folder, limit, limit=limit) as question,
     ):
-        return judge_processes(question.answer(), count, family)
+        return question.check(f"processes on {family}", remedy)
 
 
-def judge_processes(answer: Answer, count: int, family: str) -> Check:
-    name, facts = f"processes on {family}", answer.value
-    if facts is None:
-        remedy = "see to the checks above that failed first; give a slow machine more time with --limit"
-        return Check(name, "fail", answer.problem, remedy)
-    wrong = [str(rank) for rank, each in enumerate(facts["ranks"]) if not each["correct"]]
-    if wrong:
-        remedy = "the data plane gives wrong numbers: check the devices, and the interconnect between them"
-        return Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, facts)
-    came = "1 process ran" if count == 1 else f"{count} processes came together"
-    return Check(name, "ok", f"{came}, start to end in {duration(facts['seconds'])}", data=facts)
-
-
-def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> dict[str, Any]:
-    """Returns what every rank found; a launch that fails raises what its user would see."""
+def start_processes(stage: Stage, processes: str, family: str, folder: str, limit: str) -> Check:
+    """Starts processes that sum over all ranks; a launch that fails raises what its user would see."""
     stage(f"starting {processes} processes on {family}")
     from lockstep.launchers.launch import launch
 
@@ -232,7 +220,17 @@ def start_processes(stage: Stage, processes: str, family: str, folder: str, limi
     began = time.perf_counter()
     limits = {"rendezvous": wait, "collective": wait, "stop": wait}
     ranks = launch(_sum, int(processes), folder=folder, runtime=family, timeouts=limits)
-    return {"ranks": ranks, "seconds": time.perf_counter() - began}
+    return judge_processes(ranks, time.perf_counter() - began, family)
+
+
+def judge_processes(ranks: Sequence[Mapping[str, Any]], seconds: float, family: str) -> Check:
+    name, facts = f"processes on {family}", {"ranks": ranks, "seconds": seconds}
+    wrong = [str(rank) for rank, each in enumerate(ranks) if not each["correct"]]
+    if wrong:
+        remedy = "the data plane gives wrong numbers: check the devices, and the interconnect between them"
+        return Check(name, "fail", f"a sum over all ranks came out wrong on rank {', '.join(wrong)}", remedy, facts)
+    came = "1 process ran" if len(ranks) == 1 else f"{len(ranks)} processes came together"
+    return Check(name, "ok", f"{came}, start to end in {duration(seconds)}", data=facts)
 
 
 def _sum(run: Run) -> dict[str, Any]:

@@ -281,15 +281,14 @@ class Peak:
     largest: list[tuple[Allocation, int]]  # with what each held then
 
 
-def replay(books: Books, start: int = 0, end: int | None = None) -> tuple[Peak, list[tuple[int, dict[str, int]]]]:
-    """Returns the peak of a range of events, and the bytes by kind after each of them."""
-    end = len(books.events) if end is None else end
+def replay(books: Books, start: int) -> tuple[Peak, list[tuple[int, dict[str, int]]]]:
+    """Returns the peak from an event on, and the bytes by kind after each event."""
     now: Counter[str] = Counter()
     alive: dict[int, tuple[Allocation, int]] = {}
     line: list[tuple[int, dict[str, int]]] = []
     most, at = -1, start
     total = 0
-    for number, (allocation, change) in enumerate(books.events[:end]):
+    for number, (allocation, change) in enumerate(books.events):
         if not allocation.on_host:
             now[kind_of(allocation, books)] += change
             total += change

@@ -75,7 +75,8 @@ def check_links(folder: Path) -> None:
     Lockstep's own files are opened without following links. Loggers and profilers of others write theirs by path, so a
     link must not be there when the run begins.
     """
-    for name in (*_WRITTEN, *(f"{place}/{each}" for place in _BY_PATH for each in _entries(folder / place))):
+    inside = [place for place in _BY_PATH if run_files.is_folder(folder / place)]
+    for name in (*_WRITTEN, *(f"{place}/{each.name}" for place in inside for each in (folder / place).iterdir())):
         if (folder / name).is_symlink():
             raise ConfigError(
                 f"{folder / name} is a link, and Lockstep writes through no link in a run's folder. Remove it; to keep "
@@ -85,10 +86,6 @@ def check_links(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - leftover.lstat().st_mtime > _LEFTOVER_SECONDS:
                 leftover.unlink()
-
-
-def _entries(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir()) if run_files.is_folder(folder) else []
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
